@@ -1,0 +1,34 @@
+# One command per job. Each target that needs the virtual environment makes it if it is not there.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# A CPU build of torch unless one is installed already; set TORCH= to take whatever pip resolves.
+TORCH ?= torch==2.13.0
+STAMP := $(VENV)/.installed
+
+.PHONY: setup lint fmt test test-gpu clean
+
+setup: $(STAMP)  ## make the virtual environment and install everything the tests need
+
+$(STAMP): pyproject.toml
+	PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ./scripts/setup.sh
+	@touch $(STAMP)
+
+fmt: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(STAMP)  ## formatting, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(STAMP)  ## everything that runs on a CPU
+	$(BIN)/pytest -n $(or $(JOBS),2)
+
+test-gpu:  ## on a CUDA host, with its own torch and triton; needs no virtual environment
+	PYTHONPATH=backend:kernels:client $(PYTHON) -m pytest -m gpu -p no:cacheprovider
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,55 @@
+"""Every error a caller can act on.
+
+KimiError
+├── InvalidRequestError      the request is wrong; says which field, what was given, what is allowed
+├── CapacityError            no room now; try later
+│   └── ModelUnavailableError    a runner is loading, dead or of another epoch
+├── RequestCancelledError    the client or its deadline ended the request
+├── CheckpointError          files that cannot be served; lists every reason found
+└── ConfigError              a config.json field or a server setting is missing, contradictory or unsupported
+"""
+
+
+class KimiError(Exception):
+    """Base of all errors raised on purpose. `code` is the server error code that a client sees."""
+
+    code = "INTERNAL"
+
+
+class InvalidRequestError(KimiError):
+    """A request field is wrong. The message names the field, the value and what is allowed."""
+
+    code = "INVALID_ARG"
+
+
+class CapacityError(KimiError):
+    """Nothing is wrong with the request; there is no room for it now."""
+
+    code = "UNAVAILABLE"
+
+
+class ModelUnavailableError(CapacityError):
+    """A model runner does not answer: loading, dead, or restarted."""
+
+
+class RequestCancelledError(KimiError):
+    """The request ended because its client or its deadline said so."""
+
+    code = "CANCELLED"
+
+
+class CheckpointError(KimiError):
+    """A checkpoint cannot be loaded. `problems` holds one line for each thing found wrong."""
+
+    code = "INVALID_ARG"
+
+    def __init__(self, subject: str, problems: list[str]) -> None:
+        self.subject = subject
+        self.problems = problems
+        super().__init__(f"{subject}: " + (problems[0] if len(problems) == 1 else "\n  - ".join(["", *problems])))
+
+
+class ConfigError(KimiError):
+    """A configuration value is missing, of the wrong type, contradictory or unsupported."""
+
+    code = "INVALID_ARG"

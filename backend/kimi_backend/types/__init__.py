@@ -1,0 +1,1 @@
+"""Frozen values that cross a border between packages. No behaviour beyond derived properties."""

@@ -1,0 +1,180 @@
+"""What crosses the border between the engine and a model runner in one step: frozen values of numpy arrays.
+
+Runners are stateless about sequences: a plan carries all a step needs, so a step can be replayed, tested and measured
+alone. S sequences and T rows (tokens) ride in a step; B of the sequences sample (in the order they stand in the plan);
+W is the most draft tokens any of them verifies or proposes. "CSR" as in `kimi_kernels.sampling_inputs`, whose field
+meanings hold here too: a runner turns each array into a tensor of the same name.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PROTOCOL_VERSION = 1
+PLACEHOLDER_TOKEN_ID = -1
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingPlan:
+    """Sampling parameters of the B sampling sequences; see `kimi_kernels.sampling_inputs.SamplingInputs`."""
+
+    temperature: FloatArray
+    top_k: Int32Array
+    top_p: FloatArray
+    min_p: FloatArray
+    seed: Int64Array
+    repetition_penalty: FloatArray
+    frequency_penalty: FloatArray
+    presence_penalty: FloatArray
+    penalty_offsets: Int32Array
+    penalty_ids: Int32Array
+    penalty_counts: Int32Array
+    penalty_in_prompt: BoolArray
+    bias_offsets: Int32Array
+    bias_ids: Int32Array
+    bias_values: FloatArray
+    ban_offsets: Int32Array
+    ban_ids: Int32Array
+    ban_until: Int64Array
+    bad_word_offsets: Int32Array
+    bad_word_token_offsets: Int32Array
+    bad_word_tokens: Int32Array
+    history_tail: Int32Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlan:
+    """The ragged batch of one step: which tokens, at which positions, over which blocks."""
+
+    token_ids: Int32Array
+    """[T] token embedded in each row."""
+    query_lens: Int32Array
+    """[S] rows of each sequence, at least 1."""
+    seq_lens: Int32Array
+    """[S] KV length including this step's rows: row i of q stands at position seq_len - q + i."""
+    block_table: Int32Array
+    """[S, max_blocks] block ids in order; entries past a sequence's last block may hold anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetPlan:
+    """Verify rows and prefill chunks for the target.
+
+    A decoding sequence brings 1 + num_draft_tokens rows and samples each; the last chunk of a prefill samples its last
+    row; a middle chunk samples none.
+    """
+
+    step_id: int
+    rows: RowPlan
+    num_sampled_rows: Int32Array
+    """[S] how many of the sequence's last rows draw a token: 0, or 1 + its draft tokens under verification."""
+    sampling: SamplingPlan
+    num_logprobs: int | None
+    """Most top logprobs that any sequence wants; None when none wants logprobs."""
+    wants_aux: BoolArray
+    """[S] whether the draft will read this sequence's aux hidden states."""
+    logit_mask: Int32Array | None = None
+    """[R, ceil(vocab_size / 32)] over all R sampled rows, see `SamplingRows.logit_mask`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxHandle:
+    """Aux hidden states of a target step, on the way to the draft.
+
+    In one process `tensor` holds them, [T, num_aux * hidden_size]. Across processes either a BLS tensor carries them,
+    or `region` names the part of the shared buffer that the target wrote.
+    """
+
+    tensor: Any | None = None
+    region: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetReply:
+    """What the target drew and accepted."""
+
+    step_id: int
+    runner_epoch: int
+    seq_status: Int32Array
+    """[S] 0, or why the sequence failed alone (`kimi_kernels.sampling_inputs.STATUS_*`)."""
+    output_token_ids: Int64Array
+    """[B, W + 1] accepted draft tokens, the target's own token, then PLACEHOLDER_TOKEN_ID."""
+    num_accepted_tokens: Int32Array
+    """[B] accepted draft tokens; the target's own token is not counted."""
+    aux: AuxHandle
+    logprobs: FloatArray | None = None
+    """[B, W + 1], beside output_token_ids."""
+    top_logprob_ids: Int64Array | None = None
+    """[B, W + 1, num_logprobs]."""
+    top_logprobs: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """Rows for the draft to extend over, then how many tokens to propose.
+
+    Row p pairs the target's aux hidden state at position p with the token at p + 1, stands at RoPE position p, writes
+    draft slot p and predicts the token at p + 2.
+    """
+
+    step_id: int
+    rows: RowPlan
+    """token_ids are the tokens one position later than the rows; seq_lens are draft lengths after the extension."""
+    aux: AuxHandle
+    aux_rows: Int64Array
+    """[T] row of the target step's aux hidden states that each draft row reads."""
+    num_proposals: Int32Array
+    """[S] draft tokens wanted: 0 only extends. The block table covers slots up to seq_len + num_proposals - 1."""
+    greedy: BoolArray
+    """[B] propose the draft's argmax instead of its coupled sample."""
+    sampling: SamplingPlan
+    """Of the B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
+    output_index: Int64Array
+    """[B] index of the first token to be proposed (the last extended row's position + 2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftReply:
+    """What the draft proposes."""
+
+    step_id: int
+    runner_epoch: int
+    seq_status: Int32Array
+    """[S]"""
+    draft_token_ids: Int64Array
+    """[B, W] target ids, PLACEHOLDER_TOKEN_ID after each sequence's num_proposals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerDescription:
+    """A runner's answer to the handshake; a pair that does not fit is refused with both values."""
+
+    role: str
+    """"target" or "draft"."""
+    runner_epoch: int
+    """Random at start: a new one means that all KV is gone."""
+    block_size: int
+    num_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    vocab_size: int
+    draft_vocab_size: int | None
+    """Draft only: columns of its head."""
+    aux_layer_ids: tuple[int, ...]
+    """Resolved R(j): the residual stream entering layer j."""
+    hidden_size: int
+    """Width of one aux chunk."""
+    kv_cache_dtype: str
+    device: str
+    """"cpu", or the GPU's UUID."""
+    aux_buffer: bytes | None = None
+    """CUDA IPC handle of the shared aux buffer, when there is one."""
+    protocol_version: int = PROTOCOL_VERSION

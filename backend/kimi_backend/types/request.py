@@ -1,0 +1,149 @@
+"""A generation request and what comes back for it, as the engine sees them: token ids and parameters, no tensors."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+MAX_SPECULATIVE_TOKENS = 7
+
+
+class DraftSampling(str, Enum):
+    """How a draft token is guessed. The emitted text is the same either way."""
+
+    COUPLED = "coupled"
+    """Sample with the target's own noise: best while the draft is good."""
+    GREEDY = "greedy"
+    """The draft's most likely token: best while it is weak."""
+    AUTO = "auto"
+    """The engine chooses from the acceptance it measures."""
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    """A stop token, the end of sequence, or a stop string."""
+    LENGTH = "length"
+    """max_tokens, or the model's longest sequence."""
+    CANCELLED = "cancelled"
+    """The client, a deadline, or a shutdown."""
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw tokens and when to stop. Ranges are checked where a request enters (`scheduler.admission`)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    """uint64; None: the engine picks one and reports it."""
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not appear."""
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    """None: up to the model's longest sequence."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none; n: the drawn token's logprob and the n most likely."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One request, tokenised."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_speculative_tokens: int | None = None
+    """0 to MAX_SPECULATIVE_TOKENS; None: the server's default."""
+    draft_sampling: DraftSampling = DraftSampling.AUTO
+    priority: int = 0
+    """Higher runs first and is preempted last."""
+    deadline_s: float | None = None
+    """Seconds from arrival after which the request is cancelled."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Raw log-probabilities at one emitted token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """What speculation did for one request. A round is a verify that carried at least one draft token.
+
+    Field names follow AIPerf's `speculative_decoding` object where it has one.
+    """
+
+    num_spec_steps: int = 0
+    """Rounds."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    """[k + 1]: rounds that accepted exactly 0, 1, … k tokens."""
+    drafted_per_position: tuple[int, ...] = ()
+    """[k]: rounds that proposed that position."""
+    accepted_per_position: tuple[int, ...] = ()
+    """[k]: rounds that accepted that position."""
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens a round: the tokens a target step yields. None when no round ran."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else None
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens. None when nothing was drafted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def acceptance_per_position(self) -> tuple[float | None, ...]:
+        """For each position, accepted / rounds that proposed it."""
+        pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
+        return tuple(accepted / drafted if drafted else None for accepted, drafted in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStats:
+    """Usage and timing of one finished request."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_time_s: float
+    first_token_time_s: float | None
+    """From arrival to the first token; None when none came."""
+    total_time_s: float
+    num_preemptions: int
+    seed: int
+    speculation: SpeculationStats | None
+    """None when speculation did not run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """What one engine step adds to one request. The last one carries finish_reason and stats, exactly once."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    """The stop string or token id that ended the request."""
+    error: str | None = None
+    stats: RequestStats | None = None

@@ -1,0 +1,55 @@
+"""`KernelSet`: the ops a model is given, as one frozen value. Which kernels run is an argument, not a switch."""
+
+from dataclasses import dataclass
+
+from kimi_kernels import signatures as op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSet:
+    """Implementations of every op in `signatures`, and the two facts about them that callers plan by."""
+
+    name: str
+    row_invariant: bool
+    """A row's result has the same bits whatever rows run beside it (docs/architecture.md, "Row invariance")."""
+    absorb_prefill: bool
+    """All rows go through `mla_decode`, so that a token's bits do not depend on how its prompt was cut."""
+
+    pack_linear: op.PackLinear
+    linear: op.Linear
+    per_head_linear: op.PerHeadLinear
+    rms_norm: op.RmsNorm
+    add_rms_norm: op.AddRmsNorm
+    concat_rms_norm: op.ConcatRmsNorm
+    chunked_rms_norm: op.ChunkedRmsNorm
+    silu_mul: op.SiluMul
+    rope: op.Rope
+    store_latent: op.StoreLatent
+    plan_mla_decode: op.PlanMlaDecode
+    mla_decode: op.MlaDecode
+    mla_prefill: op.MlaPrefill
+    store_kv: op.StoreKv
+    mha_attention: op.MhaAttention
+    route_experts: op.RouteExperts
+    pack_experts: op.PackExperts
+    moe_experts: op.MoeExperts
+    sample_tokens: op.SampleTokens
+    verify_draft_tokens: op.VerifyDraftTokens
+
+    @staticmethod
+    def reference() -> "KernelSet":
+        """Plain torch, float32, row-invariant: what every other set is compared with. Does not import Triton-language."""
+        from kimi_kernels.reference import reference_kernel_set
+
+        return reference_kernel_set()
+
+    @staticmethod
+    def triton() -> "KernelSet":
+        """Triton-language kernels for a CUDA device.
+
+        Raises:
+            ImportError: Triton-language is not installed.
+        """
+        from kimi_kernels.triton_kernels import triton_kernel_set
+
+        return triton_kernel_set()

@@ -1,0 +1,70 @@
+"""Weights as the checkpoint stores them, before a kernel set repacks them for its own use."""
+
+from dataclasses import dataclass
+
+import torch
+
+INT4_GROUP_SIZE = 32
+FP8_BLOCK_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Weight:
+    """Symmetric int4 in groups along the input: `weight = (nibble - 8) * scale` (compressed-tensors, pack-quantized).
+
+    Nibble j of a packed word, counted from its least significant end, is input column `8 * word + j`.
+    """
+
+    packed: torch.Tensor
+    """[..., out_features, in_features / 8] int32."""
+    scales: torch.Tensor
+    """[..., out_features, in_features / group_size] bf16 or wider."""
+    group_size: int = INT4_GROUP_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weight:
+    """float8_e4m3fn in square blocks: `weight = value * scale of its block`; border blocks may be partial."""
+
+    values: torch.Tensor
+    """[..., out_features, in_features] float8_e4m3fn."""
+    scales: torch.Tensor
+    """[..., ceil(out_features / block), ceil(in_features / block)] float32 (`weight_scale_inv` in the file)."""
+    block_size: int = FP8_BLOCK_SIZE
+
+
+Weight = torch.Tensor | Int4Weight | Fp8Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The routed experts of one layer, stacked; gate rows above up rows.
+
+    E experts held here, H hidden, I intermediate (this rank's slice).
+    """
+
+    gate_up: Weight
+    """[E, 2 * I, H]."""
+    down: Weight
+    """[E, H, I]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A weight in the layout that one kernel set wants. Opaque: only the set that packed it reads it."""
+
+    kind: str
+    tensors: tuple[torch.Tensor, ...]
+    out_features: int
+    in_features: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """A layer's routed experts in the layout that one kernel set wants. Opaque likewise."""
+
+    kind: str
+    tensors: tuple[torch.Tensor, ...]
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
