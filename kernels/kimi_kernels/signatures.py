@@ -10,7 +10,13 @@ from typing import Protocol
 from torch import Tensor
 
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
+from kimi_kernels.sampling_inputs import (
+    SampleOutput,
+    SamplingInputs,
+    SamplingRows,
+    VerifyOutput,
+    VocabularyMap,
+)
 from kimi_kernels.weights import ExpertWeights, PackedExperts, PackedWeight, Weight
 
 
@@ -121,7 +127,9 @@ class StoreLatent(Protocol):
 class PlanMlaDecode(Protocol):
     """Divide the batch's keys among thread blocks, on the device, without a host sync."""
 
-    def __call__(self, batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0) -> DecodePlan | None:
+    def __call__(
+        self, batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0
+    ) -> DecodePlan | None:
         """split_tokens: 0 balances over the batch; else each sequence is cut every so many tokens, whatever the batch."""
         ...
 
@@ -187,7 +195,12 @@ class MhaAttention(Protocol):
     """Multi-head or grouped-query attention over a paged cache, for the Llama draft."""
 
     def __call__(
-        self, q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        batch: AttentionBatch,
+        softmax_scale: float,
+        sliding_window: int | None,
     ) -> Tensor:
         """
         Args:
@@ -267,7 +280,12 @@ class VerifyDraftTokens(Protocol):
     """Accept draft tokens while they equal what the target drew."""
 
     def __call__(
-        self, token_ids: Tensor, status: Tensor, first_row: Tensor, draft_token_ids: Tensor, num_draft_tokens: Tensor
+        self,
+        token_ids: Tensor,
+        status: Tensor,
+        first_row: Tensor,
+        draft_token_ids: Tensor,
+        num_draft_tokens: Tensor,
     ) -> VerifyOutput:
         """
         Args:

@@ -1,0 +1,1 @@
+"""KV accounting: block pools and prefix caches. Block ids only, no tensors."""

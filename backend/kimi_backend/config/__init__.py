@@ -1,0 +1,1 @@
+"""Configuration: checkpoint config.json files and server settings, parsed once, validated, frozen."""

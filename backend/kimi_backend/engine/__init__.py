@@ -1,0 +1,1 @@
+"""The engine: schedule, verify, emit, draft, for all running requests together."""

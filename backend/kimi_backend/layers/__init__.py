@@ -1,0 +1,1 @@
+"""The layers of both models, one module class each; kernels and tensor-parallel group passed in."""

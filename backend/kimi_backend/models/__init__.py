@@ -1,0 +1,1 @@
+"""The target and the drafts, built from layers and a checkpoint."""

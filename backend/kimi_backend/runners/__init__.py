@@ -1,0 +1,1 @@
+"""Model runners: a step plan in, a reply out. Owns weights and KV tensors."""

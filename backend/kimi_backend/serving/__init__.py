@@ -1,0 +1,1 @@
+"""The Triton Server seam: the only package that knows pb_utils."""
