@@ -46,9 +46,7 @@ class CheckpointError(KimiError):
     def __init__(self, subject: str, problems: list[str]) -> None:
         self.subject = subject
         self.problems = problems
-        super().__init__(
-            f"{subject}: " + (problems[0] if len(problems) == 1 else "\n  - ".join(["", *problems]))
-        )
+        super().__init__(f"{subject}: " + (problems[0] if len(problems) == 1 else "\n  - ".join(["", *problems])))
 
 
 class ConfigError(KimiError):

@@ -38,7 +38,7 @@ class KernelSet:
 
     @staticmethod
     def reference() -> "KernelSet":
-        """Plain torch, float32, row-invariant: what every other set is compared with. Does not import Triton-language."""
+        """Plain torch, float32, row-invariant: what every other set is compared with. Needs no Triton-language."""
         from kimi_kernels.reference import reference_kernel_set
 
         return reference_kernel_set()

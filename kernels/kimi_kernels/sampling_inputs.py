@@ -118,7 +118,7 @@ class VerifyOutput:
     """Which draft tokens survive."""
 
     output_token_ids: torch.Tensor
-    """[B, W + 1] int64: accepted draft tokens, then the target's own token (recovered or bonus), then PLACEHOLDER_TOKEN_ID."""
+    """[B, W + 1] int64: accepted draft tokens, the target's own (recovered or bonus), then PLACEHOLDER_TOKEN_ID."""
     num_accepted_tokens: torch.Tensor
     """[B] int32, the target's own token not counted."""
     last_row: torch.Tensor

@@ -130,7 +130,7 @@ class PlanMlaDecode(Protocol):
     def __call__(
         self, batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0
     ) -> DecodePlan | None:
-        """split_tokens: 0 balances over the batch; else each sequence is cut every so many tokens, whatever the batch."""
+        """split_tokens: 0 balances over the batch; else a sequence is cut every so many tokens, whatever the batch."""
         ...
 
 
@@ -289,7 +289,7 @@ class VerifyDraftTokens(Protocol):
     ) -> VerifyOutput:
         """
         Args:
-            token_ids, status: [R], as sampled; sequence b's rows begin at first_row[b] and number num_draft_tokens[b] + 1.
+            token_ids, status: [R], as sampled; sequence b has num_draft_tokens[b] + 1 rows, from first_row[b].
             first_row: [B] int64.
             draft_token_ids: [B, W] int32. num_draft_tokens: [B] int32, at most W.
         """

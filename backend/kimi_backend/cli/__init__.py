@@ -1,0 +1,1 @@
+"""The `kimi` command line."""
