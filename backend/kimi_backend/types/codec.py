@@ -1,0 +1,164 @@
+"""One frozen plan or reply <-> one contiguous uint8 array, for a process border.
+
+A step crosses Triton Server (and a tensor-parallel broadcast) as a single tensor: some thirty named tensors would cost
+more than the step's whole scheduling. Layout, in native byte order (both ends run on one host):
+
+    int64 header   [magic, number of fields, then for each field: number of dimensions, dim 0, dim 1, dim 2]
+    data           each array's bytes in field order, every one starting at a multiple of 8
+
+Fields stand in the order of the dataclass, nested dataclasses in place. An int is an array of no dimensions; an absent
+optional field has -1 dimensions and no data. Decoded arrays are read-only views of the buffer.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kimi_backend.errors import InvalidRequestError
+
+Message = TypeVar("Message")
+Buffer = npt.NDArray[np.uint8]
+
+_MAGIC = 0x4B494D49_0001
+_WORDS_PER_FIELD = 4
+_ALIGNMENT = 8
+_ABSENT = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    dtype: np.dtype[Any] | None
+    """None for a nested dataclass."""
+    nested: type | None
+    is_scalar: bool
+
+
+def _array_dtype(annotation: Any) -> np.dtype[Any]:
+    return np.dtype(typing.get_args(typing.get_args(annotation)[1])[0])
+
+
+def _describe(name: str, annotation: Any) -> _Field | None:
+    if isinstance(annotation, types.UnionType):
+        annotation = next(a for a in annotation.__args__ if a is not types.NoneType)
+    if annotation is int:
+        return _Field(name, np.dtype(np.int64), None, True)
+    if typing.get_origin(annotation) is np.ndarray:
+        return _Field(name, _array_dtype(annotation), None, False)
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        fields = _schema(annotation)
+        return _Field(name, None, annotation, False) if fields else None
+    return None  # a value that cannot cross a border, such as a tensor handle: sent beside the buffer
+
+
+@functools.cache
+def _schema(cls: type) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(cls)
+    fields = (_describe(f.name, hints[f.name]) for f in dataclasses.fields(cls))
+    return tuple(field for field in fields if field is not None)
+
+
+def _collect(message: Any, arrays: list[npt.NDArray[Any] | None]) -> None:
+    for field in _schema(type(message)):
+        value = getattr(message, field.name)
+        if field.nested is not None:
+            _collect(value, arrays)
+        elif value is None:
+            arrays.append(None)
+        else:
+            arrays.append(np.ascontiguousarray(value, dtype=field.dtype).reshape(np.shape(value)))
+
+
+def encode(message: Any) -> Buffer:
+    """Pack a plan or a reply; fields that hold tensor handles are left out."""
+    arrays: list[npt.NDArray[Any] | None] = []
+    _collect(message, arrays)
+    header = np.zeros(2 + len(arrays) * _WORDS_PER_FIELD, dtype=np.int64)
+    header[0], header[1] = _MAGIC, len(arrays)
+    end = header.nbytes
+    offsets = []
+    for i, array in enumerate(arrays):
+        word = 2 + i * _WORDS_PER_FIELD
+        offsets.append(end)
+        if array is None:
+            header[word] = _ABSENT
+            continue
+        header[word] = array.ndim
+        header[word + 1 : word + 1 + array.ndim] = array.shape
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = np.zeros(end, dtype=np.uint8)
+    buffer[: header.nbytes] = header.view(np.uint8)
+    for offset, array in zip(offsets, arrays, strict=True):
+        if array is not None and array.nbytes:
+            buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return buffer
+
+
+class _Reader:
+    def __init__(self, buffer: Buffer) -> None:
+        if buffer.nbytes < 2 * _ALIGNMENT:
+            raise InvalidRequestError(f"plan: {buffer.nbytes} bytes given, at least {2 * _ALIGNMENT} needed")
+        self._bytes = buffer
+        self._header = np.frombuffer(buffer, np.int64, 2)
+        if self._header[0] != _MAGIC:
+            raise InvalidRequestError(f"plan: header {self._header[0]:#x} given, {_MAGIC:#x} expected: other version?")
+        words = 2 + int(self._header[1]) * _WORDS_PER_FIELD
+        self._header = np.frombuffer(buffer, np.int64, words)
+        self._field = 0
+        self._offset = self._header.nbytes
+
+    def check_field_count(self, expected: int) -> None:
+        if int(self._header[1]) != expected:
+            raise InvalidRequestError(f"plan: {int(self._header[1])} fields given, {expected} expected: other version?")
+
+    def next_array(self, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+        word = 2 + self._field * _WORDS_PER_FIELD
+        self._field += 1
+        ndim = int(self._header[word])
+        if ndim == _ABSENT:
+            return None
+        shape = tuple(int(d) for d in self._header[word + 1 : word + 1 + ndim])
+        count = int(np.prod(shape)) if shape else 1
+        array = np.frombuffer(self._bytes, dtype, count, self._offset).reshape(shape)
+        array.flags.writeable = False
+        self._offset += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return array
+
+
+def _num_fields(cls: type) -> int:
+    return sum(1 if f.nested is None else _num_fields(f.nested) for f in _schema(cls))
+
+
+def _build(cls: type[Message], reader: _Reader, beside: dict[str, Any]) -> Message:
+    values: dict[str, Any] = dict(beside)
+    for field in _schema(cls):
+        if field.nested is not None:
+            values[field.name] = _build(field.nested, reader, {})
+            continue
+        assert field.dtype is not None
+        array = reader.next_array(field.dtype)
+        values[field.name] = int(array) if field.is_scalar and array is not None else array
+    return cls(**values)
+
+
+def decode(cls: type[Message], buffer: Buffer, **beside: Any) -> Message:
+    """Unpack what `encode` packed.
+
+    Args:
+        buffer: [num_bytes] uint8, contiguous; the result's arrays are views of it.
+        beside: fields that did not travel in the buffer, such as a tensor handle.
+
+    Raises:
+        InvalidRequestError: not a message of this version.
+    """
+    try:
+        reader = _Reader(buffer)
+        reader.check_field_count(_num_fields(cls))
+        return _build(cls, reader, beside)
+    except (ValueError, IndexError, OverflowError) as error:
+        raise InvalidRequestError(f"plan: {buffer.nbytes} bytes do not hold a {cls.__name__}: {error}") from error

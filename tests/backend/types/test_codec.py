@@ -1,0 +1,76 @@
+"""Plans and replies survive the border bit for bit; foreign bytes are refused."""
+
+import dataclasses
+import typing
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.types import codec
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RowPlan, SamplingPlan, TargetPlan, TargetReply
+
+MESSAGES = [TargetPlan, TargetReply, DraftPlan, DraftReply]
+
+
+def random_message(cls: type, rng: np.random.Generator) -> typing.Any:
+    values: dict[str, typing.Any] = {}
+    for name, annotation in typing.get_type_hints(cls).items():
+        options = [a for a in typing.get_args(annotation) if a is not type(None)]
+        optional = type(None) in typing.get_args(annotation)
+        kind = options[0] if optional else annotation
+        if optional and rng.random() < 0.5:
+            values[name] = None
+        elif kind is int:
+            values[name] = int(rng.integers(-(2**62), 2**62))
+        elif kind is AuxHandle:
+            values[name] = AuxHandle(region=3)
+        elif kind in (RowPlan, SamplingPlan):
+            values[name] = random_message(kind, rng)
+        else:
+            dtype = np.dtype(typing.get_args(typing.get_args(kind)[1])[0])
+            shape = tuple(rng.integers(0, 6, size=rng.integers(1, 4)))
+            values[name] = rng.integers(0, 2**31 - 1, size=shape).astype(dtype)
+    return cls(**values)
+
+
+def assert_equal(left: typing.Any, right: typing.Any) -> None:
+    for field in dataclasses.fields(left):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype and a.shape == b.shape, field.name
+            np.testing.assert_array_equal(a, b)
+        elif dataclasses.is_dataclass(a):
+            assert_equal(a, b)
+        else:
+            assert a == b, field.name
+
+
+@pytest.mark.parametrize("cls", MESSAGES)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_round_trip(cls, seed):
+    message = random_message(cls, np.random.default_rng(seed))
+    assert_equal(message, codec.decode(cls, codec.encode(message)))
+
+
+def test_non_contiguous_arrays_are_packed_by_value():
+    reply = random_message(DraftReply, np.random.default_rng(0))
+    wide = np.arange(24, dtype=np.int64).reshape(4, 6)
+    reply = dataclasses.replace(reply, draft_token_ids=wide[::2, ::3])
+    np.testing.assert_array_equal(codec.decode(DraftReply, codec.encode(reply)).draft_token_ids, wide[::2, ::3])
+
+
+def test_foreign_bytes_are_refused():
+    buffer = codec.encode(random_message(DraftReply, np.random.default_rng(0)))
+    with pytest.raises(InvalidRequestError, match="bytes given"):
+        codec.decode(DraftReply, buffer[:8])
+    with pytest.raises(InvalidRequestError, match="fields given"):
+        codec.decode(TargetReply, buffer)
+    for length in range(16, buffer.nbytes, 8):
+        with pytest.raises(InvalidRequestError, match="do not hold a DraftReply"):
+            codec.decode(DraftReply, buffer[:length])
+    buffer[0] ^= 1
+    with pytest.raises(InvalidRequestError, match="other version"):
+        codec.decode(DraftReply, buffer)
