@@ -12,6 +12,7 @@ optional field has -1 dimensions and no data. Decoded arrays are read-only views
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Any, TypeVar
@@ -57,14 +58,15 @@ def _describe(name: str, annotation: Any) -> _Field | None:
 
 
 @functools.cache
-def _schema(cls: type) -> tuple[_Field, ...]:
+def _schema(cls: Any) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls)
     fields = (_describe(f.name, hints[f.name]) for f in dataclasses.fields(cls))
     return tuple(field for field in fields if field is not None)
 
 
 def _collect(message: Any, arrays: list[npt.NDArray[Any] | None]) -> None:
-    for field in _schema(type(message)):
+    cls: Any = type(message)
+    for field in _schema(cls):
         value = getattr(message, field.name)
         if field.nested is not None:
             _collect(value, arrays)
@@ -103,38 +105,38 @@ class _Reader:
     def __init__(self, buffer: Buffer) -> None:
         if buffer.nbytes < 2 * _ALIGNMENT:
             raise InvalidRequestError(f"plan: {buffer.nbytes} bytes given, at least {2 * _ALIGNMENT} needed")
-        self._bytes = buffer
-        self._header = np.frombuffer(buffer, np.int64, 2)
-        if self._header[0] != _MAGIC:
-            raise InvalidRequestError(f"plan: header {self._header[0]:#x} given, {_MAGIC:#x} expected: other version?")
-        words = 2 + int(self._header[1]) * _WORDS_PER_FIELD
-        self._header = np.frombuffer(buffer, np.int64, words)
+        # A writable buffer must not make the decoded plan writable.
+        self._bytes = buffer.view()
+        self._bytes.flags.writeable = False
+        magic, self._num_fields = self._bytes[: 2 * _ALIGNMENT].view(np.int64).tolist()
+        if magic != _MAGIC:
+            raise InvalidRequestError(f"plan: header {magic:#x} given, {_MAGIC:#x} expected: other version?")
+        self._offset = (2 + self._num_fields * _WORDS_PER_FIELD) * _ALIGNMENT
+        self._shapes = self._bytes[2 * _ALIGNMENT : self._offset].view(np.int64).reshape(-1, _WORDS_PER_FIELD).tolist()
         self._field = 0
-        self._offset = self._header.nbytes
 
     def check_field_count(self, expected: int) -> None:
-        if int(self._header[1]) != expected:
-            raise InvalidRequestError(f"plan: {int(self._header[1])} fields given, {expected} expected: other version?")
+        if self._num_fields != expected:
+            raise InvalidRequestError(f"plan: {self._num_fields} fields given, {expected} expected: other version?")
 
     def next_array(self, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-        word = 2 + self._field * _WORDS_PER_FIELD
+        ndim, *dims = self._shapes[self._field]
         self._field += 1
-        ndim = int(self._header[word])
         if ndim == _ABSENT:
             return None
-        shape = tuple(int(d) for d in self._header[word + 1 : word + 1 + ndim])
-        count = int(np.prod(shape)) if shape else 1
-        array = np.frombuffer(self._bytes, dtype, count, self._offset).reshape(shape)
-        array.flags.writeable = False
-        self._offset += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        shape = dims[:ndim]
+        end = self._offset + math.prod(shape) * dtype.itemsize
+        array = self._bytes[self._offset : end].view(dtype).reshape(shape)
+        self._offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         return array
 
 
-def _num_fields(cls: type) -> int:
+@functools.cache
+def _num_fields(cls: Any) -> int:
     return sum(1 if f.nested is None else _num_fields(f.nested) for f in _schema(cls))
 
 
-def _build(cls: type[Message], reader: _Reader, beside: dict[str, Any]) -> Message:
+def _build(cls: Any, reader: _Reader, beside: dict[str, Any]) -> Any:
     values: dict[str, Any] = dict(beside)
     for field in _schema(cls):
         if field.nested is not None:
@@ -158,7 +160,8 @@ def decode(cls: type[Message], buffer: Buffer, **beside: Any) -> Message:
     """
     try:
         reader = _Reader(buffer)
-        reader.check_field_count(_num_fields(cls))
-        return _build(cls, reader, beside)
+        any_cls: Any = cls  # mypy does not see that a class hashes
+        reader.check_field_count(_num_fields(any_cls))
+        return typing.cast("Message", _build(any_cls, reader, beside))
     except (ValueError, IndexError, OverflowError) as error:
         raise InvalidRequestError(f"plan: {buffer.nbytes} bytes do not hold a {cls.__name__}: {error}") from error
