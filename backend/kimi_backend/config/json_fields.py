@@ -1,0 +1,142 @@
+"""Typed access to the fields of a config.json: every refusal names the field, what was found and what is allowed."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kimi_backend.errors import ConfigError
+
+MAX_INTEGER = 2**31 - 1
+
+JsonObject = Mapping[str, Any]
+JsonSource = JsonObject | str | Path
+"""Parsed JSON, or the path of the file or of the checkpoint folder that holds it."""
+
+
+def load_json_object(source: JsonSource, file_name: str = "config.json") -> JsonObject:
+    """The JSON object in `source`; a folder means its `file_name`.
+
+    Raises:
+        ConfigError: there is no such file, or it does not hold a JSON object.
+    """
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source)
+    if path.is_dir():
+        path = path / file_name
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; expected a checkpoint folder or its {file_name}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFields:
+    """The fields of one JSON object. A field that is null counts as absent."""
+
+    data: JsonObject
+    path: str
+    """Where the object stands, as messages show it: "config.json", "config.json text_config", …"""
+
+    def error(self, field: str, allowed: str) -> ConfigError:
+        """The refusal of the field's present value."""
+        found = f"is {self.data[field]!r}" if field in self.data else "is missing"
+        return ConfigError(f"{self.path}: {field} {found}, expected {allowed}")
+
+    def has(self, field: str) -> bool:
+        return self.data.get(field) is not None
+
+    def optional_integer(self, field: str, minimum: int = 1, maximum: int = MAX_INTEGER) -> int | None:
+        """An integer in minimum…maximum, or None when the field is absent."""
+        value = self.data.get(field)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            limit = "" if maximum == MAX_INTEGER else f" and at most {maximum}"
+            raise self.error(field, f"an integer of at least {minimum}{limit}")
+        return value
+
+    def integer(self, field: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """As `optional_integer`; an absent field takes the default, or is refused where there is none."""
+        value = self.optional_integer(field, minimum, maximum)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(field, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, field: str, default: float | None = None, *, above: float = 0.0, or_equal: bool = False) -> float:
+        """A finite number greater than `above` (or equal to it, with `or_equal`)."""
+        value = self.data.get(field)
+        if value is None:
+            value = default
+        valid = not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < float(2**63)
+        if not valid or not (value > above or (or_equal and value == above)) or not math.isfinite(value):  # type: ignore[operator, arg-type]
+            raise self.error(field, f"a finite number {'of at least' if or_equal else 'above'} {above:g}")
+        return float(value)  # type: ignore[arg-type]
+
+    def boolean(self, field: str, default: bool) -> bool:
+        value = self.data.get(field)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(field, "true or false")
+        return value
+
+    def choice(self, field: str, allowed: Sequence[str], default: str | None = None) -> str:
+        """One of the allowed strings; an absent field takes the default, or is refused where there is none."""
+        value = self.data.get(field)
+        if value is None:
+            value = default
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(field, " or ".join(repr(choice) for choice in allowed))
+        return value
+
+    def require(self, field: str, *supported: Any) -> None:
+        """Refuse the field unless it is absent or one of the supported values (of the same type)."""
+        value = self.data.get(field)
+        if value is None:
+            return
+        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in supported):
+            raise self.error(field, " or ".join(repr(choice) for choice in supported) + " (nothing else is supported)")
+
+    def integers(self, field: str, *, minimum: int = 0, maximum: int = MAX_INTEGER) -> tuple[int, ...]:
+        """A list of integers in minimum…maximum, or a lone integer; empty when the field is absent."""
+        value = self.data.get(field)
+        if value is None:
+            return ()
+        items = value if isinstance(value, list | tuple) else [value]
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int) or not minimum <= item <= maximum:
+                raise self.error(field, f"integers from {minimum} to {maximum}")
+        return tuple(items)
+
+    def strings(self, field: str) -> tuple[str, ...]:
+        """A list of strings; empty when the field is absent."""
+        value = self.data.get(field)
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self.error(field, "a list of strings")
+        return tuple(value)
+
+    def object(self, field: str) -> "JsonFields | None":
+        """The nested object, or None when the field is absent."""
+        value = self.data.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(field, "an object")
+        return JsonFields(value, f"{self.path} {field}")

@@ -1,0 +1,247 @@
+"""`KimiModelConfig`: the target's config.json, parsed once, checked, frozen."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_backend.config.json_fields import JsonFields, JsonObject, JsonSource, load_json_object
+from kimi_backend.config.mla_dims import MlaDims, kv_item_bytes, read_q_lora_rank, read_rope_head_dim
+from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod
+from kimi_backend.config.rope_config import RopeConfig
+from kimi_backend.errors import ConfigError
+
+MULTIMODAL_ARCHITECTURE = "KimiK25ForConditionalGeneration"
+TEXT_ARCHITECTURE = "DeepseekV3ForCausalLM"
+ARCHITECTURES = (MULTIMODAL_ARCHITECTURE, TEXT_ARCHITECTURE)
+MULTIMODAL_MODEL_TYPE = "kimi_k25"
+TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiModelConfig(MlaDims):
+    """The text model of Kimi-K2, K2-Thinking, K2.5, K2.6 (DeepSeek-V3's layout). Names are those of the file."""
+
+    architecture: str
+    """As the file spells it; the multimodal one keeps its weights under `language_model.`."""
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    """Of the dense layers."""
+    moe_intermediate_size: int
+    """Of one expert."""
+    n_routed_experts: int
+    n_shared_experts: int
+    """The shared expert's width is n_shared_experts * moe_intermediate_size; 0 means there is none."""
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    first_k_dense_replace: int
+    moe_layer_freq: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+    num_nextn_predict_layers: int
+    """Layers after the last one that belong to a built-in draft; their weights are skipped."""
+    eos_token_ids: tuple[int, ...]
+    """Of config.json and generation_config.json together."""
+    bos_token_id: int | None
+    pad_token_id: int | None
+    dtype: str
+    """torch's name of the dtype that weights which are not quantised were saved in."""
+    quantization: QuantizationConfig
+
+    @classmethod
+    def from_hf_json(cls, source: JsonSource, generation_config: JsonSource | None = None) -> "KimiModelConfig":
+        """Parse a target's config.json.
+
+        Args:
+            source: parsed JSON, a config.json, or a checkpoint folder.
+            generation_config: likewise; by default the generation_config.json beside config.json, if there is one.
+        Raises:
+            ConfigError: a field is missing, of the wrong type, contradictory or unsupported.
+        """
+        top = JsonFields(load_json_object(source), "config.json")
+        generation = JsonFields(_load_generation_config(source, generation_config), "generation_config.json")
+        architecture, text = _text_fields(top)
+        _refuse_unsupported(top, text)
+        config = _build(cls, architecture, top, text, generation)
+        _check_experts(config, text)
+        _check_quantized_modules(config, text.path)
+        return config
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the layer has routed experts rather than a dense MLP."""
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(self.is_moe_layer(layer) for layer in range(self.num_hidden_layers))
+
+    def kv_bytes_per_token(self, kv_cache_dtype: str = "bfloat16") -> int:
+        """Bytes that one token's latents take in all layers; the same on every tensor-parallel rank."""
+        return self.num_hidden_layers * self.latent_dim * kv_item_bytes(kv_cache_dtype)
+
+
+def _load_generation_config(source: JsonSource, generation_config: JsonSource | None) -> JsonObject:
+    if generation_config is not None:
+        return load_json_object(generation_config, "generation_config.json")
+    if not isinstance(source, str | Path):
+        return {}
+    path = Path(source)
+    path = (path if path.is_dir() else path.parent) / "generation_config.json"
+    return load_json_object(path) if path.exists() else {}
+
+
+def _text_fields(top: JsonFields) -> tuple[str, JsonFields]:
+    """The architecture, and the object that holds the text model's fields."""
+    names = top.strings("architectures")
+    if len(names) > 1 or (names and names[0] not in ARCHITECTURES):
+        raise top.error("architectures", " or ".join(repr([name]) for name in ARCHITECTURES))
+    model_type = top.choice("model_type", (MULTIMODAL_MODEL_TYPE, *TEXT_MODEL_TYPES))
+    architecture = MULTIMODAL_ARCHITECTURE if model_type == MULTIMODAL_MODEL_TYPE else TEXT_ARCHITECTURE
+    if names and names[0] != architecture:
+        raise top.error("architectures", f"[{architecture!r}], which model_type {model_type!r} means")
+    if architecture == TEXT_ARCHITECTURE:
+        return architecture, top
+    text = top.object("text_config")
+    if text is None:
+        raise top.error("text_config", "an object")
+    text.choice("model_type", TEXT_MODEL_TYPES, TEXT_MODEL_TYPES[0])
+    return architecture, text
+
+
+def _refuse_unsupported(top: JsonFields, text: JsonFields) -> None:
+    for fields in (top, text):
+        fields.require("tie_word_embeddings", False)
+    text.require("hidden_act", "silu")
+    text.require("scoring_func", "sigmoid")
+    text.require("topk_method", "noaux_tc")
+    text.require("attention_bias", False)
+    text.optional_integer("num_key_value_heads")
+
+
+def _build(
+    cls: type[KimiModelConfig], architecture: str, top: JsonFields, text: JsonFields, generation: JsonFields
+) -> KimiModelConfig:
+    vocab_size = text.integer("vocab_size")
+    last_token = vocab_size - 1
+    tokens = text if text.has("eos_token_id") else top
+    eos_token_ids = dict.fromkeys(
+        (
+            *tokens.integers("eos_token_id", maximum=last_token),
+            *generation.integers("eos_token_id", maximum=last_token),
+        )
+    )
+    first_dense = text.integer("first_k_dense_replace", minimum=0, maximum=text.integer("num_hidden_layers"))
+    return cls(
+        architecture=architecture,
+        hidden_size=text.integer("hidden_size"),
+        num_hidden_layers=text.integer("num_hidden_layers"),
+        num_attention_heads=text.integer("num_attention_heads"),
+        q_lora_rank=read_q_lora_rank(text),
+        kv_lora_rank=text.integer("kv_lora_rank"),
+        qk_nope_head_dim=text.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=read_rope_head_dim(text),
+        v_head_dim=text.integer("v_head_dim"),
+        rope=RopeConfig.from_fields(text, interleaved=True),
+        intermediate_size=text.integer("intermediate_size"),
+        moe_intermediate_size=text.integer("moe_intermediate_size"),
+        n_routed_experts=text.integer("n_routed_experts"),
+        n_shared_experts=text.integer("n_shared_experts", 0, minimum=0),
+        num_experts_per_tok=text.integer("num_experts_per_tok"),
+        n_group=text.integer("n_group", 1),
+        topk_group=text.integer("topk_group", 1),
+        norm_topk_prob=text.boolean("norm_topk_prob", True),
+        routed_scaling_factor=text.number("routed_scaling_factor"),
+        first_k_dense_replace=first_dense,
+        moe_layer_freq=text.integer("moe_layer_freq", 1),
+        rms_norm_eps=text.number("rms_norm_eps"),
+        vocab_size=vocab_size,
+        max_position_embeddings=text.integer("max_position_embeddings"),
+        num_nextn_predict_layers=text.integer("num_nextn_predict_layers", 0, minimum=0),
+        eos_token_ids=tuple(eos_token_ids),
+        bos_token_id=_token_id("bos_token_id", top, text, last_token),
+        pad_token_id=_token_id("pad_token_id", top, text, last_token),
+        dtype=read_dtype(top, text),
+        quantization=QuantizationConfig.from_fields(_quantization_fields(top, text)),
+    )
+
+
+def _token_id(field: str, top: JsonFields, text: JsonFields, last_token: int) -> int | None:
+    fields = text if text.has(field) else top
+    return fields.optional_integer(field, 0, last_token)
+
+
+def read_dtype(*objects: JsonFields) -> str:
+    """The first `dtype` or `torch_dtype` that the objects give; bfloat16 when none does."""
+    for field in ("dtype", "torch_dtype"):
+        for fields in reversed(objects):
+            if fields.has(field):
+                return fields.choice(field, DTYPES)
+    return DTYPES[0]
+
+
+def _quantization_fields(top: JsonFields, text: JsonFields) -> JsonFields | None:
+    inner, outer = text.object("quantization_config"), top.object("quantization_config")
+    if inner is not None and outer is not None and inner.data != outer.data:
+        raise ConfigError(f"{inner.path} contradicts {outer.path}: expected one, or two that are equal")
+    return inner or outer
+
+
+def _check_experts(config: KimiModelConfig, text: JsonFields) -> None:
+    """The router's numbers must allow num_experts_per_tok different experts."""
+    if config.n_routed_experts % config.n_group:
+        raise text.error("n_group", f"a divisor of n_routed_experts ({config.n_routed_experts})")
+    if config.topk_group > config.n_group:
+        raise text.error("topk_group", f"at most n_group ({config.n_group})")
+    group_experts = config.n_routed_experts // config.n_group
+    if config.n_group > 1 and group_experts < 2:
+        raise text.error("n_group", "groups of at least 2 experts (a group's score is the sum of its two best)")
+    if config.num_experts_per_tok > config.topk_group * group_experts:
+        raise text.error(
+            "num_experts_per_tok", f"at most the {config.topk_group * group_experts} experts to choose from"
+        )
+
+
+def _check_quantized_modules(config: KimiModelConfig, path: str) -> None:
+    """Kernels read quantised experts only, all or none of them; fp8 elsewhere is converted at load, int4 is not."""
+    quantization = config.quantization
+    if quantization.method is QuantizationMethod.NONE:
+        return
+    if quantization.method is QuantizationMethod.INT4:
+        for field, width in (
+            ("hidden_size", config.hidden_size),
+            ("moe_intermediate_size", config.moe_intermediate_size),
+        ):
+            if width % quantization.group_size:
+                raise ConfigError(
+                    f"{path}: {field} is {width}, expected a multiple of the int4 group_size {quantization.group_size}"
+                )
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        if config.is_moe_layer(layer):
+            for expert in (0, config.n_routed_experts - 1):
+                for projection in ("gate_proj", "up_proj", "down_proj"):
+                    module = f"{prefix}.mlp.experts.{expert}.{projection}"
+                    if not quantization.quantizes(module):
+                        raise ConfigError(
+                            f"{path}: quantization_config ignore covers {module}, expected all routed experts quantised"
+                        )
+        if quantization.method is QuantizationMethod.INT4:
+            _refuse_other_int4(config, prefix, layer, path)
+
+
+def _refuse_other_int4(config: KimiModelConfig, prefix: str, layer: int, path: str) -> None:
+    attention = ("q_a_proj", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    mlp = "mlp.shared_experts" if config.is_moe_layer(layer) else "mlp"
+    modules = [f"{prefix}.self_attn.{name}" for name in attention]
+    if not config.is_moe_layer(layer) or config.n_shared_experts:
+        modules += [f"{prefix}.{mlp}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    for module in modules:
+        if config.quantization.quantizes(module):
+            raise ConfigError(
+                f"{path}: quantization_config quantises {module} to int4, expected routed experts only"
+                " (add the module to ignore)"
+            )

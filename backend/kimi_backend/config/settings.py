@@ -1,0 +1,117 @@
+"""Server settings: one declaration each, read once from model parameters and environment variables.
+
+A setting `x` is taken from the model's config.pbtxt parameter `x` when that is not empty, else from the environment
+variable `KIMI_X`, else from its default. The three models of one server see the same environment, so `kimi serve` and
+docker compose set variables; a parameter in a config.pbtxt overrides them for that model alone.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from kimi_backend.errors import ConfigError
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
+
+ENVIRONMENT_PREFIX = "KIMI_"
+
+
+def _setting(default: Any, effect: str, **bounds: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"effect": effect, **bounds})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSettings:
+    """Everything that an operator can set. docs/settings.md lists the same, checked by a test."""
+
+    checkpoint: str = _setting("", "Folder of the target's checkpoint. Required.")
+    draft: str = _setting("", "Folder of the draft's checkpoint; empty serves without speculation.")
+    tokenizer: str = _setting("", "Folder of the tokenizer and chat template; empty takes the checkpoint's.")
+    device: str = _setting("auto", "Where both models run.", choices=("auto", "cpu", "cuda"))
+    kernels: str = _setting(
+        "auto",
+        "Kernel set: `reference` is exact and row-invariant, `triton` is fast on a GPU.",
+        choices=("auto", "reference", "triton"),
+    )
+    tensor_parallel_size: int = _setting(1, "GPUs that share the target.", minimum=1)
+    num_speculative_tokens: int = _setting(
+        3, "Draft tokens a step where a request names no number.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
+    )
+    max_speculative_tokens: int = _setting(
+        MAX_SPECULATIVE_TOKENS, "Most draft tokens a request may ask for.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
+    )
+    block_size: int = _setting(64, "Tokens in a KV block, of both pools.", choices=(16, 32, 64, 128))
+    kv_tokens: int = _setting(0, "Tokens that the KV pools hold; 0 takes what the memory plan allows.", minimum=0)
+    kv_cache_dtype: str = _setting(
+        "auto", "KV element type; auto follows the device.", choices=("auto", "float32", "bf16")
+    )
+    gpu_memory_gib: float = _setting(0.0, "GPU memory to plan for, in GiB; 0 takes 92 % of the card.", minimum=0)
+    max_model_len: int = _setting(0, "Longest sequence in tokens; 0 takes the checkpoint's limit.", minimum=0)
+    max_num_seqs: int = _setting(64, "Most sequences in a step.", minimum=1)
+    max_num_batched_tokens: int = _setting(2048, "Most rows in a step.", minimum=16)
+    max_queue_size: int = _setting(1024, "Requests that may wait; more get UNAVAILABLE.", minimum=1)
+    default_max_tokens: int = _setting(
+        0, "Output tokens where a request names no number; 0 allows up to max_model_len.", minimum=0
+    )
+    drain_timeout_s: float = _setting(10.0, "Seconds that a shutdown waits for live requests to end.", minimum=0)
+    aux_layer_ids: str = _setting("", "Comma-separated R(j) to capture; empty reads the draft's config.")
+    draft_rope_theta: float = _setting(0.0, "Overrides the draft's rope_theta; 0 reads its config.", minimum=0)
+    draft_beta_fast: float = _setting(0.0, "Overrides the draft's yarn beta_fast; 0 reads its config.", minimum=0)
+    draft_interleaved: str = _setting("", "Overrides the draft's rotary pairing.", choices=("", "true", "false"))
+    draft_fc_norm: str = _setting("", "Overrides the draft's fc_norm flag.", choices=("", "true", "false"))
+    draft_norm_output: str = _setting("", "Overrides the draft's norm_output flag.", choices=("", "true", "false"))
+    log_level: str = _setting("INFO", "Least severe log record shown.", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name), field.metadata)
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str], environment: Mapping[str, str]) -> "ServingSettings":
+        """Read every setting; unknown parameters are refused.
+
+        Args:
+            parameters: config.pbtxt parameters, name -> string value.
+            environment: usually `os.environ`.
+
+        Raises:
+            ConfigError: a name nobody knows, or a value that does not parse or is out of range.
+        """
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        unknown = sorted(set(parameters) - set(known) - _SERVER_OWN_PARAMETERS)
+        if unknown:
+            raise ConfigError(f"parameter {unknown[0]!r} is not a setting; known: {', '.join(known)}")
+        hints = typing.get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for name in known:
+            variable = ENVIRONMENT_PREFIX + name.upper()
+            text = parameters.get(name, "") or environment.get(variable, "")
+            if text:
+                values[name] = _parse(name, text, hints[name])
+        return cls(**values)
+
+
+_SERVER_OWN_PARAMETERS = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})
+
+
+def _parse(name: str, text: str, kind: type | types.UnionType) -> Any:
+    try:
+        if kind is int:
+            return int(text)
+        if kind is float:
+            return float(text)
+    except ValueError:
+        raise ConfigError(f"setting {name}: {text!r} given, a number is needed") from None
+    return text
+
+
+def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
+    choices, minimum, maximum = bounds.get("choices"), bounds.get("minimum"), bounds.get("maximum")
+    if choices is not None and value not in choices:
+        allowed = ", ".join(repr(c) for c in choices)
+        raise ConfigError(f"setting {name}: {value!r} given, one of {allowed} is allowed")
+    if minimum is not None and not value >= minimum:
+        raise ConfigError(f"setting {name}: {value} given, at least {minimum} is allowed")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"setting {name}: {value} given, at most {maximum} is allowed")
