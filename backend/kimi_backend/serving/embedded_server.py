@@ -1,0 +1,260 @@
+"""Triton Server without a container: the server and Python backend that the nvidia-pytriton wheel carries.
+
+The wheel holds the real tritonserver 2.51. Three things make it run beside a virtual environment: the Python backend
+needs the stub built for this interpreter's version, the stub needs this interpreter's shared libpython, and it finds
+packages through the `python3` that comes first on the PATH.
+"""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kimi_backend.errors import ConfigError, ModelUnavailableError
+
+SHM_FOLDER = Path("/dev/shm")
+MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
+_MIN_SHM_BYTES = 64 * 2**20
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInstallation:
+    """Where the wheel put the server, ready to run on this interpreter."""
+
+    tree: Path
+    library_folders: tuple[Path, ...]
+
+    @property
+    def binary(self) -> Path:
+        return self.tree / "bin" / "tritonserver"
+
+    @property
+    def backends(self) -> Path:
+        return self.tree / "backends"
+
+
+def find_installation() -> ServerInstallation:
+    """Locate the embedded server and put this interpreter's stub in place.
+
+    Raises:
+        ConfigError: the wheel, the stub for this Python or a shared libpython is missing; says what to do.
+    """
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            "the embedded Triton Server is not installed: run `pip install nvidia-pytriton==0.7.0` (Linux x86-64), "
+            "use the container (docker/), or `kimi demo --in-process`, which needs no server"
+        )
+    package = Path(spec.origin).parent
+    tree = package / "tritonserver"
+    _place_stub(tree)
+    return ServerInstallation(tree, (package.parent / "nvidia_pytriton.libs", _libpython_folder()))
+
+
+def _place_stub(tree: Path) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = tree / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.exists():
+        offered = ", ".join(sorted(p.name for p in (tree / "python_backend_stubs").glob("3.*")))
+        raise ConfigError(f"the embedded server has no stub for Python {version}; it has them for {offered}")
+    target = tree / "backends" / "python" / stub.name
+    if target.exists() and target.stat().st_size == stub.stat().st_size:
+        return
+    # Written beside and renamed: another server may be starting from the same installation.
+    partial = target.with_suffix(f".{os.getpid()}")
+    shutil.copy(stub, partial)
+    partial.chmod(0o755)
+    partial.replace(target)
+
+
+def _libpython_folder() -> Path:
+    folder = Path(sysconfig.get_config_var("LIBDIR"))
+    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    multiarch = folder / str(sysconfig.get_config_var("MULTIARCH") or "")
+    for candidate in (folder, multiarch):
+        if (candidate / name).exists():
+            return candidate
+    raise ConfigError(
+        f"the server's Python backend needs {name}, which this interpreter ({sys.executable}) was built without: "
+        f"use a distribution's python3 with its libpython package, or a build with --enable-shared"
+    )
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPorts:
+    http: int = field(default_factory=free_port)
+    grpc: int = field(default_factory=free_port)
+    metrics: int = field(default_factory=free_port)
+
+
+def check_shared_memory(folder: Path = SHM_FOLDER, needed_bytes: int = _MIN_SHM_BYTES) -> None:
+    """Fail early where the server's processes could not share memory.
+
+    Raises:
+        ConfigError: /dev/shm is missing or too full.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is missing; Triton Server's Python backend shares memory through it")
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ConfigError(
+            f"{folder} has {free // 2**20} MiB free, {needed_bytes // 2**20} MiB are needed: remove stale "
+            f"kimi_* files there, or start the container with a larger --shm-size"
+        )
+
+
+def sweep_regions(prefix: str, folder: Path = SHM_FOLDER) -> list[str]:
+    """Remove the shared-memory regions that a server with this prefix left behind; returns their names."""
+    removed = []
+    for region in folder.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
+        removed.append(region.name)
+    return removed
+
+
+class EmbeddedServer:
+    """One tritonserver process over a model repository; `stop` leaves no process and no shared-memory region."""
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        ports: ServerPorts | None = None,
+        environment: Mapping[str, str] | None = None,
+        shm_prefix: str | None = None,
+        log_file: Path | None = None,
+        models: tuple[str, ...] = MODELS,
+        exit_timeout_s: int = 10,
+    ) -> None:
+        """
+        Args:
+            environment: variables for the models (`KIMI_*`), on top of this process's.
+            shm_prefix: names of the shared-memory regions begin with it; regions of that prefix are swept at start.
+            models: loaded in this order; the repository's others stay unloaded.
+        """
+        self.ports = ports or ServerPorts()
+        self.shm_prefix = shm_prefix or f"kimi_{self.ports.http}_"
+        self._installation = find_installation()
+        self._repository = repository
+        self._environment = dict(environment or {})
+        self._log_file = log_file
+        self._models = models
+        self._exit_timeout_s = exit_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process
+
+    def start(self) -> None:
+        """Start the process; returns at once (see `wait_until_ready`)."""
+        check_shared_memory()
+        sweep_regions(self.shm_prefix)
+        environment = {**os.environ, **self._environment}
+        folders = [str(folder) for folder in self._installation.library_folders]
+        environment["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(":")
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+        log = None if self._log_file is None else self._log_file.open("wb")
+        self._process = subprocess.Popen(
+            self._command(),
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT if log else None,
+            start_new_session=True,
+        )
+        if log is not None:
+            log.close()
+
+    def wait_until_ready(self, timeout_s: float = 600) -> None:
+        """Return when every model answers.
+
+        Raises:
+            ModelUnavailableError: the server exited, or was not ready in time; shows the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._is_ready():
+            if self.process.poll() is not None:
+                raise ModelUnavailableError(f"the server exited with code {self.process.returncode}{self._log_end()}")
+            if time.monotonic() > deadline:
+                raise ModelUnavailableError(f"the server was not ready within {timeout_s:g} s{self._log_end()}")
+            time.sleep(_POLL_S)
+
+    def stop(self, timeout_s: float = 12) -> None:
+        """Unload the models, end the server, kill what is left of its process group, sweep its regions.
+
+        An idle client connection keeps a server that was asked to end waiting; the models are gone by then, so it is
+        killed after `timeout_s` in all.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self.process.poll() is None:
+            self._unload_models(timeout_s / 2)
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(max(1.0, min(3.0, deadline - time.monotonic())))
+        self._kill_group()
+        self.process.wait()
+        sweep_regions(self.shm_prefix)
+
+    def _unload_models(self, timeout_s: float) -> None:
+        for name in reversed(self._models):
+            url = f"http://127.0.0.1:{self.ports.http}/v2/repository/models/{name}/unload"
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                request = urllib.request.Request(url, data=b"{}", method="POST")
+                urllib.request.urlopen(request, timeout=timeout_s).close()
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self.process.pid, 9)
+        except ProcessLookupError:
+            return  # everyone has left already
+
+    def _command(self) -> list[str]:
+        return [
+            str(self._installation.binary),
+            f"--model-repository={self._repository}",
+            f"--backend-directory={self._installation.backends}",
+            "--model-control-mode=explicit",
+            *(f"--load-model={name}" for name in self._models),
+            f"--http-port={self.ports.http}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-port={self.ports.metrics}",
+            f"--exit-timeout-secs={self._exit_timeout_s}",
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
+            "--disable-auto-complete-config",
+        ]
+
+    def _is_ready(self) -> bool:
+        base = f"http://127.0.0.1:{self.ports.http}/v2"
+        paths = ["health/ready", *(f"models/{name}/ready" for name in self._models)]
+        try:
+            for path in paths:
+                urllib.request.urlopen(f"{base}/{path}", timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def _log_end(self, lines: int = 25) -> str:
+        if self._log_file is None:
+            return ""
+        text = self._log_file.read_text(errors="replace").splitlines()
+        return f"; end of {self._log_file}:\n" + "\n".join(text[-lines:])

@@ -1,0 +1,128 @@
+"""A model runner behind Triton Server: one request is one step, or asks for the runner's description."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.dlpack
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving import tensor_names as names
+from kimi_backend.serving.boundary import error_response, forward_logs
+from kimi_backend.serving.descriptions import description_to_json, model_parameters
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.types import codec
+from kimi_backend.types.plan import AuxHandle, DraftPlan, TargetPlan
+
+logger = logging.getLogger("kimi_backend.serving")
+
+Runner = TargetModel | DraftModel
+
+
+def load_target(settings: ServingSettings) -> TargetModel:
+    """Load the target's checkpoint and make its runner."""
+    from kimi_backend.runners.loading import load_target_runner
+
+    return load_target_runner(settings)
+
+
+def load_draft(settings: ServingSettings) -> DraftModel:
+    """Load the draft's checkpoint and make its runner."""
+    from kimi_backend.runners.loading import load_draft_runner
+
+    return load_draft_runner(settings)
+
+
+def _as_torch(tensor: Any) -> torch.Tensor:
+    """A server tensor on whichever device it lies, without a copy."""
+    if tensor.is_cpu():
+        return torch.from_numpy(tensor.as_numpy())
+    return torch.utils.dlpack.from_dlpack(tensor)
+
+
+def _aux_from_bytes(tensor: torch.Tensor, row_width: int) -> torch.Tensor:
+    """[T, bytes] uint8 -> [T, num_aux * hidden_size]: the target sends its compute dtype, float32 or bf16."""
+    itemsize = tensor.shape[1] // row_width
+    if tensor.shape[1] != itemsize * row_width or itemsize not in (2, 4):
+        raise InvalidRequestError(
+            f"{names.AUX_HIDDEN_STATES}: rows of {tensor.shape[1]} bytes given, "
+            f"{2 * row_width} (bf16) or {4 * row_width} (float32) are allowed"
+        )
+    return tensor.view(torch.float32 if itemsize == 4 else torch.bfloat16)
+
+
+class RunnerServer:
+    """Answers `kimi_target`'s or `eagle3_draft`'s requests with a runner."""
+
+    def __init__(self, runner: Runner, pb_utils: Any) -> None:
+        self._runner = runner
+        self._pb = pb_utils
+        self._description = runner.describe()
+
+    @classmethod
+    def from_model_args(cls, args: dict[str, str], load: Callable[[ServingSettings], Runner]) -> "RunnerServer":
+        """Read the settings and load the model; raises what makes it unusable, for the operator to read."""
+        import triton_python_backend_utils as pb_utils
+
+        settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
+        forward_logs(pb_utils, settings.log_level)
+        return cls(load(settings), pb_utils)
+
+    def run(self, requests: list[Any]) -> list[Any]:
+        """One response for each request, in order; a bad one fails alone."""
+        responses = []
+        for request in requests:
+            try:
+                responses.append(self._respond(request))
+            except Exception as error:  # the server needs a response for every request, whatever happened
+                responses.append(error_response(self._pb, error))
+        return responses
+
+    def close(self) -> None:
+        """Give up the runner's child processes and device memory."""
+        close = getattr(self._runner, "close", None)
+        if close is not None:
+            close()
+
+    def _respond(self, request: Any) -> Any:
+        plan = self._pb.get_input_tensor_by_name(request, names.PLAN)
+        if self._pb.get_input_tensor_by_name(request, names.DESCRIBE) is not None:
+            return self._response({names.DESCRIPTION: description_to_json(self._description)})
+        if plan is None:
+            raise InvalidRequestError(f"one of the inputs {names.PLAN} and {names.DESCRIBE} is needed, none was given")
+        buffer = np.ascontiguousarray(plan.as_numpy())
+        if self._description.role == "target":
+            return self._verify(buffer)
+        return self._propose(buffer, self._pb.get_input_tensor_by_name(request, names.AUX_HIDDEN_STATES))
+
+    def _verify(self, buffer: codec.Buffer) -> Any:
+        assert hasattr(self._runner, "verify")
+        reply = self._runner.verify(codec.decode(TargetPlan, buffer))
+        outputs: dict[str, Any] = {names.REPLY: codec.encode(reply)}
+        if reply.aux.tensor is not None:
+            outputs[names.AUX_HIDDEN_STATES] = reply.aux.tensor.contiguous().view(torch.uint8)
+        else:
+            outputs[names.AUX_HIDDEN_STATES] = np.zeros((0, 0), dtype=np.uint8)
+        return self._response(outputs)
+
+    def _propose(self, buffer: codec.Buffer, aux: Any | None) -> Any:
+        assert hasattr(self._runner, "propose")
+        plan = codec.decode(DraftPlan, buffer)
+        if aux is not None:
+            width = self._description.hidden_size * len(self._description.aux_layer_ids)
+            plan = dataclasses.replace(plan, aux=AuxHandle(tensor=_aux_from_bytes(_as_torch(aux), width)))
+        return self._response({names.REPLY: codec.encode(self._runner.propose(plan))})
+
+    def _response(self, outputs: dict[str, Any]) -> Any:
+        tensors = []
+        for name, value in outputs.items():
+            if isinstance(value, torch.Tensor) and value.is_cuda:
+                tensors.append(self._pb.Tensor.from_dlpack(name, value))
+            else:
+                tensors.append(self._pb.Tensor(name, value.numpy() if isinstance(value, torch.Tensor) else value))
+        return self._pb.InferenceResponse(output_tensors=tensors)

@@ -1,0 +1,8 @@
+"""Every tensor name of the three models, once. docs/protocol.md gives their meaning; a test compares all copies."""
+
+# kimi_target and eagle3_draft
+PLAN = "PLAN"
+DESCRIBE = "DESCRIBE"
+REPLY = "REPLY"
+AUX_HIDDEN_STATES = "AUX_HIDDEN_STATES"
+DESCRIPTION = "DESCRIPTION"
