@@ -1,0 +1,125 @@
+"""Any interleaving of sequences over small pools: what a block holds is what its finder believes it holds."""
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kimi_backend.cache.kv_manager import KvManager, SequenceBlocks
+
+SIZE = 2
+Content = tuple[int, ...]
+
+
+@dataclass
+class Running:
+    tokens: list[int]
+    salt: str | None
+    blocks: SequenceBlocks
+    target_len: int
+    draft_len: int
+
+
+class KvManagerMachine(RuleBasedStateMachine):
+    """Tokens come from an alphabet of two, so that prefixes collide often."""
+
+    @initialize(num_target=st.integers(2, 12), num_draft=st.integers(2, 12))
+    def create(self, num_target: int, num_draft: int) -> None:
+        self.kv = KvManager(block_size=SIZE, num_target_blocks=num_target, num_draft_blocks=num_draft)
+        self.running: list[Running] = []
+        self.target_content: dict[int, tuple[str | None, Content]] = {}
+        self.draft_content: dict[int, tuple[str | None, Content]] = {}
+
+    @rule(
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        salt=st.sampled_from([None, "a"]),
+        uses_draft=st.booleans(),
+    )
+    def start(self, token_ids: list[int], salt: str | None, uses_draft: bool) -> None:
+        blocks = self.kv.start(
+            np.array(token_ids, np.int32),
+            cache_salt=salt,
+            uses_draft=uses_draft,
+            num_target_slots=len(token_ids),
+            num_draft_slots=len(token_ids),
+        )
+        if blocks is None:
+            return
+        hit = blocks.num_cached_tokens
+        assert hit <= len(token_ids) - 1
+        running = Running(list(token_ids), salt, blocks, hit, hit)
+        for block in range(hit // SIZE):
+            end = (block + 1) * SIZE
+            assert self.target_content[blocks.target_ids[block]] == (salt, tuple(token_ids[:end]))
+            if uses_draft:
+                assert self.draft_content[blocks.draft_ids[block]] == (salt, tuple(token_ids[: end + 1]))
+        self.running.append(running)
+
+    @precondition(lambda self: bool(self.running))
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=4), rejected=st.integers(0, 3))
+    def advance(self, data: st.DataObject, more: list[int], rejected: int) -> None:
+        """Write KV for all tokens and for some rejected ones behind them, then publish what is valid."""
+        running = data.draw(st.sampled_from(self.running))
+        slots = len(running.tokens) + rejected
+        if not self.kv.grow(running.blocks, slots, slots):
+            return
+        self.write(running, len(running.tokens), rejected)
+        running.tokens += [*more, data.draw(st.integers(0, 1))]
+        self.kv.publish(running.blocks, np.array(running.tokens, np.int32), running.target_len, running.draft_len)
+
+    def write(self, running: Running, valid: int, rejected: int) -> None:
+        blocks, garbage = running.blocks, [9] * rejected
+        known = running.tokens + garbage
+        for start, ids, pool, content, shift in (
+            (running.target_len, blocks.target_ids, self.kv.target_pool, self.target_content, 0),
+            (running.draft_len, blocks.draft_ids, self.kv.draft_pool, self.draft_content, 1),
+        ):
+            for block in sorted({slot // SIZE for slot in range(start, valid + rejected)}):
+                if block < len(ids):
+                    assert pool is not None
+                    assert pool.ref_count(ids[block]) == 1, "wrote into a shared block"
+                    assert not pool.is_cached(ids[block]), "wrote into a published block"
+                    content[ids[block]] = (running.salt, tuple(known[: (block + 1) * SIZE + shift]))
+        running.target_len = valid
+        running.draft_len = valid - 1 if blocks.uses_draft else 0
+
+    @precondition(lambda self: bool(self.running))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        running = data.draw(st.sampled_from(self.running))
+        self.running.remove(running)
+        self.kv.release(running.blocks)
+
+    @precondition(lambda self: bool(self.running))
+    @rule(data=st.data())
+    def drop_draft(self, data: st.DataObject) -> None:
+        running = data.draw(st.sampled_from(self.running))
+        self.kv.drop_draft(running.blocks)
+        running.draft_len = 0
+
+    @rule(num_blocks=st.integers(2, 12))
+    def lose_the_draft(self, num_blocks: int) -> None:
+        for running in self.running:
+            self.kv.drop_draft(running.blocks)
+            running.draft_len = 0
+        self.kv.reset_draft(num_blocks)
+        self.draft_content.clear()
+
+    @invariant()
+    def nothing_is_lost_or_owned_twice(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check_invariants()
+        for pool, name in ((self.kv.target_pool, "target_ids"), (self.kv.draft_pool, "draft_ids")):
+            assert pool is not None
+            holders: dict[int, int] = {}
+            for running in self.running:
+                for block_id in getattr(running.blocks, name):
+                    holders[block_id] = holders.get(block_id, 0) + 1
+            assert holders == {b: pool.ref_count(b) for b in range(pool.num_blocks) if pool.ref_count(b)}
+
+
+TestKvManagerMachine = KvManagerMachine.TestCase
+TestKvManagerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
