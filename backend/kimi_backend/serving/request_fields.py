@@ -1,0 +1,123 @@
+"""The request surface of `spec_ensemble`: every input tensor, declared once.
+
+A field may be given as an input tensor, as a request parameter, or inside the JSON object `sampling_parameters`; giving
+it in two places is refused. config.pbtxt and docs/protocol.md list the same fields, checked by a test.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """A field's type in Python and in a config.pbtxt."""
+
+    TEXT = "TYPE_STRING"
+    TEXTS = "TYPE_STRING[]"
+    JSON = "TYPE_STRING{}"
+    INT = "TYPE_INT32"
+    INTS = "TYPE_INT32[]"
+    UINT64 = "TYPE_UINT64"
+    FLOAT = "TYPE_FP32"
+    BOOL = "TYPE_BOOL"
+
+    @property
+    def data_type(self) -> str:
+        return self.value.rstrip("[]{}")
+
+    @property
+    def is_list(self) -> bool:
+        return self in (Kind.TEXTS, Kind.INTS)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestField:
+    name: str
+    kind: Kind
+    meaning: str
+
+
+INPUT_FIELDS = (
+    RequestField("text_input", Kind.TEXT, "Prompt as text; special tokens in it are encoded as plain text."),
+    RequestField("messages", Kind.JSON, "Prompt as a JSON list of chat messages, rendered by the chat template."),
+    RequestField("input_ids", Kind.INTS, "Prompt as token ids."),
+    RequestField("stream", Kind.BOOL, "One response a step instead of one in all (default false)."),
+    RequestField("max_tokens", Kind.INT, "Most output tokens (default: the setting `default_max_tokens`)."),
+    RequestField("min_tokens", Kind.INT, "No stop token before this many output tokens (default 0)."),
+    RequestField("temperature", Kind.FLOAT, "0 is greedy (default 1)."),
+    RequestField("top_k", Kind.INT, "Keep the k most likely tokens; 0 or -1 keeps all (default 0)."),
+    RequestField("top_p", Kind.FLOAT, "Keep the most likely tokens up to this mass (default 1)."),
+    RequestField("min_p", Kind.FLOAT, "Keep tokens at least this likely, relative to the best (default 0)."),
+    RequestField("seed", Kind.UINT64, "Same seed, same text; without one the server picks one and reports it."),
+    RequestField(
+        "repetition_penalty", Kind.FLOAT, "Over 1 makes tokens of the prompt and output less likely (default 1)."
+    ),
+    RequestField("presence_penalty", Kind.FLOAT, "Once for each token that stands in the output (default 0)."),
+    RequestField("frequency_penalty", Kind.FLOAT, "For each time a token stands in the output (default 0)."),
+    RequestField("logit_bias", Kind.JSON, "JSON object: token id -> number added to its logit."),
+    RequestField("bad_words", Kind.TEXTS, "Texts that may not appear."),
+    RequestField("stop", Kind.TEXTS, "Texts that end the output; not part of it."),
+    RequestField("stop_words", Kind.TEXTS, "Same as `stop`."),
+    RequestField("stop_token_ids", Kind.INTS, "Tokens that end the output."),
+    RequestField("include_stop_str_in_output", Kind.BOOL, "Keep the stop text in the output (default false)."),
+    RequestField("ignore_eos", Kind.BOOL, "Do not stop at the end-of-sequence token (default false)."),
+    RequestField("logprobs", Kind.INT, "Log-probabilities of each token and of this many most likely ones."),
+    RequestField(
+        "num_speculative_tokens", Kind.INT, "Draft tokens a step, 0 to 7 (default: the setting of that name)."
+    ),
+    RequestField("num_draft_tokens", Kind.INT, "Same as `num_speculative_tokens`."),
+    RequestField("draft_sampling", Kind.TEXT, "How the draft guesses: coupled, greedy or auto (default auto)."),
+    RequestField("priority", Kind.INT, "Higher runs first and is preempted last (default 0)."),
+    RequestField("timeout_s", Kind.FLOAT, "Seconds after which the request is cancelled."),
+    RequestField("cache_salt", Kind.TEXT, "Requests share cached prefixes only with requests of the same salt."),
+    RequestField("tools", Kind.JSON, "JSON list of tools for the chat template."),
+    RequestField("chat_template_kwargs", Kind.JSON, 'JSON object for the chat template, such as {"thinking": false}.'),
+    RequestField("return_token_ids", Kind.BOOL, "Send `output_ids` too (default false)."),
+    RequestField("return_num_input_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
+    RequestField("return_num_output_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
+    RequestField("exclude_input_in_output", Kind.BOOL, "Must be true where given: the prompt is never repeated."),
+    RequestField("min_length", Kind.INT, "Same as `min_tokens`."),
+    RequestField("sampling_parameters", Kind.JSON, "JSON object holding any of these fields."),
+)
+
+ALIASES = {"stop_words": "stop", "num_draft_tokens": "num_speculative_tokens", "min_length": "min_tokens"}
+
+IGNORED_PARAMETERS = frozenset(
+    {"sequence_id", "sequence_start", "sequence_end", "binary_data_output", "timeout", "headers"}
+)
+"""Request parameters that clients and the server set on their own; `triton_*` likewise."""
+
+UNSUPPORTED_FIELDS = {
+    "n": 1,
+    "best_of": 1,
+    "beam_width": 1,
+    "num_return_sequences": 1,
+    "use_beam_search": False,
+    "echo": False,
+    "prompt_logprobs": None,
+    "lora_name": None,
+}
+"""Known elsewhere, not here: name -> the only value accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseField:
+    name: str
+    data_type: str
+    dims: str
+    meaning: str
+
+
+OUTPUT_FIELDS = (
+    ResponseField("text_output", "TYPE_STRING", "[ 1 ]", "Text added since the last response."),
+    ResponseField(
+        "finish_reason", "TYPE_STRING", "[ 1 ]", "stop, length or cancelled in the last response, else empty."
+    ),
+    ResponseField("stop_reason", "TYPE_STRING", "[ 1 ]", "The stop text or token id that matched, else empty."),
+    ResponseField("num_input_tokens", "TYPE_UINT32", "[ 1 ]", "Prompt tokens in the first response, 0 in others."),
+    ResponseField("num_output_tokens", "TYPE_UINT32", "[ 1 ]", "Tokens added since the last response."),
+    ResponseField("output_ids", "TYPE_INT32", "[ -1 ]", "Their ids, where `return_token_ids` asked for them."),
+    ResponseField("logprobs", "TYPE_STRING", "[ 1 ]", "JSON list, one object a token, where `logprobs` asked for it."),
+    ResponseField(
+        "statistics", "TYPE_STRING", "[ 1 ]", "JSON object in the last response, else empty: usage, times, speculation."
+    ),
+)

@@ -1,0 +1,141 @@
+"""A server request's fields -> a tokenised `GenerateRequest` and what its responses should carry."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving.request_values import collect_values
+from kimi_backend.text.tokenizer import Tokenizer
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+
+PROMPT_FIELDS = ("text_input", "messages", "input_ids")
+
+EncodeChat = Callable[..., list[int]]
+"""encode_chat(messages, *, tools, template_kwargs) -> prompt token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    generate: GenerateRequest
+    stream: bool
+    """One response a step; else one in all."""
+    return_token_ids: bool
+
+
+class RequestParser:
+    """Parses and tokenises. Ranges of sampling parameters are the engine's to check."""
+
+    def __init__(self, tokenizer: Tokenizer, encode_chat: EncodeChat | None, default_max_tokens: int) -> None:
+        """
+        Args:
+            encode_chat: None when the checkpoint has no chat template.
+            default_max_tokens: 0 leaves the number of output tokens to the model's longest sequence.
+        """
+        self._tokenizer = tokenizer
+        self._encode_chat = encode_chat
+        self._default_max_tokens = default_max_tokens
+
+    def parse(self, request_id: str, tensors: Mapping[str, Any], parameters: Mapping[str, Any]) -> ParsedRequest:
+        """See `collect_values` for the arguments and for the errors; more come from the prompt and its fields."""
+        values = collect_values(tensors, parameters)
+        if values.get("exclude_input_in_output", True) is not True:
+            raise InvalidRequestError("exclude_input_in_output: false given, only true is supported")
+        prompt = self._prompt_token_ids(values)
+        generate = GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt),
+            sampling=self._sampling(values),
+            num_speculative_tokens=values.get("num_speculative_tokens"),
+            draft_sampling=_draft_sampling(values.get("draft_sampling", "auto")),
+            priority=values.get("priority", 0),
+            deadline_s=values.get("timeout_s"),
+            cache_salt=values.get("cache_salt"),
+        )
+        return ParsedRequest(
+            generate=generate,
+            stream=values.get("stream", False),
+            return_token_ids=values.get("return_token_ids", False),
+        )
+
+    def _prompt_token_ids(self, values: dict[str, Any]) -> list[int]:
+        given = [name for name in PROMPT_FIELDS if name in values]
+        if len(given) != 1:
+            what = "none was given" if not given else f"{' and '.join(given)} were given"
+            raise InvalidRequestError(f"prompt: exactly one of {', '.join(PROMPT_FIELDS)} is needed, {what}")
+        if given[0] != "messages":
+            for name in ("tools", "chat_template_kwargs"):
+                if name in values:
+                    raise InvalidRequestError(f"{name}: goes with messages only, {given[0]} was given")
+        if given[0] == "input_ids":
+            prompt: list[int] = values["input_ids"]
+        elif given[0] == "text_input":
+            prompt = self._tokenizer.encode(values["text_input"])
+        else:
+            prompt = self._render_chat(values)
+        if not prompt:
+            raise InvalidRequestError(f"{given[0]}: empty, at least 1 token is needed")
+        return prompt
+
+    def _render_chat(self, values: dict[str, Any]) -> list[int]:
+        if self._encode_chat is None:
+            raise InvalidRequestError("messages: this checkpoint has no chat template; give text_input or input_ids")
+        kwargs = values.get("chat_template_kwargs") or {}
+        if not isinstance(kwargs, dict):
+            raise InvalidRequestError(f"chat_template_kwargs: {kwargs!r} given, a JSON object is allowed")
+        return self._encode_chat(values["messages"], tools=values.get("tools"), template_kwargs=kwargs)
+
+    def _sampling(self, values: dict[str, Any]) -> SamplingParams:
+        names = (
+            "temperature",
+            "top_p",
+            "min_p",
+            "seed",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+            "min_tokens",
+            "ignore_eos",
+            "logprobs",
+        )
+        plain = {name: values[name] for name in names if name in values}
+        return SamplingParams(
+            **plain,
+            top_k=0 if values.get("top_k") == -1 else values.get("top_k", 0),
+            max_tokens=values.get("max_tokens", self._default_max_tokens or None),
+            stop=tuple(values.get("stop", ())),
+            stop_token_ids=tuple(values.get("stop_token_ids", ())),
+            include_stop_in_output=values.get("include_stop_str_in_output", False),
+            logit_bias=_logit_bias(values.get("logit_bias", {})),
+            bad_words=self._bad_words(values.get("bad_words", [])),
+        )
+
+    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenised at the start of a text and after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not word.strip():
+                raise InvalidRequestError(f"bad_words: {word!r} given, words that are not blank are allowed")
+            for text in (word, f" {word.lstrip()}"):
+                sequences[tuple(self._tokenizer.encode(text))] = None
+        return tuple(sequences)
+
+
+def _draft_sampling(value: str) -> DraftSampling:
+    try:
+        return DraftSampling(value)
+    except ValueError:
+        allowed = ", ".join(choice.value for choice in DraftSampling)
+        raise InvalidRequestError(f"draft_sampling: {value!r} given, one of {allowed} is allowed") from None
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"logit_bias: {value!r} given, a JSON object of token id -> number is allowed")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not str(key).isdecimal() or not is_number:
+            raise InvalidRequestError(f"logit_bias: {key!r}: {number!r} given, token id -> number is allowed")
+        bias[int(key)] = float(number)
+    return bias

@@ -1,0 +1,145 @@
+"""Collects a request's fields from its three places (tensors, parameters, `sampling_parameters`) and checks types."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving.request_fields import ALIASES, IGNORED_PARAMETERS, INPUT_FIELDS, UNSUPPORTED_FIELDS, Kind
+
+FIELDS = {field.name: field for field in INPUT_FIELDS}
+
+_EXPECTED = {
+    Kind.TEXT: "a string",
+    Kind.TEXTS: "a string or a list of strings",
+    Kind.JSON: "JSON",
+    Kind.INT: "an integer",
+    Kind.INTS: "a list of integers",
+    Kind.UINT64: "an integer from 0 to 2^64 - 1",
+    Kind.FLOAT: "a number",
+    Kind.BOOL: "true or false",
+}
+
+
+def tensor_value(name: str, array: Any) -> Any:
+    """A field's Python value out of its input tensor; lists stay lists, everything else must hold one element.
+
+    Args:
+        array: numpy array of any shape; strings as bytes objects.
+    """
+    values = array.reshape(-1).tolist()
+    kind = FIELDS[name].kind
+    if kind in (Kind.TEXT, Kind.TEXTS, Kind.JSON):
+        values = [_decode(name, value) for value in values]
+    if kind.is_list:
+        return values
+    if len(values) != 1:
+        raise InvalidRequestError(f"{name}: {len(values)} elements given, exactly 1 is allowed")
+    return values[0]
+
+
+def _decode(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{name}: not valid UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _fits(kind: Kind, value: Any) -> bool:
+    if kind is Kind.TEXT:
+        return isinstance(value, str)
+    if kind is Kind.TEXTS:
+        return isinstance(value, list) and all(isinstance(v, str) for v in value)
+    if kind is Kind.INTS:
+        return isinstance(value, list) and all(_is_int(v) for v in value)
+    if kind is Kind.INT:
+        return _is_int(value)
+    if kind is Kind.UINT64:
+        return _is_int(value) and 0 <= value < 2**64
+    if kind is Kind.FLOAT:
+        return (_is_int(value) or isinstance(value, float)) and value == value
+    if kind is Kind.BOOL:
+        return isinstance(value, bool)
+    return True
+
+
+def _typed(name: str, value: Any) -> Any:
+    kind = FIELDS[name].kind
+    if kind is Kind.JSON:
+        return _parse_json(name, value) if isinstance(value, str) else value
+    if kind is Kind.TEXTS and isinstance(value, str):
+        value = [value]
+    if not _fits(kind, value):
+        raise InvalidRequestError(f"{name}: {_shown(value)} given, {_EXPECTED[kind]} is allowed")
+    return float(value) if kind is Kind.FLOAT else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _parse_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name}: not valid JSON: {error}") from None
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._given_as: dict[str, str] = {}
+
+    def add(self, name: str, value: Any, place: str) -> None:
+        if name in UNSUPPORTED_FIELDS:
+            self._refuse_unless_default(name, value)
+            return
+        if name not in FIELDS:
+            raise InvalidRequestError(f"{name}: unknown {place}; docs/protocol.md lists what is known")
+        target = ALIASES.get(name, name)
+        if target in self._given_as:
+            raise InvalidRequestError(f"{target}: given twice, as {self._given_as[target]} and as {place} {name}")
+        self._given_as[target] = f"{place} {name}"
+        self.values[target] = _typed(name, value)
+
+    @staticmethod
+    def _refuse_unless_default(name: str, value: Any) -> None:
+        allowed = UNSUPPORTED_FIELDS[name]
+        if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
+            only = "it is not supported" if allowed is None else f"only {json.dumps(allowed)} is supported"
+            raise InvalidRequestError(f"{name}: {_shown(value)} given, {only}")
+
+
+def collect_values(tensors: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field that the request gives, by its one name, in its Python type.
+
+    Args:
+        tensors: input name -> numpy array.
+        parameters: the request's parameters.
+
+    Raises:
+        InvalidRequestError: unknown, unsupported, doubled, of the wrong type, or not parsable; names the field.
+    """
+    collector = _Collector()
+    for name, array in tensors.items():
+        collector.add(name, tensor_value(name, array), "input")
+    for name, value in parameters.items():
+        if name in IGNORED_PARAMETERS or name.startswith("triton_"):
+            continue
+        collector.add(name, value, "parameter")
+    nested = collector.values.pop("sampling_parameters", None)
+    if nested is not None:
+        if not isinstance(nested, dict):
+            raise InvalidRequestError(f"sampling_parameters: {_shown(nested)} given, a JSON object is allowed")
+        for name, value in nested.items():
+            if name == "sampling_parameters":
+                raise InvalidRequestError("sampling_parameters: may not hold itself")
+            collector.add(name, value, "sampling_parameters entry")
+    return collector.values
