@@ -1,0 +1,111 @@
+"""Sampling and verification in plain torch: the definition in docs/sampling.md, step by step.
+
+R rows of logits, C columns, B sequences, W window tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
+from kimi_kernels.sampling.logprobs_reference import row_logprobs
+from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logits
+from kimi_kernels.sampling.weights_reference import NEGATIVE_INFINITY, FilterParams, surviving_tokens
+from kimi_kernels.sampling_inputs import (
+    GREEDY_TEMPERATURE,
+    PLACEHOLDER_TOKEN_ID,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    SampleOutput,
+    SamplingInputs,
+    SamplingRows,
+    VerifyOutput,
+    VocabularyMap,
+)
+
+
+def sample_tokens(
+    logits: Tensor,
+    inputs: SamplingInputs,
+    rows: SamplingRows,
+    vocabulary_map: VocabularyMap | None = None,
+    num_logprobs: int | None = None,
+) -> SampleOutput:
+    """See `signatures.SampleTokens`."""
+    order = ColumnOrder.from_map(vocabulary_map)
+    raw = logits.to(torch.float32, copy=True)
+    if order.source_column is not None:
+        raw = raw[:, order.source_column]
+    processed = raw if num_logprobs is None else raw.clone()
+    is_finite = raw.amax(dim=1) < float("inf")  # amax hands a NaN on
+    process_logits(processed, inputs, rows, order)
+    column, best = _draw(processed, inputs, rows, order)
+    is_ok = is_finite & best.isfinite()
+    token_ids = column if order.token_ids is None else order.token_ids[column]
+    token_ids = torch.where(is_ok, token_ids, PLACEHOLDER_TOKEN_ID)
+    status = torch.where(is_ok, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
+    if num_logprobs is None:
+        return SampleOutput(token_ids=token_ids, status=status)
+    drawn, top, top_columns = row_logprobs(raw, column, num_logprobs)
+    return SampleOutput(
+        token_ids=token_ids,
+        status=status,
+        logprobs=drawn,
+        top_logprob_ids=top_columns if order.token_ids is None else order.token_ids[top_columns],
+        top_logprobs=top,
+    )
+
+
+def _draw(processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, order: ColumnOrder) -> tuple[Tensor, Tensor]:
+    """(column drawn, largest logit after temperature) of each row; argmax takes the first of equals, so the lowest
+    token id."""
+    temperature = inputs.temperature[rows.sequence]
+    is_greedy = temperature < GREEDY_TEMPERATURE
+    best, column = processed.amax(dim=1), processed.argmax(dim=1)
+    if bool(is_greedy.all()):
+        return column, best
+    sampled = (~is_greedy).nonzero().flatten()
+    sequence = rows.sequence[sampled]
+    inverse = torch.ones_like(temperature[sampled]) / temperature[sampled]
+    scaled = processed[sampled] * inverse[:, None]
+    vocab_size = scaled.shape[1] if order.column_of_token_id is None else order.column_of_token_id.numel()
+    bits = noise_bits(inputs.seed[sequence], rows.token_index[sampled], vocab_size)
+    if order.token_ids is not None:
+        bits = bits[:, order.token_ids]
+    # Both terms are float32, their sum is rounded once, to float64: the noise keeps its bits beside a large logit.
+    score = scaled.to(torch.float64) + gumbel_from_bits(bits).to(torch.float64)
+    filters = FilterParams(
+        top_k=inputs.top_k[sequence, None].long(),
+        top_p=inputs.top_p[sequence, None].double(),
+        min_p=inputs.min_p[sequence, None].double(),
+    )
+    if filters.any_active():
+        score.masked_fill_(~surviving_tokens(scaled, filters), NEGATIVE_INFINITY)
+    column[sampled] = score.argmax(dim=1)
+    best[sampled] = scaled.amax(dim=1)
+    return column, best
+
+
+def verify_draft_tokens(
+    token_ids: Tensor,
+    status: Tensor,
+    first_row: Tensor,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+) -> VerifyOutput:
+    """See `signatures.VerifyDraftTokens`."""
+    width = draft_token_ids.shape[1]
+    place = torch.arange(width + 1, device=token_ids.device)
+    is_row = place <= num_draft_tokens[:, None]
+    row = first_row[:, None] + place * is_row  # a place that holds no row reads the sequence's first
+    drawn, row_status = token_ids[row], status[row]
+    is_match = (drawn[:, :width] == draft_token_ids) & is_row[:, 1:] & (row_status[:, :width] == STATUS_OK)
+    num_accepted = is_match.to(torch.int32).cumprod(dim=1).sum(dim=1)
+    is_used = place <= num_accepted[:, None]
+    last_row = first_row + num_accepted
+    return VerifyOutput(
+        output_token_ids=torch.where(is_used, drawn, PLACEHOLDER_TOKEN_ID),
+        num_accepted_tokens=num_accepted.to(torch.int32),
+        last_row=last_row,
+        status=status[last_row],
+    )
