@@ -1,0 +1,34 @@
+"""Checks of op arguments: a wrong one raises ValueError that names it, what came and what was expected."""
+
+import torch
+from torch import Tensor
+
+
+def require_shape(name: str, tensor: Tensor, *expected: int | None) -> None:
+    """Raise unless `tensor` has the expected shape; None stands for any size."""
+    shape = tensor.shape
+    if len(shape) == len(expected) and all(
+        want is None or want == size for want, size in zip(expected, shape, strict=True)
+    ):
+        return
+    wanted = ", ".join("any" if want is None else str(want) for want in expected)
+    raise ValueError(f"{name}: got shape {list(shape)}, expected [{wanted}]")
+
+
+def require_float(name: str, tensor: Tensor) -> None:
+    """Raise unless `tensor` holds floating-point numbers of 16 bits or more."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise ValueError(f"{name}: got {tensor.dtype}, expected float32, bfloat16, float16 or float64")
+
+
+def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Raise unless `tensor` has one of the allowed dtypes."""
+    if tensor.dtype not in allowed:
+        wanted = " or ".join(str(dtype) for dtype in allowed)
+        raise ValueError(f"{name}: got {tensor.dtype}, expected {wanted}")
+
+
+def require(condition: bool, name: str, got: object, expected: str) -> None:
+    """Raise unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{name}: got {got}, expected {expected}")

@@ -1,0 +1,43 @@
+"""The reference kernel set, assembled: plain torch, float32, row-invariant."""
+
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.linear.reference import linear, pack_linear, per_head_linear
+from kimi_kernels.mha_attention.reference import mha_attention, store_kv
+from kimi_kernels.mla_decode.reference import mla_decode, plan_mla_decode
+from kimi_kernels.mla_prefill.reference import mla_prefill
+from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
+from kimi_kernels.moe_route.reference import route_experts
+from kimi_kernels.rms_norm.reference import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
+from kimi_kernels.rope.reference import rope
+from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
+from kimi_kernels.silu_mul.reference import silu_mul
+from kimi_kernels.store_latent.reference import store_latent
+
+
+def reference_kernel_set() -> KernelSet:
+    """`KernelSet.reference()`."""
+    return KernelSet(
+        name="reference",
+        row_invariant=True,
+        absorb_prefill=True,
+        pack_linear=pack_linear,
+        linear=linear,
+        per_head_linear=per_head_linear,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        concat_rms_norm=concat_rms_norm,
+        chunked_rms_norm=chunked_rms_norm,
+        silu_mul=silu_mul,
+        rope=rope,
+        store_latent=store_latent,
+        plan_mla_decode=plan_mla_decode,
+        mla_decode=mla_decode,
+        mla_prefill=mla_prefill,
+        store_kv=store_kv,
+        mha_attention=mha_attention,
+        route_experts=route_experts,
+        pack_experts=pack_experts,
+        moe_experts=moe_experts,
+        sample_tokens=sample_tokens,
+        verify_draft_tokens=verify_draft_tokens,
+    )
