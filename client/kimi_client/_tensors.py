@@ -1,0 +1,134 @@
+"""Tensor names and types of `spec_ensemble`, and the way to and from them.
+
+A second copy of the server's list on purpose: this package imports nothing of the server. A test compares the two.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+
+from kimi_client._errors import InvalidRequest
+from kimi_client._types import Chunk, TokenLogprob
+
+MODEL_NAME = "spec_ensemble"
+
+INPUT_TYPES = {
+    "text_input": "BYTES",
+    "messages": "BYTES",
+    "input_ids": "INT32",
+    "stream": "BOOL",
+    "max_tokens": "INT32",
+    "min_tokens": "INT32",
+    "temperature": "FP32",
+    "top_k": "INT32",
+    "top_p": "FP32",
+    "min_p": "FP32",
+    "seed": "UINT64",
+    "repetition_penalty": "FP32",
+    "presence_penalty": "FP32",
+    "frequency_penalty": "FP32",
+    "logit_bias": "BYTES",
+    "bad_words": "BYTES",
+    "stop": "BYTES",
+    "stop_token_ids": "INT32",
+    "include_stop_str_in_output": "BOOL",
+    "ignore_eos": "BOOL",
+    "logprobs": "INT32",
+    "num_speculative_tokens": "INT32",
+    "draft_sampling": "BYTES",
+    "priority": "INT32",
+    "timeout_s": "FP32",
+    "cache_salt": "BYTES",
+    "tools": "BYTES",
+    "chat_template_kwargs": "BYTES",
+    "return_token_ids": "BOOL",
+}
+JSON_INPUTS = frozenset({"messages", "logit_bias", "tools", "chat_template_kwargs"})
+OUTPUT_NAMES = (
+    "text_output",
+    "finish_reason",
+    "stop_reason",
+    "num_output_tokens",
+    "output_ids",
+    "logprobs",
+    "statistics",
+)
+_NUMPY_TYPES: dict[str, Any] = {
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+    "BOOL": np.bool_,
+    "BYTES": np.object_,
+}
+
+
+def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
+    kind = INPUT_TYPES[name]
+    if name in JSON_INPUTS:
+        value = json.dumps(value)
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if kind == "BYTES":
+        values = [v.encode("utf-8") if isinstance(v, str) else v for v in values]
+    try:
+        return np.array(values, dtype=_NUMPY_TYPES[kind]).reshape(1, -1)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{name}: {value!r} given: {error}") from error
+
+
+def build_inputs(fields: dict[str, Any]) -> list[grpcclient.InferInput]:
+    """Input tensors for the fields that are not None.
+
+    Raises:
+        InvalidRequest: a field nobody knows, or a value that its type cannot hold.
+    """
+    inputs = []
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name not in INPUT_TYPES:
+            raise InvalidRequest(f"{name}: unknown field; known: {', '.join(INPUT_TYPES)}")
+        array = _as_array(name, value)
+        tensor = grpcclient.InferInput(name, list(array.shape), INPUT_TYPES[name])
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+def _text(result: grpcclient.InferResult, name: str) -> str:
+    array = result.as_numpy(name)
+    if array is None or array.size == 0:
+        return ""
+    value = array.reshape(-1)[0]
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
+    entries = json.loads(text) if text else []
+    return tuple(
+        TokenLogprob(e["token_id"], e["logprob"], tuple((t["token_id"], t["logprob"]) for t in e["top"]))
+        for e in entries
+    )
+
+
+def parse_chunk(result: grpcclient.InferResult) -> Chunk:
+    """One response's tensors as a chunk."""
+    ids = result.as_numpy("output_ids")
+    count = result.as_numpy("num_output_tokens")
+    statistics = _text(result, "statistics")
+    return Chunk(
+        text=_text(result, "text_output"),
+        num_tokens=0 if count is None else int(count.reshape(-1)[0]),
+        token_ids=() if ids is None else tuple(ids.reshape(-1).tolist()),
+        logprobs=_logprobs(_text(result, "logprobs")),
+        finish_reason=_text(result, "finish_reason") or None,
+        stop_reason=_text(result, "stop_reason") or None,
+        statistics=json.loads(statistics) if statistics else {},
+    )
+
+
+def is_final(result: grpcclient.InferResult) -> bool:
+    """Whether this is the last response of its request."""
+    parameters = result.get_response().parameters
+    return "triton_final_response" in parameters and bool(parameters["triton_final_response"].bool_param)

@@ -1,0 +1,64 @@
+"""What comes back: chunks while a request runs, a completion when it ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Raw log-probability of one emitted token, and of the most likely ones there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One response of a stream: what was added since the last one."""
+
+    text: str
+    num_tokens: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    """stop, length or cancelled in the last chunk."""
+    stop_reason: str | None = None
+    """The stop text or token id that matched."""
+    statistics: dict[str, Any] = field(default_factory=dict)
+    """The last chunk's: usage, times, speculation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request."""
+
+    text: str
+    finish_reason: str
+    stop_reason: str | None
+    num_output_tokens: int
+    token_ids: tuple[int, ...]
+    """Empty unless `return_token_ids=True`."""
+    logprobs: tuple[TokenLogprob, ...]
+    statistics: dict[str, Any]
+
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """Acceptance of this request's draft tokens; None when speculation did not run."""
+        speculation: dict[str, Any] | None = self.statistics.get("speculative_decoding")
+        return speculation
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> Completion:
+    """All chunks of one request, the last of which says why it ended."""
+    last = chunks[-1]
+    return Completion(
+        text="".join(chunk.text for chunk in chunks),
+        finish_reason=last.finish_reason or "",
+        stop_reason=last.stop_reason,
+        num_output_tokens=sum(chunk.num_tokens for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        statistics=last.statistics,
+    )
