@@ -43,7 +43,8 @@ class SamplingInputs:
 
     penalty_offsets: torch.Tensor
     penalty_ids: torch.Tensor
-    """[.] int32, CSR: the distinct token ids before the window, for sequences that use a penalty."""
+    """[.] int32, CSR: the distinct token ids before the window, for sequences that use a penalty. A sequence without
+    entries gets no penalty, its window neither (a prompt is never empty, so this takes nothing from anyone)."""
     penalty_counts: torch.Tensor
     """[.] int32: how often each stands in the output before the window."""
     penalty_in_prompt: torch.Tensor

@@ -75,15 +75,15 @@ def _on_columns(row: Tensor, column: Tensor, entry: Tensor) -> tuple[Tensor, Ten
 
 
 def _apply_penalties(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, order: ColumnOrder) -> None:
+    """Only on rows of sequences that own penalty entries: a sequence with penalties has its prompt there."""
+    if not inputs.penalty_ids.numel():
+        return
+    num_entries = inputs.penalty_offsets[1:] - inputs.penalty_offsets[:-1]
+    used = num_entries[rows.sequence].nonzero().flatten()
     repetition, frequency, presence = (
-        values[rows.sequence][:, None]
+        values[rows.sequence[used]][:, None]
         for values in (inputs.repetition_penalty, inputs.frequency_penalty, inputs.presence_penalty)
     )
-    is_used = ((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)).flatten()
-    if not bool(is_used.any()):
-        return
-    used = is_used.nonzero().flatten()
-    repetition, frequency, presence = repetition[used], frequency[used], presence[used]
     counts, in_prompt = _token_counts(logits.shape[1], inputs, rows, used, order)
     value = logits[used]
     inverse = torch.ones_like(repetition) / repetition

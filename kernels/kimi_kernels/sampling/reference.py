@@ -61,29 +61,38 @@ def _draw(processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, order: 
     token id."""
     temperature = inputs.temperature[rows.sequence]
     is_greedy = temperature < GREEDY_TEMPERATURE
+    num_greedy = int(is_greedy.sum())
+    if num_greedy == 0:
+        return _draw_with_noise(processed, temperature, rows.sequence, rows.token_index, inputs, order)
     best, column = processed.amax(dim=1), processed.argmax(dim=1)
-    if bool(is_greedy.all()):
-        return column, best
-    sampled = (~is_greedy).nonzero().flatten()
-    sequence = rows.sequence[sampled]
-    inverse = torch.ones_like(temperature[sampled]) / temperature[sampled]
-    scaled = processed[sampled] * inverse[:, None]
+    if num_greedy < column.numel():
+        noisy = (~is_greedy).nonzero().flatten()
+        column[noisy], best[noisy] = _draw_with_noise(
+            processed[noisy], temperature[noisy], rows.sequence[noisy], rows.token_index[noisy], inputs, order
+        )
+    return column, best
+
+
+def _draw_with_noise(
+    processed: Tensor,
+    temperature: Tensor,
+    sequence: Tensor,
+    token_index: Tensor,
+    inputs: SamplingInputs,
+    order: ColumnOrder,
+) -> tuple[Tensor, Tensor]:
+    """As `_draw`, for rows at a temperature."""
+    scaled = processed * (torch.ones_like(temperature) / temperature)[:, None]
     vocab_size = scaled.shape[1] if order.column_of_token_id is None else order.column_of_token_id.numel()
-    bits = noise_bits(inputs.seed[sequence], rows.token_index[sampled], vocab_size)
+    bits = noise_bits(inputs.seed[sequence], token_index, vocab_size)
     if order.token_ids is not None:
         bits = bits[:, order.token_ids]
     # Both terms are float32, their sum is rounded once, to float64: the noise keeps its bits beside a large logit.
     score = scaled.to(torch.float64) + gumbel_from_bits(bits).to(torch.float64)
-    filters = FilterParams(
-        top_k=inputs.top_k[sequence, None].long(),
-        top_p=inputs.top_p[sequence, None].double(),
-        min_p=inputs.min_p[sequence, None].double(),
-    )
-    if filters.any_active():
+    filters = FilterParams.of_rows(inputs, sequence)
+    if filters is not None:
         score.masked_fill_(~surviving_tokens(scaled, filters), NEGATIVE_INFINITY)
-    column[sampled] = score.argmax(dim=1)
-    best[sampled] = scaled.amax(dim=1)
-    return column, best
+    return score.argmax(dim=1), scaled.amax(dim=1)
 
 
 def verify_draft_tokens(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.sampling.constants import EXP2_COEFFICIENTS, LOG2_E, MIN_EXP2_ARGUMENT, WEIGHT_BITS
+from kimi_kernels.sampling_inputs import SamplingInputs
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -24,8 +25,16 @@ class FilterParams:
     min_p: Tensor
     """float64, 0 keeps all."""
 
-    def any_active(self) -> bool:
-        return bool(((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)).any())
+    @staticmethod
+    def of_rows(inputs: SamplingInputs, sequence: Tensor) -> "FilterParams | None":
+        """Filters of the rows' sequences; None if no sequence of the batch filters."""
+        if not (bool(inputs.top_k.any()) or bool((inputs.top_p < 1.0).any()) or bool(inputs.min_p.any())):
+            return None
+        return FilterParams(
+            top_k=inputs.top_k[sequence, None].long(),
+            top_p=inputs.top_p[sequence, None].double(),
+            min_p=inputs.min_p[sequence, None].double(),
+        )
 
 
 def token_weights(scaled: Tensor) -> Tensor:
