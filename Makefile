@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 
-.PHONY: setup lint fmt test test-gpu clean
+.PHONY: setup lint fmt test test-gpu generated clean
 
 setup: $(STAMP)  ## make the virtual environment and install everything the tests need
 
@@ -17,6 +17,9 @@ $(STAMP): pyproject.toml
 fmt: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+generated: $(STAMP)  ## rewrite what is declared in code and repeated in docs/ and config.pbtxt
+	$(BIN)/python scripts/write_generated_files.py
 
 lint: $(STAMP)  ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .

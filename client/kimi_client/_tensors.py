@@ -71,9 +71,14 @@ def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     if kind == "BYTES":
         values = [v.encode("utf-8") if isinstance(v, str) else v for v in values]
+    dtype = _NUMPY_TYPES[kind]
+    if kind in ("INT32", "UINT64"):
+        limits = np.iinfo(dtype)
+        if not all(isinstance(v, (int, np.integer)) and limits.min <= v <= limits.max for v in values):
+            raise InvalidRequest(f"{name}: {value!r} given, integers from {limits.min} to {limits.max} are allowed")
     try:
-        return np.array(values, dtype=_NUMPY_TYPES[kind]).reshape(1, -1)
-    except (TypeError, ValueError, OverflowError) as error:
+        return np.array(values, dtype=dtype).reshape(1, -1)
+    except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{name}: {value!r} given: {error}") from error
 
 

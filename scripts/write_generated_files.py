@@ -1,0 +1,89 @@
+"""Rewrite what is declared in code and repeated elsewhere: spec_ensemble's config.pbtxt and tables in docs/.
+
+`make generated` runs it; a test fails when a file does not match.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
+from kimi_backend.serving.request_fields import INPUT_FIELDS, OUTPUT_FIELDS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CONFIG_HEADER = """\
+# Text in, text out: the orchestrator. A Python model that calls the other two (BLS), not platform "ensemble".
+# The inputs and outputs are written by `make generated`; docs/protocol.md explains them.
+name: "spec_ensemble"
+backend: "python"
+# Tools that send [[x]] and tools that send [x] both fit; batching happens inside, step by step.
+max_batch_size: 1
+model_transaction_policy { decoupled: true }
+instance_group [ { kind: KIND_CPU, count: 1 } ]
+"""
+
+
+def spec_ensemble_config(_: str) -> str:
+    """model_repository/spec_ensemble/config.pbtxt, whole."""
+    inputs = []
+    for f in INPUT_FIELDS:
+        dims = "[ -1 ]" if f.kind.is_list else "[ 1 ]"
+        inputs.append(f'  {{ name: "{f.name}", data_type: {f.kind.data_type}, dims: {dims}, optional: true }}')
+    outputs = [f'  {{ name: "{f.name}", data_type: {f.data_type}, dims: {f.dims} }}' for f in OUTPUT_FIELDS]
+    return CONFIG_HEADER + "input [\n" + ",\n".join(inputs) + "\n]\noutput [\n" + ",\n".join(outputs) + "\n]\n"
+
+
+def _replace_table(text: str, name: str, rows: list[str]) -> str:
+    """Put rows between `<!-- table: name -->` and `<!-- end -->`."""
+    start = f"<!-- table: {name} -->\n"
+    before, rest = text.split(start, 1)
+    _, after = rest.split("<!-- end -->", 1)
+    return before + start + "\n".join(rows) + "\n<!-- end -->" + after
+
+
+def settings_page(text: str) -> str:
+    """docs/settings.md with its table rewritten."""
+    rows = ["| setting | variable | default | allowed | effect |", "| --- | --- | --- | --- | --- |"]
+    for field in dataclasses.fields(ServingSettings):
+        bounds = field.metadata
+        if "choices" in bounds:
+            allowed = ", ".join(f"`{c}`" if c else "empty" for c in map(str, bounds["choices"]))
+        elif "minimum" in bounds:
+            allowed = f"{bounds['minimum']} to {bounds['maximum']}" if "maximum" in bounds else f"≥ {bounds['minimum']}"
+        else:
+            allowed = "text"
+        default = f"`{field.default}`" if field.default != "" else "empty"
+        variable = f"`{ENVIRONMENT_PREFIX}{field.name.upper()}`"
+        rows.append(f"| `{field.name}` | {variable} | {default} | {allowed} | {bounds['effect']} |")
+    return _replace_table(text, "settings", rows)
+
+
+def protocol_page(text: str) -> str:
+    """docs/protocol.md with its tables of inputs and outputs rewritten."""
+    inputs = ["| input | type | meaning |", "| --- | --- | --- |"]
+    for f in INPUT_FIELDS:
+        shape = "[-1]" if f.kind.is_list else "[1]"
+        inputs.append(f"| `{f.name}` | {f.kind.data_type.removeprefix('TYPE_')} {shape} | {f.meaning} |")
+    outputs = ["| output | type | meaning |", "| --- | --- | --- |"]
+    for o in OUTPUT_FIELDS:
+        shape = o.dims.replace(" ", "")
+        outputs.append(f"| `{o.name}` | {o.data_type.removeprefix('TYPE_')} {shape} | {o.meaning} |")
+    return _replace_table(_replace_table(text, "inputs", inputs), "outputs", outputs)
+
+
+GENERATED: dict[str, Callable[[str], str]] = {
+    "model_repository/spec_ensemble/config.pbtxt": spec_ensemble_config,
+    "docs/settings.md": settings_page,
+    "docs/protocol.md": protocol_page,
+}
+
+
+def main() -> None:
+    for name, write in GENERATED.items():
+        path = ROOT / name
+        path.write_text(write(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

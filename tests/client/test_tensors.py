@@ -1,0 +1,84 @@
+"""The client's copy of the request surface is the server's; its errors follow the server's status."""
+
+import pytest
+
+pytest.importorskip("tritonclient.grpc")
+
+from tritonclient.utils import InferenceServerException
+
+import kimi_client
+from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS
+from kimi_client import _tensors
+from kimi_client._errors import from_server
+
+COMPATIBILITY_ONLY = {
+    *ALIASES,
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "exclude_input_in_output",
+    "sampling_parameters",
+}
+
+
+def test_inputs_are_the_servers():
+    as_client = {"STRING": "BYTES"}
+    server = {f.name: f.kind.data_type.removeprefix("TYPE_") for f in INPUT_FIELDS}
+    server = {name: as_client.get(kind, kind) for name, kind in server.items() if name not in COMPATIBILITY_ONLY}
+    assert server == _tensors.INPUT_TYPES
+
+
+def test_outputs_are_the_servers():
+    assert set(_tensors.OUTPUT_NAMES) <= {f.name for f in OUTPUT_FIELDS}
+
+
+def test_public_names_exist():
+    assert sorted(kimi_client.__all__) == kimi_client.__all__
+    assert all(hasattr(kimi_client, name) for name in kimi_client.__all__)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape"),
+    [
+        ({"text_input": "héllo"}, [1, 1]),
+        ({"stop": ["a", "b"]}, [1, 2]),
+        ({"input_ids": (1, 2, 3)}, [1, 3]),
+        ({"seed": 2**64 - 1}, [1, 1]),
+        ({"messages": [{"role": "user", "content": "x"}]}, [1, 1]),
+    ],
+)
+def test_values_become_batched_tensors(fields, shape):
+    (tensor,) = _tensors.build_inputs({**fields, "top_k": None})
+    assert tensor.shape() == shape
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"temprature": 1.0}, {"max_tokens": "many"}, {"seed": -1}, {"max_tokens": 2**40}],
+)
+def test_bad_fields_name_themselves(fields):
+    (name,) = fields
+    with pytest.raises(kimi_client.InvalidRequest, match=name):
+        _tensors.build_inputs(fields)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "error"),
+    [
+        ("StatusCode.INVALID_ARGUMENT", "top_p: 2 given", kimi_client.InvalidRequest),
+        ("StatusCode.UNAVAILABLE", "queue is full", kimi_client.ServerBusy),
+        ("StatusCode.UNAVAILABLE", "failed to connect to all addresses", kimi_client.ServerUnreachable),
+        ("StatusCode.CANCELLED", "Locally cancelled", kimi_client.RequestCancelled),
+        ("StatusCode.DEADLINE_EXCEEDED", "Deadline Exceeded", kimi_client.RequestTimedOut),
+        ("StatusCode.INTERNAL", "internal error", kimi_client.ServerFailed),
+        (None, "no status", kimi_client.ServerFailed),
+    ],
+)
+def test_status_decides_the_class(status, message, error):
+    assert type(from_server(InferenceServerException(msg=message, status=status))) is error
+
+
+def test_nothing_listening_is_unreachable():
+    client = kimi_client.KimiClient("127.0.0.1:9", timeout_s=2)
+    assert client.is_ready() is False
+    with pytest.raises(kimi_client.ServerUnreachable):
+        client.generate(text_input="x", max_tokens=1)
