@@ -65,9 +65,14 @@ def multiply_tiles(tiles: Tensor, weight_t: Tensor) -> Tensor:
     if num_rows == TILE_ROWS:
         return torch.mm(tiles, weight_t)
     out = torch.empty(num_rows, weight_t.shape[1], dtype=torch.float32, device=tiles.device)
-    for tile, out_tile in zip(tiles.split(TILE_ROWS), out.split(TILE_ROWS), strict=True):
+    for tile, out_tile in zip(split_tiles(tiles), split_tiles(out), strict=True):
         torch.mm(tile, weight_t, out=out_tile)
     return out
+
+
+def split_tiles(tiles: Tensor) -> tuple[Tensor, ...]:
+    """[n * 16, width] -> n views [16, width]."""
+    return tiles.view(tiles.shape[0] // TILE_ROWS, TILE_ROWS, tiles.shape[1]).unbind()
 
 
 def _is_ready(tensor: Tensor) -> bool:

@@ -48,22 +48,25 @@ def mha_attention(
     group = num_heads // num_kv_heads
     tiles = (num_tokens, num_kv_heads, ceil_to_tile(group), head_dim)
     q_tiles = torch.zeros(tiles, dtype=torch.float32, device=q.device)
-    q_tiles[:, :, :group] = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+    q_tiles[:, :, :group] = q.reshape(num_tokens, num_kv_heads, group, head_dim).float() * softmax_scale
     out_tiles = torch.zeros(tiles, dtype=torch.float32, device=q.device)
+    q_rows, out_rows = q_tiles.unbind(), out_tiles.unbind()
     for sequence, first, num_rows, length in sequences_with_queries(batch, block_size):
         oldest = 0 if sliding_window is None else max(0, length - num_rows + 1 - sliding_window)
         first_block = _first_block(oldest, block_size)
         base = first_block * block_size
         block_ids = batch.block_table[sequence, first_block : -(-length // block_size)]
-        keys, values = (read_slots(cache, block_ids) for cache in kv_cache)
+        keys_t = read_slots(kv_cache[0], block_ids).permute(1, 2, 0)
+        values = read_slots(kv_cache[1], block_ids).transpose(0, 1)
         for row in range(first, first + num_rows):
             stop = length - (first + num_rows - 1 - row)
             if stop <= 0:
                 continue
             start = 0 if sliding_window is None else max(0, stop - sliding_window)
             seen = slice(start - base, stop - base)
-            scores = torch.bmm(q_tiles[row], keys[seen].permute(1, 2, 0)).double() * softmax_scale
-            torch.bmm(scores.softmax(dim=-1).float(), values[seen].transpose(0, 1), out=out_tiles[row])
+            scores = torch.bmm(q_rows[row], keys_t[:, :, seen])
+            probs = scores.softmax(dim=-1, dtype=torch.float64).float()
+            torch.bmm(probs, values[:, seen], out=out_rows[row])
     return out_tiles[:, :, :group].reshape(num_tokens, num_heads, head_dim).to(q.dtype)
 
 

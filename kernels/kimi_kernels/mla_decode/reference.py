@@ -39,19 +39,28 @@ def mla_decode(
     num_tokens, num_heads, _ = q.shape
     padded_heads = ceil_to_tile(num_heads)
     q_tiles = torch.zeros(num_tokens, padded_heads, latent_dim, dtype=torch.float32, device=q.device)
-    q_tiles[:, :num_heads] = q
+    torch.mul(q.float(), softmax_scale, out=q_tiles[:, :num_heads])
     out_tiles = torch.zeros(num_tokens, padded_heads, kv_lora_rank, dtype=torch.float32, device=q.device)
+    q_rows, out_rows = q_tiles.unbind(), out_tiles.unbind()
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=q.device) if return_lse else None
     for sequence, first, num_rows, length in sequences_with_queries(batch, block_size):
         block_ids = batch.block_table[sequence, : -(-length // block_size)]
         latents = read_slots(latent_cache, block_ids, kv_scale)
+        keys_t, values = latents.t(), latents[:, :kv_lora_rank]
         for row in range(first, first + num_rows):
             num_keys = length - (first + num_rows - 1 - row)
             if num_keys <= 0:
                 continue
-            keys = latents[:num_keys]
-            scores = torch.mm(q_tiles[row], keys.t()).double() * softmax_scale
-            torch.mm(scores.softmax(dim=-1).float(), keys[:, :kv_lora_rank], out=out_tiles[row])
+            scores = torch.mm(q_rows[row], keys_t[:, :num_keys])
+            probs = scores.softmax(dim=-1, dtype=torch.float64).float()
+            torch.mm(probs, values[:num_keys], out=out_rows[row])
             if lse is not None:
-                lse[row] = scores[:num_heads].logsumexp(dim=-1)
+                lse[row] = log_sum_exp(scores[:num_heads])
     return out_tiles[:, :num_heads].to(q.dtype).contiguous(), lse
+
+
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """[N, n] -> [N], natural log of the sum of exponentials, in float64."""
+    wide = scores.double()
+    largest = wide.amax(dim=-1)
+    return largest + (wide - largest.unsqueeze(-1)).exp().sum(dim=-1).log()

@@ -1,13 +1,13 @@
 """Reference of the routed experts: each expert's tokens on tiles of 16 rows, a token's experts summed in its order."""
 
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.quantization.reference import dequantize
-from kimi_kernels.row_tiles import TILE_ROWS, ceil_to_tile, tile_weight
+from kimi_kernels.row_tiles import TILE_ROWS, ceil_to_tile, split_tiles, tile_rows, tile_weight
 from kimi_kernels.silu_mul.reference import silu_mul
 from kimi_kernels.weights import ExpertWeights, PackedExperts
 
@@ -56,69 +56,73 @@ def moe_experts(
     num_choices = topk_ids.shape[1]
     require(num_choices > 0, "topk_ids", "0 choices a token", "at least 1")
 
-    tile_experts, rows = _assign_rows(topk_ids, experts.num_experts, first_expert)
-    held = [row >= 0 for row in rows]
-    row_of_choice = torch.tensor(rows, dtype=torch.int64, device=x.device)
-    outputs = _run_experts(x, row_of_choice, held, num_choices, tile_experts, experts)
-    if not all(held):
-        topk_weights = topk_weights.masked_fill((row_of_choice < 0).view(topk_ids.shape), 0)
-    # An expert held elsewhere reads row -1, a row of zeros.
-    chosen = outputs[row_of_choice, : experts.hidden_size].view(num_tokens, num_choices, experts.hidden_size)
-    chosen = chosen * topk_weights.unsqueeze(-1)
-    total = chosen[:, 0]
-    for choice in range(1, num_choices):
-        total = total + chosen[:, choice]
-    return total.to(x.dtype)
+    assignment = _assign_rows(topk_ids, experts.num_experts, first_expert)
+    outputs = _run_experts(x, assignment, experts)
+    row_of_choice = torch.tensor(assignment.row_of_choice, dtype=torch.int64, device=x.device)
+    chosen = outputs.index_select(0, row_of_choice)[:, : experts.hidden_size]
+    chosen = chosen.view(num_tokens, num_choices, experts.hidden_size) * topk_weights.unsqueeze(-1)
+    if not assignment.holds_all:
+        held = torch.tensor(assignment.held, dtype=torch.bool, device=x.device).view(num_tokens, num_choices, 1)
+        chosen = chosen.masked_fill(~held, 0)
+    first, *others = chosen.unbind(1)
+    for other in others:
+        first = first + other
+    return first.to(x.dtype)
 
 
-def _assign_rows(topk_ids: Tensor, num_experts: int, first_expert: int) -> tuple[list[int], list[int]]:
-    """Give each choice a row in a buffer where every expert's rows fill whole tiles.
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """Where each choice of expert is computed: a buffer in which every expert's rows fill whole tiles."""
 
-    Returns:
-        The expert of each tile, and the row of each choice, token by token; -1 for experts held elsewhere.
-    """
-    local = [expert - first_expert for expert in topk_ids.flatten().tolist()]
-    counts: dict[int, int] = {}
-    places = []
-    for expert in local:
-        place = counts.get(expert, 0)
-        places.append(place)
-        counts[expert] = place + 1
-    used = [expert for expert in counts if 0 <= expert < num_experts]
-    sizes = [ceil_to_tile(counts[expert]) for expert in used]
-    first_row = dict(zip(used, accumulate(sizes, initial=0), strict=False))
-    tile_experts = [expert for expert, size in zip(used, sizes, strict=True) for _ in range(size // TILE_ROWS)]
-    rows = [
-        first_row[expert] + place if expert in first_row else -1 for expert, place in zip(local, places, strict=True)
-    ]
-    return tile_experts, rows
+    tile_experts: list[int]
+    """The expert of each tile of 16 rows."""
+    token_of_row: list[int]
+    """The token whose x each row holds. Rows that pad a tile repeat a token; nothing reads what becomes of them."""
+    row_of_choice: list[int]
+    """The row of each choice, token by token; 0 where not held."""
+    held: list[bool]
+    """Whether each choice's expert is held here."""
+    holds_all: bool
 
 
-def _run_experts(
-    x: Tensor,
-    row_of_choice: Tensor,
-    held: list[bool],
-    num_choices: int,
-    tile_experts: list[int],
-    experts: PackedExperts,
-) -> Tensor:
-    """down(silu(gate(x)) * up(x)) of every tile of the buffer, and one more tile of zeros."""
-    hidden_padded = ceil_to_tile(experts.hidden_size)
-    num_rows = len(tile_experts) * TILE_ROWS
-    tokens = torch.arange(len(held), device=x.device) // num_choices
-    inputs = torch.zeros(num_rows, hidden_padded, dtype=torch.float32, device=x.device)
-    if not all(held):
-        kept = row_of_choice >= 0
-        tokens, row_of_choice = tokens[kept], row_of_choice[kept]
-    inputs[row_of_choice, : experts.hidden_size] = x.float()[tokens]
+def _assign_rows(topk_ids: Tensor, num_experts: int, first_expert: int) -> _Assignment:
+    rows_of_expert: dict[int, list[int]] = {}
+    local_ids = [expert - first_expert for expert in topk_ids.flatten().tolist()]
+    for choice, expert in enumerate(local_ids):
+        rows_of_expert.setdefault(expert, []).append(choice)
+    num_choices = topk_ids.shape[1]
+    tile_experts: list[int] = []
+    token_of_row: list[int] = []
+    row_of_choice = [0] * len(local_ids)
+    for expert, choices in rows_of_expert.items():
+        if not 0 <= expert < num_experts:
+            continue
+        for row, choice in enumerate(choices, start=len(token_of_row)):
+            row_of_choice[choice] = row
+        num_rows = ceil_to_tile(len(choices))
+        token_of_row += [choice // num_choices for choice in choices]
+        token_of_row += [0] * (num_rows - len(choices))
+        tile_experts += [expert] * (num_rows // TILE_ROWS)
+    held = [0 <= expert < num_experts for expert in local_ids]
+    return _Assignment(tile_experts, token_of_row, row_of_choice, held, all(held))
+
+
+def _run_experts(x: Tensor, assignment: _Assignment, experts: PackedExperts) -> Tensor:
+    """down(silu(gate(x)) * up(x)) of every row of the assignment, at least one row: [rows, H padded to 16]."""
     gate_up = experts.tensors[: experts.num_experts]
     down = experts.tensors[experts.num_experts :]
-    hidden = torch.empty(num_rows, 2 * ceil_to_tile(experts.intermediate_size), dtype=torch.float32, device=x.device)
-    outputs = torch.zeros(num_rows + TILE_ROWS, hidden_padded, dtype=torch.float32, device=x.device)
-    for expert, tile, out in zip(tile_experts, inputs.split(TILE_ROWS), hidden.split(TILE_ROWS), strict=False):
-        torch.mm(tile, gate_up[expert], out=out)
-    for expert, tile, out in zip(
-        tile_experts, silu_mul(hidden).split(TILE_ROWS), outputs.split(TILE_ROWS), strict=False
-    ):
-        torch.mm(tile, down[expert], out=out)
+    hidden_padded, num_rows = down[0].shape[1], len(assignment.token_of_row)
+    if num_rows == 0:
+        return torch.zeros(1, hidden_padded, dtype=torch.float32, device=x.device)
+    token_of_row = torch.tensor(assignment.token_of_row, dtype=torch.int64, device=x.device)
+    inputs = tile_rows(x.index_select(0, token_of_row), hidden_padded)
+    hidden = torch.empty(num_rows, gate_up[0].shape[1], dtype=torch.float32, device=x.device)
+    outputs = torch.empty(num_rows, hidden_padded, dtype=torch.float32, device=x.device)
+    _multiply(inputs, gate_up, assignment.tile_experts, hidden)
+    _multiply(silu_mul(hidden), down, assignment.tile_experts, outputs)
     return outputs
+
+
+def _multiply(tiles: Tensor, weights_t: tuple[Tensor, ...], tile_experts: list[int], out: Tensor) -> None:
+    for expert, tile, out_tile in zip(tile_experts, split_tiles(tiles), split_tiles(out), strict=True):
+        torch.mm(tile, weights_t[expert], out=out_tile)

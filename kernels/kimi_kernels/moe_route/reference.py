@@ -36,7 +36,7 @@ def route_experts(
     require(0 < top_k <= eligible, "top_k", top_k, f"1 to the {eligible} experts of topk_groups groups")
 
     # Not torch.sigmoid: its vector and scalar paths differ in the last bit, and a row may fall to either.
-    scores = (1 / (1 + (-router_logits.double()).exp())).float()
+    scores = (-router_logits.double()).exp_().add_(1).reciprocal_().float()
     biased = scores + correction_bias
     if topk_groups < num_groups:
         biased = _mask_groups(biased, num_groups, topk_groups)

@@ -13,8 +13,8 @@ def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: [..., H]. weight: broadcasts against x.
     """
     wide = x.double()
-    mean_square = (wide * wide).sum(dim=-1, keepdim=True) / x.shape[-1]
-    return wide * (mean_square + eps).rsqrt() * weight
+    mean_square = (wide * wide).sum(dim=-1, keepdim=True).div_(x.shape[-1])
+    return wide * mean_square.add_(eps).rsqrt_() * weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,4 +17,4 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     require_float("gate_up", gate_up)
     gate, up = gate_up.double().chunk(2, dim=-1)
     # Not torch.sigmoid: its vector and scalar paths differ in the last bit, and a row may fall to either.
-    return (gate / (1 + (-gate).exp()) * up).to(gate_up.dtype)
+    return (gate / (-gate).exp_().add_(1) * up).to(gate_up.dtype)
