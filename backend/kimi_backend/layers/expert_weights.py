@@ -1,0 +1,103 @@
+"""Routed experts of one layer, read expert by expert into stacked tensors, in the format the file stores.
+
+| tensor, for every expert e | shape | format |
+|---|---|---|
+| e.gate_proj.weight, e.up_proj.weight | [I, H] | dense, or fp8 with weight_scale_inv [I / 128, H / 128] |
+| e.down_proj.weight | [H, I] | dense, or fp8 with weight_scale_inv [H / 128, I / 128] |
+| e.gate_proj.weight_packed, e.up_proj.weight_packed | [I, H / 8] int32 | int4 with weight_scale [I, H / 32] |
+| e.down_proj.weight_packed | [H, I / 8] int32 | int4 with weight_scale [H, I / 32] |
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kimi_backend.layers.weight_loader import WeightLoader
+from kimi_kernels.weights import ExpertWeights, Fp8Weight, Int4Weight
+
+NIBBLES_PER_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One tensor of an expert's matrix: its name, how many rows and columns of the matrix an element covers."""
+
+    name: str
+    rows_each: int
+    columns_each: int
+
+
+def load_experts(loader: WeightLoader, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertWeights:
+    """All experts of a layer, this rank's slice of the intermediate width.
+
+    Args:
+        loader: scoped to `...mlp.experts`.
+    Raises:
+        CheckpointError: a tensor is missing or misshapen, or a slice would cut a quantisation block.
+    """
+    first = "0.gate_proj"
+    if loader.has(f"{first}.weight_packed"):
+        group = loader.int4_group_size
+        stack = _Stack(loader, num_experts, hidden_size, intermediate_size, group)
+        packed, scales = _Field("weight_packed", 1, NIBBLES_PER_WORD), _Field("weight_scale", 1, group)
+        return ExpertWeights(
+            gate_up=Int4Weight(packed=stack.gate_up(packed), scales=stack.gate_up(scales), group_size=group),
+            down=Int4Weight(packed=stack.down(packed), scales=stack.down(scales), group_size=group),
+        )
+    if loader.has(f"{first}.weight_scale_inv"):
+        block = loader.fp8_block_size
+        stack = _Stack(loader, num_experts, hidden_size, intermediate_size, block)
+        values, scales = _Field("weight", 1, 1), _Field("weight_scale_inv", block, block)
+        return ExpertWeights(
+            gate_up=Fp8Weight(values=stack.gate_up(values), scales=stack.gate_up(scales), block_size=block),
+            down=Fp8Weight(values=stack.down(values), scales=stack.down(scales), block_size=block),
+        )
+    stack = _Stack(loader, num_experts, hidden_size, intermediate_size, 1)
+    dense = _Field("weight", 1, 1)
+    return ExpertWeights(
+        gate_up=stack.gate_up(dense).to(loader.dtype),
+        down=stack.down(dense).to(loader.dtype),
+    )
+
+
+class _Stack:
+    """Fills [experts, rows, columns] tensors on the device, one expert's slice at a time."""
+
+    def __init__(
+        self, loader: WeightLoader, num_experts: int, hidden: int, intermediate: int, multiple_of: int
+    ) -> None:
+        self._loader = loader
+        self._num_experts = num_experts
+        self._hidden = hidden
+        self._intermediate = intermediate
+        name = f"{loader.prefix}*.moe_intermediate_size"
+        self._start, self._stop = loader.bounds(name, intermediate, multiple_of)
+
+    def gate_up(self, field: _Field) -> torch.Tensor:
+        """Gate rows above up rows: this rank's slice of rows."""
+        shape = (-(-self._intermediate // field.rows_each), -(-self._hidden // field.columns_each))
+        start, stop = self._start // field.rows_each, -(-self._stop // field.rows_each)
+        rows = stop - start
+        stacked = self._empty(f"0.gate_proj.{field.name}", (2 * rows, shape[1]))
+        for expert in range(self._num_experts):
+            for half, projection in enumerate(("gate_proj", "up_proj")):
+                part = self._read(f"{expert}.{projection}.{field.name}", shape, 0, start, stop)
+                stacked[expert, half * rows : (half + 1) * rows] = part
+        return stacked
+
+    def down(self, field: _Field) -> torch.Tensor:
+        """This rank's slice of columns."""
+        shape = (-(-self._hidden // field.rows_each), -(-self._intermediate // field.columns_each))
+        start, stop = self._start // field.columns_each, -(-self._stop // field.columns_each)
+        stacked = self._empty(f"0.down_proj.{field.name}", (shape[0], stop - start))
+        for expert in range(self._num_experts):
+            stacked[expert] = self._read(f"{expert}.down_proj.{field.name}", shape, 1, start, stop)
+        return stacked
+
+    def _empty(self, like: str, shape: tuple[int, int]) -> torch.Tensor:
+        dtype = self._loader.source.dtype(self._loader.prefix + like)
+        return torch.empty((self._num_experts, *shape), dtype=dtype, device=self._loader.device)
+
+    def _read(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> torch.Tensor:
+        self._loader.check_shape(name, shape)
+        return self._loader.source.read(self._loader.prefix + name, dim, start, stop)

@@ -1,0 +1,75 @@
+"""Linear layers over a kernel set, whole on every rank or divided among the ranks of a group."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kimi_backend.layers.weight_loader import Shard, WeightLoader
+from kimi_backend.parallel import TensorParallelGroup
+from kimi_kernels.kernel_set import KernelSet
+
+Shape = tuple[int, int]
+
+
+class ReplicatedLinear:
+    """x @ weight.T, the same on every rank."""
+
+    def __init__(self, weight: torch.Tensor, kernels: KernelSet) -> None:
+        """weight: [out_features, in_features], of this rank."""
+        self._kernels = kernels
+        self._weight = kernels.pack_linear(weight)
+
+    @classmethod
+    def load(cls, loader: WeightLoader, parts: Sequence[tuple[str, Shape]]) -> "ReplicatedLinear":
+        """parts: (name, [out_features, in_features]) of matrices to stack."""
+        return cls(loader.stacked([(name, shape, Shard.NONE) for name, shape in parts]), loader.kernels)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features]."""
+        return self._kernels.linear(x, self._weight)
+
+
+class ColumnParallelLinear:
+    """x @ weight.T where each rank computes its slice of the output columns."""
+
+    def __init__(self, weight: torch.Tensor, kernels: KernelSet, group: TensorParallelGroup) -> None:
+        """weight: [out_features of this rank, in_features]."""
+        self._kernels = kernels
+        self._group = group
+        self._weight = kernels.pack_linear(weight)
+
+    @classmethod
+    def load(cls, loader: WeightLoader, parts: Sequence[tuple[str, Shape]]) -> "ColumnParallelLinear":
+        """parts: (name, shape of the whole matrix); this rank stacks its slice of each."""
+        weight = loader.stacked([(name, shape, Shard.ROWS) for name, shape in parts])
+        return cls(weight, loader.kernels, loader.group)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features of this rank]."""
+        return self._kernels.linear(x, self._weight)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features] on every rank. Only for a layer of one part."""
+        return self._group.all_gather_columns(self(x))
+
+
+class RowParallelLinear:
+    """x @ weight.T where each rank holds a slice of the input columns; the ranks' results are summed."""
+
+    def __init__(self, weight: torch.Tensor, kernels: KernelSet, group: TensorParallelGroup) -> None:
+        """weight: [out_features, in_features of this rank]."""
+        self._kernels = kernels
+        self._group = group
+        self._weight = kernels.pack_linear(weight)
+
+    @classmethod
+    def load(cls, loader: WeightLoader, name: str, shape: Shape) -> "RowParallelLinear":
+        return cls(loader.matrix(name, shape, Shard.COLUMNS), loader.kernels, loader.group)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's term of the sum, for a caller that sums several layers' terms at once."""
+        return self._kernels.linear(x, self._weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features of this rank] -> [T, out_features] on every rank."""
+        return self._group.all_reduce(self.partial(x))

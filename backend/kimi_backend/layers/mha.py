@@ -1,0 +1,77 @@
+"""Multi-head or grouped-query attention of the Llama draft, over a paged cache of keys and values.
+
+| tensor | shape | held as |
+|---|---|---|
+| q_proj.weight | [num_heads * head_dim, input_size] | this rank's heads, stacked with k_proj and v_proj |
+| k_proj.weight, v_proj.weight | [num_kv_heads * head_dim, input_size] | this rank's heads |
+| o_proj.weight | [hidden_size, num_heads * head_dim] | this rank's heads |
+"""
+
+import torch
+
+from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
+from kimi_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
+from kimi_backend.layers.weight_loader import WeightLoader
+from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
+
+
+class MhaAttention:
+    """Projections, rotation, cache write, attention and output projection of one layer."""
+
+    def __init__(
+        self, loader: WeightLoader, config: Eagle3MhaDraftConfig, cos_sin: torch.Tensor, *, input_size: int
+    ) -> None:
+        """
+        Args:
+            cos_sin: [max_positions, head_dim] float32, see `layers.rotary.cos_sin_table`.
+            input_size: width of the rows read.
+        """
+        g = config
+        start, stop = loader.bounds(f"{loader.prefix}num_attention_heads", g.num_attention_heads)
+        kv_start, kv_stop = loader.bounds(f"{loader.prefix}num_key_value_heads", g.num_key_value_heads)
+        self._config = g
+        self._kernels = loader.kernels
+        self._cos_sin = cos_sin
+        self._num_heads = stop - start
+        self._num_kv_heads = kv_stop - kv_start
+        q_width = g.num_attention_heads * g.head_dim
+        kv_shape = (g.num_key_value_heads * g.head_dim, input_size)
+        self._qkv = ColumnParallelLinear.load(
+            loader, [("q_proj", (q_width, input_size)), ("k_proj", kv_shape), ("v_proj", kv_shape)]
+        )
+        self._o_proj = RowParallelLinear.load(loader, "o_proj", (g.hidden_size, q_width))
+
+    def __call__(
+        self, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: [T, input_size], normed.
+            kv_cache: [2, num_blocks, block_size, num_kv_heads of this rank, head_dim], written in place.
+            kv_scale: must be 1: this cache holds no scaled formats.
+        Returns:
+            [T, hidden_size] on every rank.
+        """
+        if kv_scale != 1.0:
+            raise ValueError(f"kv_scale {kv_scale}: a key-value cache of this draft holds values unscaled")
+        g = self._config
+        qkv = self._qkv(x).view(x.shape[0], -1, g.head_dim)
+        qk, v = torch.split(qkv, [self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
+        qk = self._kernels.rope(qk, self._cos_sin, metadata.positions, g.rope.interleaved)
+        q, k = torch.split(qk, [self._num_heads, self._num_kv_heads], dim=1)
+        self._kernels.store_kv(k, v, kv_cache, metadata.slot_mapping)
+        heads = self._attend(q, metadata, kv_cache)
+        return self._o_proj(heads.reshape(-1, self._num_heads * g.head_dim))
+
+    def _attend(self, q: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> torch.Tensor:
+        num_decode = metadata.num_decode_tokens
+        outputs = []
+        if metadata.decode is not None:
+            outputs.append(self._attend_batch(q[:num_decode], metadata.decode, kv_cache))
+        if metadata.prefill is not None:
+            outputs.append(self._attend_batch(q[num_decode:], metadata.prefill, kv_cache))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_batch(self, q: torch.Tensor, batch: AttentionBatch, kv_cache: torch.Tensor) -> torch.Tensor:
+        g = self._config
+        return self._kernels.mha_attention(q, kv_cache, batch, g.softmax_scale, g.sliding_window)

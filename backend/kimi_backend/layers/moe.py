@@ -1,0 +1,54 @@
+"""Mixture of experts (DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2): sigmoid router, shared expert.
+
+| tensor | shape |
+|---|---|
+| gate.weight | [E, H] |
+| gate.e_score_correction_bias | [E] float32 |
+| experts.* | see `layers.expert_weights` |
+| shared_experts.* | see `layers.mlp`; its width is n_shared_experts * moe_intermediate_size |
+"""
+
+import torch
+
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.layers.expert_weights import load_experts
+from kimi_backend.layers.mlp import DenseMlp
+from kimi_backend.layers.weight_loader import WeightLoader
+
+
+class MoeMlp:
+    """Routed experts plus the shared expert. Each rank holds a slice of every expert's intermediate width, so that
+    routing is the same on all ranks and one all-reduce sums both."""
+
+    def __init__(self, loader: WeightLoader, config: KimiModelConfig) -> None:
+        g = config
+        self._config = g
+        self._kernels = loader.kernels
+        self._group = loader.group
+        # Routing decides in float32: rounding a router weight to bf16 can change which experts a token takes.
+        gate = loader.matrix("gate", (g.n_routed_experts, g.hidden_size), dtype=torch.float32)
+        self._gate = loader.kernels.pack_linear(gate)
+        self._bias = loader.vector("gate.e_score_correction_bias", g.n_routed_experts, torch.float32)
+        weights = load_experts(loader.scoped("experts"), g.n_routed_experts, g.hidden_size, g.moe_intermediate_size)
+        self._experts = loader.kernels.pack_experts(weights)
+        self._shared: DenseMlp | None = None
+        if g.n_shared_experts:
+            width = g.n_shared_experts * g.moe_intermediate_size
+            self._shared = DenseMlp(loader.scoped("shared_experts"), g.hidden_size, width)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, hidden_size], normed -> [T, hidden_size] on every rank."""
+        g = self._config
+        topk_ids, topk_weights = self._kernels.route_experts(
+            self._kernels.linear(x.float(), self._gate),
+            self._bias,
+            top_k=g.num_experts_per_tok,
+            num_groups=g.n_group,
+            topk_groups=g.topk_group,
+            renormalize=g.norm_topk_prob,
+            scaling_factor=g.routed_scaling_factor,
+        )
+        out = self._kernels.moe_experts(x, topk_ids, topk_weights, self._experts)
+        if self._shared is not None:
+            out = out + self._shared.partial(x)
+        return self._group.all_reduce(out)

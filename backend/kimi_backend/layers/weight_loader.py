@@ -1,0 +1,112 @@
+"""Checkpoint tensors -> this rank's weights, in the compute dtype, whatever format the file stores them in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.errors import CheckpointError
+from kimi_backend.parallel import TensorParallelGroup
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE
+
+
+class Shard(Enum):
+    """Which part of a [out_features, in_features] matrix a rank holds."""
+
+    NONE = "all of it"
+    ROWS = "a slice of out_features"
+    COLUMNS = "a slice of in_features"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLoader:
+    """Reads weights for one rank. A linear layer stored in fp8 blocks is dequantised here; only routed experts stay
+    quantised (`layers.expert_weights`)."""
+
+    source: TensorSource
+    kernels: KernelSet
+    group: TensorParallelGroup
+    device: torch.device
+    dtype: torch.dtype
+    prefix: str = ""
+    fp8_block_size: int = FP8_BLOCK_SIZE
+    int4_group_size: int = INT4_GROUP_SIZE
+
+    def scoped(self, name: str) -> "WeightLoader":
+        """A loader for the names below `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.source.names()
+
+    def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[size], on every rank."""
+        self._check_shape(self.prefix + name, (size,))
+        return self.source.read(self.prefix + name).to(self.device, dtype or self.dtype)
+
+    def matrix(
+        self, name: str, shape: tuple[int, int], shard: Shard = Shard.NONE, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """This rank's part of linear layer `name` (tensor `name.weight`, and `name.weight_scale_inv` if fp8).
+
+        Args:
+            shape: [out_features, in_features] of the whole matrix.
+        Raises:
+            CheckpointError: a tensor is missing or its shape differs, or the ranks cannot divide it.
+        """
+        full_name = self.prefix + name
+        dim = 1 if shard is Shard.COLUMNS else 0
+        start, stop = (0, shape[0]) if shard is Shard.NONE else self.bounds(full_name, shape[dim])
+        if f"{full_name}.weight_scale_inv" in self.source.names():
+            weight = self._read_fp8(full_name, shape, dim, start, stop)
+        else:
+            self._check_shape(f"{full_name}.weight", shape)
+            weight = self.source.read(f"{full_name}.weight", dim, start, stop)
+        return weight.to(self.device, dtype or self.dtype)
+
+    def stacked(self, parts: Sequence[tuple[str, tuple[int, int], Shard]]) -> torch.Tensor:
+        """Matrices that read the same input, one above the other: [sum of out_features, in_features]."""
+        return torch.cat([self.matrix(name, shape, shard) for name, shape, shard in parts])
+
+    def bounds(self, name: str, size: int, multiple_of: int = 1) -> tuple[int, int]:
+        """This rank's `start, stop` of a dimension that the ranks divide evenly.
+
+        Raises:
+            CheckpointError: it does not divide into parts that are multiples of `multiple_of`.
+        """
+        part, rest = divmod(size, self.group.size)
+        if rest or part % multiple_of:
+            raise CheckpointError(
+                "tensor parallelism",
+                [
+                    f"{name}: {size} elements do not divide among {self.group.size} ranks"
+                    f" in parts that are multiples of {multiple_of}"
+                ],
+            )
+        return self.group.rank * part, (self.group.rank + 1) * part
+
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raises CheckpointError unless tensor `name` is there with this shape."""
+        self._check_shape(self.prefix + name, expected)
+
+    def _check_shape(self, full_name: str, expected: tuple[int, ...]) -> None:
+        found = self.source.shape(full_name)
+        if tuple(found) != expected:
+            raise CheckpointError(full_name, [f"expected shape {list(expected)}, found {list(found)}"])
+
+    def _read_fp8(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> torch.Tensor:
+        block = self.fp8_block_size
+        num_blocks = [-(-size // block) for size in shape]
+        self._check_shape(f"{name}.weight", shape)
+        self._check_shape(f"{name}.weight_scale_inv", (num_blocks[0], num_blocks[1]))
+        values = self.source.read(f"{name}.weight", dim, start, stop)
+        first_block = start // block
+        scales = self.source.read(f"{name}.weight_scale_inv", dim, first_block, -(-stop // block))
+        # A slice may start inside a block: look each element's block up by its place in the whole matrix.
+        block_of = torch.arange(start, stop) // block - first_block
+        scales = scales.float().index_select(dim, block_of)
+        other = torch.arange(shape[1 - dim]) // block
+        return values.float() * scales.index_select(1 - dim, other)

@@ -1,0 +1,202 @@
+"""Random checkpoints of tiny models, with the names, shapes and formats of real ones.
+
+Norm weights are near 1, biases of the router near 0, every other weight N(0, 1 / fan_in): activations keep their size
+through the layers, and the router spreads tokens over experts.
+"""
+
+import torch
+
+from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.mla_dims import MlaDims
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.quantization_config import QuantizationMethod
+from support.tiny_configs import FP8_BLOCK_SIZE, INT4_GROUP_SIZE
+
+FP8_MAX = 448.0
+
+Tensors = dict[str, torch.Tensor]
+
+
+class _Random:
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+    def matrix(self, out_features: int, in_features: int) -> torch.Tensor:
+        return self.normal(out_features, in_features) * in_features**-0.5
+
+    def norm(self, size: int) -> torch.Tensor:
+        return 1 + 0.1 * self.normal(size)
+
+    def increasing(self, count: int, limit: int) -> torch.Tensor:
+        """count distinct ids below limit, lowest first."""
+        return torch.randperm(limit, generator=self._generator)[:count].sort().values
+
+
+def random_target(config: KimiModelConfig, seed: int = 0) -> Tensors:
+    """A checkpoint that fits the config, quantised as it says."""
+    random = _Random(seed)
+    tensors = {
+        "model.embed_tokens.weight": random.normal(config.vocab_size, config.hidden_size),
+        "model.norm.weight": random.norm(config.hidden_size),
+        "lm_head.weight": random.matrix(config.vocab_size, config.hidden_size),
+    }
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        tensors[prefix + "input_layernorm.weight"] = random.norm(config.hidden_size)
+        tensors[prefix + "post_attention_layernorm.weight"] = random.norm(config.hidden_size)
+        tensors |= _mla(random, prefix + "self_attn.", config, config.hidden_size, config.hidden_size)
+        if config.is_moe_layer(layer):
+            tensors |= _moe(random, prefix + "mlp.", config)
+        else:
+            tensors |= _mlp(random, prefix + "mlp.", config.hidden_size, config.intermediate_size)
+    return _quantize(tensors, config)
+
+
+def random_draft(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig,
+    seed: int = 1,
+    *,
+    with_embed: bool = True,
+    with_head: bool = True,
+    layer_prefix: str = "layers.0.",
+) -> Tensors:
+    """A checkpoint that fits the config; d2t and t2d when its vocabulary is smaller than the target's."""
+    random = _Random(seed)
+    hidden = config.hidden_size
+    tensors = {
+        "fc.weight": random.matrix(hidden, config.num_aux_hidden_states * config.target_hidden_size),
+        layer_prefix + "input_layernorm.weight": random.norm(hidden),
+        layer_prefix + "hidden_norm.weight": random.norm(hidden),
+        layer_prefix + "post_attention_layernorm.weight": random.norm(hidden),
+        "norm.weight": random.norm(hidden),
+        **_mlp(random, layer_prefix + "mlp.", hidden, config.intermediate_size),
+    }
+    attention = layer_prefix + "self_attn."
+    if isinstance(config, Eagle3MlaDraftConfig):
+        tensors |= _mla(random, attention, config, hidden, 2 * hidden)
+    else:
+        tensors |= _mha(random, attention, config)
+    if config.fc_norm:
+        for chunk in range(config.num_aux_hidden_states):
+            tensors[f"fc_norm.{chunk}.weight"] = random.norm(config.target_hidden_size)
+    if with_embed:
+        tensors["embed_tokens.weight"] = random.normal(config.vocab_size, hidden)
+    if with_head:
+        tensors["lm_head.weight"] = random.matrix(config.draft_vocab_size, hidden)
+    if config.draft_vocab_size < config.vocab_size:
+        token_ids = random.increasing(config.draft_vocab_size, config.vocab_size)
+        tensors["d2t"] = token_ids - torch.arange(config.draft_vocab_size)
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
+    return tensors
+
+
+def dequantized(tensors: Tensors) -> Tensors:
+    """The same checkpoint with every weight dense, in float32, from the formats' formulas."""
+    dense = {}
+    for name, tensor in tensors.items():
+        base = name.removesuffix(".weight_packed")
+        if base != name:
+            codes = torch.stack([(tensor >> shift) & 15 for shift in range(0, 32, 4)], dim=-1).flatten(-2) - 8
+            scales = tensors[base + ".weight_scale"].float().repeat_interleave(INT4_GROUP_SIZE, dim=1)
+            dense[base + ".weight"] = codes * scales
+        elif name + "_scale_inv" in tensors:
+            scales = tensors[name + "_scale_inv"].repeat_interleave(FP8_BLOCK_SIZE, 0)
+            scales = scales.repeat_interleave(FP8_BLOCK_SIZE, 1)[: tensor.shape[0], : tensor.shape[1]]
+            dense[name] = tensor.float() * scales
+        elif not name.endswith(("_scale", "_shape", "_scale_inv")):
+            dense[name] = tensor
+    return dense
+
+
+def _mlp(random: _Random, prefix: str, hidden: int, intermediate: int) -> Tensors:
+    return {
+        prefix + "gate_proj.weight": random.matrix(intermediate, hidden),
+        prefix + "up_proj.weight": random.matrix(intermediate, hidden),
+        prefix + "down_proj.weight": random.matrix(hidden, intermediate),
+    }
+
+
+def _moe(random: _Random, prefix: str, config: KimiModelConfig) -> Tensors:
+    tensors = {
+        prefix + "gate.weight": random.matrix(config.n_routed_experts, config.hidden_size),
+        prefix + "gate.e_score_correction_bias": 0.1 * random.normal(config.n_routed_experts),
+    }
+    for expert in range(config.n_routed_experts):
+        tensors |= _mlp(random, f"{prefix}experts.{expert}.", config.hidden_size, config.moe_intermediate_size)
+    if config.n_shared_experts:
+        width = config.n_shared_experts * config.moe_intermediate_size
+        tensors |= _mlp(random, prefix + "shared_experts.", config.hidden_size, width)
+    return tensors
+
+
+def _mla(random: _Random, prefix: str, dims: MlaDims, hidden: int, input_size: int) -> Tensors:
+    heads = dims.num_attention_heads
+    tensors = {
+        prefix + "kv_a_proj_with_mqa.weight": random.matrix(dims.latent_dim, input_size),
+        prefix + "kv_a_layernorm.weight": random.norm(dims.kv_lora_rank),
+        prefix + "kv_b_proj.weight": random.matrix(
+            heads * (dims.qk_nope_head_dim + dims.v_head_dim), dims.kv_lora_rank
+        ),
+        prefix + "o_proj.weight": random.matrix(hidden, heads * dims.v_head_dim),
+    }
+    if dims.q_lora_rank is None:
+        return tensors | {prefix + "q_proj.weight": random.matrix(heads * dims.qk_head_dim, input_size)}
+    return tensors | {
+        prefix + "q_a_proj.weight": random.matrix(dims.q_lora_rank, input_size),
+        prefix + "q_a_layernorm.weight": random.norm(dims.q_lora_rank),
+        prefix + "q_b_proj.weight": random.matrix(heads * dims.qk_head_dim, dims.q_lora_rank),
+    }
+
+
+def _mha(random: _Random, prefix: str, config: Eagle3MhaDraftConfig) -> Tensors:
+    q_width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    return {
+        prefix + "q_proj.weight": random.matrix(q_width, 2 * config.hidden_size),
+        prefix + "k_proj.weight": random.matrix(kv_width, 2 * config.hidden_size),
+        prefix + "v_proj.weight": random.matrix(kv_width, 2 * config.hidden_size),
+        prefix + "o_proj.weight": random.matrix(config.hidden_size, q_width),
+    }
+
+
+def _quantize(tensors: Tensors, config: KimiModelConfig) -> Tensors:
+    method = config.quantization.method
+    if method is QuantizationMethod.NONE:
+        return tensors
+    quantized: Tensors = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        is_linear = module.endswith("_proj") or module.endswith("kv_a_proj_with_mqa")
+        if not is_linear or not config.quantization.quantizes(module):
+            quantized[name] = tensor
+        elif method is QuantizationMethod.INT4:
+            quantized |= _int4(module, tensor)
+        else:
+            quantized |= _fp8(name, tensor)
+    return quantized
+
+
+def _int4(module: str, weight: torch.Tensor) -> Tensors:
+    groups = weight.unflatten(1, (-1, INT4_GROUP_SIZE))
+    scales = (groups.abs().amax(dim=2) / 7).bfloat16()
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int64) + 8
+    words = (codes.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)).sum(dim=2)
+    packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return {
+        module + ".weight_packed": packed,
+        module + ".weight_scale": scales,
+        module + ".weight_shape": torch.tensor(weight.shape, dtype=torch.int32),
+    }
+
+
+def _fp8(name: str, weight: torch.Tensor) -> Tensors:
+    block = FP8_BLOCK_SIZE
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % block, 0, -rows % block))
+    blocks = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block))
+    scales = blocks.abs().amax(dim=(1, 3)) / FP8_MAX
+    values = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return {name: values.to(torch.float8_e4m3fn), name + "_scale_inv": scales}
