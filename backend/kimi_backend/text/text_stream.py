@@ -1,0 +1,83 @@
+"""From a request's new token ids to the text its client gets: detokenizer and stop strings, token by token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kimi_backend.text.detokenizer import make_detokenizer
+from kimi_backend.text.stop_strings import StopStringMatcher
+from kimi_backend.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextUpdate:
+    """What one push adds."""
+
+    text: str
+    num_tokens: int
+    """How many of the pushed tokens count: all, or up to the one that completed a stop string."""
+    matched_stop: str | None = None
+    num_chars_cut: int = 0
+    """Decoded characters that are not emitted because of the stop string, itself included unless it is output."""
+
+
+class TextStream:
+    """One request's output text. Not for several threads at once."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        """Args:
+        stops: stop strings, found across token and push borders.
+        include_stop: keep the stop string in the text.
+        skip_special: leave special tokens out of the text.
+        min_tokens: the text of the first min_tokens tokens is not searched.
+
+        Raises:
+            InvalidRequestError: an empty or malformed stop string.
+        """
+        self._detokenizer = make_detokenizer(tokenizer, skip_special)
+        self._matcher = StopStringMatcher(stops, include_stop)
+        self._has_stops = bool(stops)
+        self._num_unsearched = min_tokens if stops else 0
+        self._matched = False
+
+    def push(self, token_ids: Sequence[int]) -> TextUpdate:
+        """The text that these tokens complete. After a match nothing counts any more."""
+        if self._matched:
+            return TextUpdate(text="", num_tokens=0)
+        if not self._has_stops:
+            return TextUpdate(text=self._detokenizer.push(token_ids), num_tokens=len(token_ids))
+        unsearched = token_ids[: self._num_unsearched]
+        self._num_unsearched -= len(unsearched)
+        texts = [self._detokenizer.push(unsearched)]
+        for index in range(len(unsearched), len(token_ids)):
+            text, match = self._matcher.push(self._detokenizer.push(token_ids[index : index + 1]))
+            texts.append(text)
+            if match is not None:
+                self._matched = True
+                return TextUpdate(
+                    text="".join(texts),
+                    num_tokens=index + 1,
+                    matched_stop=match.stop,
+                    num_chars_cut=match.num_chars_cut,
+                )
+        return TextUpdate(text="".join(texts), num_tokens=len(token_ids))
+
+    def finish(self) -> TextUpdate:
+        """What was held back, for a request that ended for another reason than a stop string. Call once.
+
+        The last bytes may complete a stop string (one that holds U+FFFD); then it is cut off here.
+        """
+        if self._matched:
+            return TextUpdate(text="", num_tokens=0)
+        text, match = self._matcher.push(self._detokenizer.finish())
+        if match is None:
+            return TextUpdate(text=text + self._matcher.flush(), num_tokens=0)
+        self._matched = True
+        return TextUpdate(text=text, num_tokens=0, matched_stop=match.stop, num_chars_cut=match.num_chars_cut)
