@@ -1,0 +1,194 @@
+"""The request surface: what every field becomes, and what each wrong value is told."""
+
+import numpy as np
+import pytest
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving.request_fields import INPUT_FIELDS, Kind
+from kimi_backend.serving.request_parser import RequestParser
+from kimi_backend.types.request import DraftSampling
+
+
+class CharacterTokenizer:
+    """One id a character: enough to see what was encoded."""
+
+    def encode(self, text, allow_special=False):
+        assert not allow_special, "client text must never become control tokens"
+        return [ord(c) for c in text]
+
+
+def encode_chat(messages, *, tools, template_kwargs):
+    if not isinstance(messages, list):
+        raise InvalidRequestError(f"messages: {messages!r} given, a list is allowed")
+    return [len(messages), len(tools or []), len(template_kwargs)]
+
+
+@pytest.fixture
+def parser():
+    return RequestParser(CharacterTokenizer(), encode_chat, default_max_tokens=0)
+
+
+def strings(*values):
+    return np.array([[v.encode() if isinstance(v, str) else v for v in values]], dtype=np.object_)
+
+
+def as_tensor(kind, value):
+    if kind in (Kind.TEXT, Kind.TEXTS, Kind.JSON):
+        return strings(*value) if isinstance(value, list) else strings(value)
+    dtype = {
+        Kind.INT: np.int32,
+        Kind.INTS: np.int32,
+        Kind.UINT64: np.uint64,
+        Kind.FLOAT: np.float32,
+        Kind.BOOL: np.bool_,
+    }[kind]
+    return np.array(value, dtype=dtype).reshape(1, -1)
+
+
+GOOD = {
+    "max_tokens": (17, lambda r: r.sampling.max_tokens),
+    "min_tokens": (3, lambda r: r.sampling.min_tokens),
+    "temperature": (0.5, lambda r: r.sampling.temperature),
+    "top_k": (9, lambda r: r.sampling.top_k),
+    "top_p": (0.25, lambda r: r.sampling.top_p),
+    "min_p": (0.125, lambda r: r.sampling.min_p),
+    "seed": (2**64 - 1, lambda r: r.sampling.seed),
+    "repetition_penalty": (1.5, lambda r: r.sampling.repetition_penalty),
+    "presence_penalty": (0.5, lambda r: r.sampling.presence_penalty),
+    "frequency_penalty": (0.5, lambda r: r.sampling.frequency_penalty),
+    "stop_token_ids": ([4, 5], lambda r: list(r.sampling.stop_token_ids)),
+    "stop": (["a", "b"], lambda r: list(r.sampling.stop)),
+    "ignore_eos": (True, lambda r: r.sampling.ignore_eos),
+    "include_stop_str_in_output": (True, lambda r: r.sampling.include_stop_in_output),
+    "logprobs": (2, lambda r: r.sampling.logprobs),
+    "num_speculative_tokens": (5, lambda r: r.num_speculative_tokens),
+    "draft_sampling": ("greedy", lambda r: r.draft_sampling.value),
+    "priority": (-2, lambda r: r.priority),
+    "timeout_s": (1.5, lambda r: r.deadline_s),
+    "cache_salt": ("s", lambda r: r.cache_salt),
+}
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+@pytest.mark.parametrize("place", ["tensor", "parameter", "sampling_parameters"])
+def test_each_field_arrives_from_each_place(parser, name, place):
+    import json
+
+    value, read = GOOD[name]
+    kind = next(f.kind for f in INPUT_FIELDS if f.name == name)
+    tensors = {"text_input": strings("hi")}
+    parameters = {}
+    if place == "tensor":
+        tensors[name] = as_tensor(kind, value)
+    elif place == "parameter":
+        parameters[name] = value
+    else:
+        tensors["sampling_parameters"] = strings(json.dumps({name: value}))
+    assert read(parser.parse("r", tensors, parameters).generate) == value
+
+
+def test_defaults(parser):
+    parsed = parser.parse("r7", {"text_input": strings("hi")}, {})
+    request = parsed.generate
+    assert request.request_id == "r7"
+    assert request.prompt_token_ids == (ord("h"), ord("i"))
+    assert (parsed.stream, parsed.return_token_ids) == (False, False)
+    assert request.num_speculative_tokens is None
+    assert request.draft_sampling is DraftSampling.AUTO
+    assert request.sampling.max_tokens is None
+
+
+def test_prompts_of_all_three_kinds(parser):
+    assert parser.parse("r", {"input_ids": np.array([[7, 8]], np.int32)}, {}).generate.prompt_token_ids == (7, 8)
+    chat = {"messages": strings('[{"role": "user", "content": "x"}]'), "tools": strings("[1, 2]")}
+    assert parser.parse("r", chat, {"chat_template_kwargs": '{"thinking": false}'}).generate.prompt_token_ids == (
+        1,
+        2,
+        1,
+    )
+
+
+def test_aliases_and_ignored_parameters(parser):
+    tensors = {"text_input": strings("hi"), "stop_words": strings("x"), "num_draft_tokens": np.array([[2]], np.int32)}
+    parameters = {"triton_enable_empty_final_response": True, "sequence_id": 3, "min_length": 4, "n": 1, "echo": False}
+    request = parser.parse("r", tensors, parameters).generate
+    assert request.sampling.stop == ("x",)
+    assert request.num_speculative_tokens == 2
+    assert request.sampling.min_tokens == 4
+
+
+def test_bad_words_are_banned_with_and_without_a_space(parser):
+    request = parser.parse("r", {"text_input": strings("hi"), "bad_words": strings("no")}, {}).generate
+    assert set(request.sampling.bad_words) == {(ord("n"), ord("o")), (ord(" "), ord("n"), ord("o"))}
+
+
+def test_top_k_of_minus_one_keeps_all(parser):
+    assert parser.parse("r", {"text_input": strings("hi")}, {"top_k": -1}).generate.sampling.top_k == 0
+
+
+PROMPT = {"text_input": strings("hi")}
+BAD = [
+    ("no prompt", {}, {}, "prompt: exactly one of"),
+    ("two prompts", {**PROMPT, "input_ids": np.array([[1]], np.int32)}, {}, "text_input and input_ids were given"),
+    ("empty text", {"text_input": strings("")}, {}, "text_input: empty"),
+    ("empty ids", {"input_ids": np.zeros((1, 0), np.int32)}, {}, "input_ids: empty"),
+    ("text not UTF-8", {"text_input": strings(b"\xff\xfe")}, {}, "text_input: not valid UTF-8"),
+    ("two texts", {"text_input": strings("a", "b")}, {}, "text_input: 2 elements given"),
+    ("messages not JSON", {"messages": strings("[")}, {}, "messages: not valid JSON"),
+    ("messages too deep", {"messages": strings("[" * 100_000)}, {}, "messages: not valid JSON"),
+    ("messages not a list", {"messages": strings("{}")}, {}, "messages: {} given"),
+    ("tools without messages", {**PROMPT, "tools": strings("[]")}, {}, "tools: goes with messages only"),
+    ("kwargs without messages", PROMPT, {"chat_template_kwargs": "{}"}, "chat_template_kwargs: goes with messages"),
+    ("kwargs a list", {"messages": strings("[]"), "chat_template_kwargs": strings("[1]")}, {}, "a JSON object"),
+    ("unknown parameter", PROMPT, {"temprature": 1.0}, "temprature: unknown parameter"),
+    ("unknown nested", {**PROMPT, "sampling_parameters": strings('{"foo": 1}')}, {}, "foo: unknown sampling_param"),
+    ("nested itself", {**PROMPT, "sampling_parameters": strings('{"sampling_parameters": {}}')}, {}, "hold itself"),
+    ("nested a list", {**PROMPT, "sampling_parameters": strings("[]")}, {}, "sampling_parameters: [] given"),
+    ("nested not JSON", {**PROMPT, "sampling_parameters": strings("{")}, {}, "sampling_parameters: not valid JSON"),
+    ("given twice", {**PROMPT, "top_k": np.array([[1]], np.int32)}, {"top_k": 2}, "top_k: given twice"),
+    ("alias given twice", {**PROMPT, "stop": strings("a")}, {"stop_words": "b"}, "stop: given twice"),
+    ("n", PROMPT, {"n": 2}, "n: 2 given, only 1 is supported"),
+    ("best_of", PROMPT, {"best_of": 3}, "best_of: 3 given"),
+    ("beam_width", PROMPT, {"beam_width": 4}, "beam_width: 4 given"),
+    ("use_beam_search", PROMPT, {"use_beam_search": True}, "use_beam_search: True given"),
+    ("echo", PROMPT, {"echo": True}, "echo: True given, only false"),
+    ("prompt_logprobs", PROMPT, {"prompt_logprobs": 1}, "prompt_logprobs: 1 given, it is not supported"),
+    ("lora", PROMPT, {"lora_name": "x"}, "lora_name: 'x' given"),
+    ("number as text", PROMPT, {"temperature": "hot"}, "temperature: 'hot' given, a number"),
+    ("NaN", PROMPT, {"top_p": float("nan")}, "top_p: nan given"),
+    ("bool as int", PROMPT, {"max_tokens": True}, "max_tokens: True given, an integer"),
+    ("float as int", PROMPT, {"max_tokens": 1.5}, "max_tokens: 1.5 given, an integer"),
+    ("int as bool", PROMPT, {"ignore_eos": 1}, "ignore_eos: 1 given, true or false"),
+    ("int as text", PROMPT, {"cache_salt": 3}, "cache_salt: 3 given, a string"),
+    ("negative seed", PROMPT, {"seed": -1}, "seed: -1 given"),
+    ("seed too large", PROMPT, {"seed": 2**64}, "seed: "),
+    ("stop of numbers", PROMPT, {"stop": [1]}, "stop: [1] given"),
+    ("stop ids of text", PROMPT, {"stop_token_ids": ["a"]}, "stop_token_ids: ['a'] given"),
+    ("stop ids a number", PROMPT, {"stop_token_ids": 3}, "stop_token_ids: 3 given"),
+    ("draft_sampling", PROMPT, {"draft_sampling": "best"}, "draft_sampling: 'best' given, one of coupled"),
+    ("logit_bias a list", PROMPT, {"logit_bias": "[1]"}, "logit_bias: [1] given"),
+    ("logit_bias key", PROMPT, {"logit_bias": '{"the": 1}'}, "logit_bias: 'the': 1 given"),
+    ("logit_bias value", PROMPT, {"logit_bias": '{"3": "x"}'}, "logit_bias: '3': 'x' given"),
+    ("blank bad word", PROMPT, {"bad_words": [" "]}, "bad_words: ' ' given"),
+    ("prompt in output", PROMPT, {"exclude_input_in_output": False}, "exclude_input_in_output: false given"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "parameters", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_wrong_values_name_themselves(parser, tensors, parameters, message):
+    with pytest.raises(InvalidRequestError) as caught:
+        parser.parse("r", tensors, parameters)
+    assert message in str(caught.value)
+
+
+def test_without_a_chat_template_messages_are_refused():
+    parser = RequestParser(CharacterTokenizer(), None, default_max_tokens=5)
+    assert parser.parse("r", PROMPT, {}).generate.sampling.max_tokens == 5
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        parser.parse("r", {"messages": strings("[]")}, {})
+
+
+def test_a_long_value_is_shortened_in_the_message(parser):
+    with pytest.raises(InvalidRequestError) as caught:
+        parser.parse("r", PROMPT, {"temperature": "x" * 10_000})
+    assert len(str(caught.value)) < 300
