@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
 _MIN_SHM_BYTES = 64 * 2**20
 _POLL_S = 0.1
+_EXIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,32 +187,36 @@ class EmbeddedServer:
         if log is not None:
             log.close()
 
-    def wait_until_ready(self, timeout_s: float = 600) -> None:
-        """Return when every model answers.
+    def wait_until_ready(self, timeout_s: float = 600, stop_waiting: threading.Event | None = None) -> None:
+        """Return when every model answers, or when `stop_waiting` is set.
 
         Raises:
             ModelUnavailableError: the server exited, or was not ready in time; shows the end of its log.
         """
         deadline = time.monotonic() + timeout_s
         while not self._is_ready():
+            if stop_waiting is not None and stop_waiting.is_set():
+                return
             if self.process.poll() is not None:
                 raise ModelUnavailableError(f"the server exited with code {self.process.returncode}{self._log_end()}")
             if time.monotonic() > deadline:
                 raise ModelUnavailableError(f"the server was not ready within {timeout_s:g} s{self._log_end()}")
             time.sleep(_POLL_S)
 
-    def stop(self, timeout_s: float = 12) -> None:
+    def stop(self, drain_s: float = 5) -> None:
         """Unload the models, end the server, kill what is left of its process group, sweep its regions.
 
         An idle client connection keeps a server that was asked to end waiting; the models are gone by then, so it is
-        killed after `timeout_s` in all.
+        killed after a few seconds.
+
+        Args:
+            drain_s: how long an unloading model may wait for its live requests.
         """
-        deadline = time.monotonic() + timeout_s
         if self.process.poll() is None:
-            self._unload_models(timeout_s / 2)
+            self._unload_models(drain_s)
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(max(1.0, min(3.0, deadline - time.monotonic())))
+                self.process.wait(_EXIT_S)
         self._kill_group()
         self.process.wait()
         sweep_regions(self.shm_prefix)

@@ -1,0 +1,150 @@
+"""`kimi serve`: the real Triton Server on this machine, without a container."""
+
+import dataclasses
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+from rich.console import Console
+
+import kimi_backend
+from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
+from kimi_backend.errors import ConfigError
+from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer, ServerPorts, free_port
+
+_WATCH_S = 0.2
+DRAIN_FILE_NAME = "drain"
+
+
+def find_model_repository() -> Path:
+    """The model repository: inside the installed package, or beside it in a checkout.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    package = Path(kimi_backend.__file__).parent
+    for folder in (package / "model_repository", package.parents[1] / "model_repository"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"no model repository beside {package}; name one with --model-repository")
+
+
+def settings_as_environment(settings: ServingSettings) -> dict[str, str]:
+    """Variables that make the three models read these settings."""
+    return {ENVIRONMENT_PREFIX + f.name.upper(): str(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
+
+
+def models_to_load(settings: ServingSettings) -> tuple[str, ...]:
+    """Without a draft its model stays unloaded."""
+    return MODELS if settings.draft else tuple(name for name in MODELS if name != "eagle3_draft")
+
+
+def make_server(
+    settings: ServingSettings,
+    *,
+    ports: ServerPorts | None = None,
+    model_repository: Path | None = None,
+    log_file: Path | None = None,
+    drain_folder: Path | None = None,
+) -> EmbeddedServer:
+    """An embedded server over these settings, not started yet.
+
+    Raises:
+        ConfigError: no checkpoint is named, or the server is not installed.
+    """
+    if not settings.checkpoint:
+        raise ConfigError("setting checkpoint: empty, a checkpoint's folder is needed (--checkpoint)")
+    if drain_folder is not None:
+        settings = dataclasses.replace(settings, drain_file=str(drain_folder / DRAIN_FILE_NAME))
+    environment = settings_as_environment(settings)
+    return EmbeddedServer(
+        model_repository or find_model_repository(),
+        ports=ports,
+        environment=environment,
+        log_file=log_file,
+        models=models_to_load(settings),
+        exit_timeout_s=max(1, round(settings.drain_timeout_s)),
+    )
+
+
+def serve(
+    settings: ServingSettings,
+    *,
+    http_port: int | None,
+    grpc_port: int | None,
+    metrics_port: int | None,
+    model_repository: Path | None,
+    log_file: Path | None,
+) -> int:
+    """Start, say where to send requests, wait for SIGTERM or Ctrl-C, drain, stop. Returns the exit code."""
+    console = Console(stderr=True)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    ports = ServerPorts(
+        http=http_port or free_port(), grpc=grpc_port or free_port(), metrics=metrics_port or free_port()
+    )
+    with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder:
+        server = make_server(
+            settings, ports=ports, model_repository=model_repository, log_file=log_file, drain_folder=Path(folder)
+        )
+        server.start()
+        try:
+            with console.status("loading the models ..."):
+                server.wait_until_ready(stop_waiting=stop)
+            if not stop.is_set():
+                _say_where(console, settings, ports)
+            return _watch(server, stop, console)
+        finally:
+            if server.process.poll() is None:
+                (Path(folder) / DRAIN_FILE_NAME).touch()
+                console.print(f"draining, up to {settings.drain_timeout_s:g} s ...")
+            server.stop(drain_s=settings.drain_timeout_s)
+
+
+def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) -> None:
+    speculation = f"k = {settings.num_speculative_tokens}" if settings.draft else "off (no draft)"
+    console.print(f"ready: {settings.checkpoint}, speculation {speculation}")
+    console.print(f"  gRPC     localhost:{ports.grpc}   kimi generate --url localhost:{ports.grpc} 'def add(a, b):'")
+    console.print(f"  HTTP     localhost:{ports.http}   POST /v2/models/spec_ensemble/generate_stream")
+    console.print(f"  metrics  localhost:{ports.metrics}/metrics")
+    console.print("Ctrl-C or SIGTERM stops it.")
+
+
+def _watch(server: EmbeddedServer, stop: threading.Event, console: Console) -> int:
+    while not stop.wait(_WATCH_S):
+        code = server.process.poll()
+        if code is not None:
+            console.print(f"[red]the server exited by itself with code {code}[/red]")
+            return 1
+    return 0
+
+
+def settings_from_options(options: dict[str, object]) -> ServingSettings:
+    """Command-line options over the environment.
+
+    Args:
+        options: setting name -> value, or None where the option was not given.
+
+    Raises:
+        ConfigError: a value that is out of range.
+    """
+    given = {name: str(value) for name, value in options.items() if value is not None}
+    settings = ServingSettings.from_parameters(given, os.environ)
+    for name in ("checkpoint", "draft", "tokenizer"):
+        folder = getattr(settings, name)
+        if folder and not Path(folder).is_dir():
+            raise ConfigError(f"setting {name}: {folder} given, which is not a folder")
+    # The server runs elsewhere: a relative path would be looked up from there.
+    return dataclasses.replace(
+        settings,
+        checkpoint=_absolute(settings.checkpoint),
+        draft=_absolute(settings.draft),
+        tokenizer=_absolute(settings.tokenizer),
+    )
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).resolve()) if folder else ""
