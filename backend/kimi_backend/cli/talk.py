@@ -1,0 +1,95 @@
+"""`kimi generate` and `kimi chat`: one prompt, or a conversation, against a running server."""
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from kimi_client import Chunk, Completion, KimiClient, Stream
+
+_notes = Console(stderr=True, highlight=False)
+
+
+def describe_completion(completion: Completion) -> str:
+    """One line about how it went: tokens, speed, acceptance, why it ended."""
+    statistics = completion.statistics
+    total_s = statistics.get("total_time_s") or 0.0
+    parts = [f"{completion.num_output_tokens} tokens"]
+    if total_s:
+        parts.append(f"{completion.num_output_tokens / total_s:.1f} tokens/s")
+    speculation = completion.speculation
+    if speculation:
+        parts.append(f"acceptance length {speculation['mean_acceptance_length']:.2f}")
+    parts += [f"finish: {completion.finish_reason}", f"seed {statistics.get('seed')}"]
+    return ", ".join(parts)
+
+
+def _print_stream(stream: Stream) -> Completion | None:
+    """Write text as it arrives; Ctrl-C cancels the request and returns None."""
+    try:
+        for chunk in stream:
+            _write(chunk)
+    except KeyboardInterrupt:
+        stream.cancel()
+        sys.stdout.write("\n")
+        _notes.print("[yellow]cancelled[/yellow]")
+        return None
+    sys.stdout.write("\n")
+    return stream.result()
+
+
+def _write(chunk: Chunk) -> None:
+    sys.stdout.write(chunk.text)
+    sys.stdout.flush()
+
+
+def generate(url: str, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
+    """Stream one completion to stdout, or print it as one JSON object."""
+    client = KimiClient(url)
+    if as_json:
+        completion = client.generate(text_input=prompt, **fields)
+        print_json(
+            {
+                "text": completion.text,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "token_ids": list(completion.token_ids),
+                "statistics": completion.statistics,
+            }
+        )
+        return
+    done = _print_stream(client.stream(text_input=prompt, **fields))
+    if done is not None:
+        _notes.print(f"[dim]{describe_completion(done)}[/dim]")
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def chat(url: str, system: str | None, fields: dict[str, Any]) -> None:
+    """Read a line, stream the answer, repeat. Ctrl-C cancels an answer; Ctrl-D or /exit leaves, /reset starts over."""
+    client = KimiClient(url)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    _notes.print("[dim]Ctrl-C cancels an answer, /reset starts over, Ctrl-D leaves[/dim]")
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n")
+            return
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(opening)
+            continue
+        if not line:
+            continue
+        question = {"role": "user", "content": line}
+        answer = _print_stream(client.stream(messages=[*messages, question], **fields))
+        if answer is not None:
+            messages += [question, {"role": "assistant", "content": answer.text}]
+            _notes.print(f"[dim]{describe_completion(answer)}[/dim]")

@@ -1,0 +1,149 @@
+"""A load generator: keeps a number of streams running and measures what a user would feel.
+
+A response may hold several tokens when speculation runs, so the time between responses (inter-chunk) and the time a
+token (inter-token) are two measures; percentiles of one say nothing of the other.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kimi_client._errors import KimiClientError
+from kimi_client._types import Completion, join_chunks
+from kimi_client.aio import AsyncKimiClient
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """One finished request, in seconds from its start."""
+
+    chunk_times_s: tuple[float, ...]
+    completion: Completion
+
+    @property
+    def first_token_s(self) -> float:
+        return self.chunk_times_s[0]
+
+    @property
+    def total_s(self) -> float:
+        return self.chunk_times_s[-1]
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """Mean time a token after the first; None for a single token."""
+        later = self.completion.num_output_tokens - 1
+        return (self.total_s - self.first_token_s) / later if later > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """Everything one load measured."""
+
+    concurrency: int
+    wall_s: float
+    requests: tuple[RequestTimes, ...]
+    errors: tuple[str, ...] = field(default=())
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return sum(r.completion.num_output_tokens for r in self.requests) / self.wall_s
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers for JSON: percentiles in milliseconds, throughput, acceptance."""
+        gaps = [b - a for r in self.requests for a, b in itertools.pairwise(r.chunk_times_s)]
+        per_token = [r.inter_token_s for r in self.requests if r.inter_token_s is not None]
+        return {
+            "concurrency": self.concurrency,
+            "requests": len(self.requests),
+            "errors": len(self.errors),
+            "wall_s": round(self.wall_s, 3),
+            "output_tokens_per_second": round(self.output_tokens_per_second, 2),
+            "requests_per_second": round(len(self.requests) / self.wall_s, 3),
+            "first_token_ms": _percentiles([r.first_token_s for r in self.requests]),
+            "inter_token_ms": _percentiles(per_token),
+            "inter_chunk_ms": _percentiles(gaps),
+            "request_ms": _percentiles([r.total_s for r in self.requests]),
+            "speculation": pooled_acceptance([r.completion for r in self.requests]),
+        }
+
+
+def _percentiles(values_s: Sequence[float]) -> dict[str, float] | None:
+    if not values_s:
+        return None
+    return {f"p{p}": round(float(np.percentile(values_s, p)) * 1e3, 3) for p in PERCENTILES}
+
+
+def pooled_acceptance(completions: Sequence[Completion]) -> dict[str, Any] | None:
+    """Acceptance over all requests together: length, rate and per position; None where speculation never ran.
+
+    Each position is divided by the rounds that proposed it.
+    """
+    stats = [c.speculation for c in completions if c.speculation]
+    rounds = sum(s["num_spec_steps"] for s in stats)
+    if not rounds:
+        return None
+    drafted = sum(s["num_draft_tokens"] for s in stats)
+    accepted = sum(s["num_accepted_draft_tokens"] for s in stats)
+    depth = max(len(s["drafted_per_position"]) for s in stats)
+    proposed_at = [_sum_at(stats, "drafted_per_position", i) for i in range(depth)]
+    accepted_at = [_sum_at(stats, "accepted_per_position", i) for i in range(depth)]
+    return {
+        "rounds": rounds,
+        "acceptance_length": round(1 + accepted / rounds, 4),
+        "acceptance_rate": round(accepted / drafted, 4),
+        "acceptance_per_position": [
+            round(a / p, 4) if p else None for a, p in zip(accepted_at, proposed_at, strict=True)
+        ],
+    }
+
+
+def _sum_at(stats: Sequence[dict[str, Any]], name: str, position: int) -> int:
+    return sum(s[name][position] for s in stats if position < len(s[name]))
+
+
+async def _run_one(client: AsyncKimiClient, fields: dict[str, Any]) -> RequestTimes:
+    start = time.perf_counter()
+    times = []
+    stream = client.stream(**fields)
+    async for _ in stream:
+        times.append(time.perf_counter() - start)
+    return RequestTimes(tuple(times), join_chunks(stream.chunks))
+
+
+async def run_load(
+    url: str,
+    requests: Sequence[dict[str, Any]],
+    concurrency: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> LoadResult:
+    """Send every request, `concurrency` of them at a time.
+
+    Args:
+        requests: fields of each (see `KimiClient.stream`).
+        on_done: called after each request, for a progress bar.
+    """
+    waiting = iter(requests)
+    done: list[RequestTimes] = []
+    errors: list[str] = []
+
+    async with AsyncKimiClient(url) as client:
+
+        async def worker() -> None:
+            for fields in waiting:
+                try:
+                    done.append(await _run_one(client, fields))
+                except KimiClientError as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                on_done()
+
+        start = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(concurrency)))
+        wall_s = time.perf_counter() - start
+    return LoadResult(concurrency, wall_s, tuple(done), tuple(errors))
