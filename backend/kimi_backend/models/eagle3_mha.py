@@ -1,0 +1,50 @@
+"""The EAGLE3 draft with Llama's attention (`LlamaForCausalLMEagle3`); tensors as in `models.eagle3_draft`."""
+
+import torch
+
+from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
+from kimi_backend.layers.mha import MhaAttention
+from kimi_backend.layers.rotary import cos_sin_table
+from kimi_backend.layers.weight_loader import WeightLoader
+from kimi_backend.models.eagle3_draft import Eagle3Draft, draft_layer_loader
+from kimi_backend.parallel import TensorParallelGroup
+from kimi_kernels.attention_batch import AttentionMetadata
+from kimi_kernels.kernel_set import KernelSet
+
+
+class Eagle3MhaDraft(Eagle3Draft):
+    """A draft that caches keys and values of this rank's heads."""
+
+    def __init__(
+        self,
+        config: Eagle3MhaDraftConfig,
+        source: TensorSource,
+        kernels: KernelSet,
+        group: TensorParallelGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(config, source, kernels, group, device, dtype)
+        self._config = config
+        loader = draft_layer_loader(WeightLoader(source, kernels, group, device, dtype))
+        cos_sin = cos_sin_table(config.head_dim, config.max_position_embeddings, config.rope, device)
+        self._attention = MhaAttention(loader.scoped("self_attn"), config, cos_sin, input_size=2 * config.hidden_size)
+
+    @property
+    def config(self) -> Eagle3MhaDraftConfig:
+        return self._config
+
+    @property
+    def num_mla_heads(self) -> None:
+        return None
+
+    def kv_pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """[2, num_blocks, block_size, num_key_value_heads of this rank, head_dim]."""
+        num_kv_heads = self._config.num_key_value_heads // self._group.size
+        return (2, num_blocks, block_size, num_kv_heads, self._config.head_dim)
+
+    def _attend(
+        self, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
+    ) -> torch.Tensor:
+        return self._attention(x, metadata, kv_cache, kv_scale)

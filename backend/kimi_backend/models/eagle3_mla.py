@@ -1,0 +1,55 @@
+"""The EAGLE3 draft whose attention is MLA (`Eagle3DeepseekV2ForCausalLM`); tensors as in `models.eagle3_draft`."""
+
+import torch
+
+from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
+from kimi_backend.layers.mla import MlaAttention
+from kimi_backend.layers.rotary import cos_sin_table
+from kimi_backend.layers.weight_loader import WeightLoader
+from kimi_backend.models.eagle3_draft import Eagle3Draft, draft_layer_loader
+from kimi_backend.parallel import TensorParallelGroup
+from kimi_kernels.attention_batch import AttentionMetadata
+from kimi_kernels.kernel_set import KernelSet
+
+
+class Eagle3MlaDraft(Eagle3Draft):
+    """A draft that caches one latent row a token, the same on every rank."""
+
+    def __init__(
+        self,
+        config: Eagle3MlaDraftConfig,
+        source: TensorSource,
+        kernels: KernelSet,
+        group: TensorParallelGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(config, source, kernels, group, device, dtype)
+        self._config = config
+        loader = draft_layer_loader(WeightLoader(source, kernels, group, device, dtype))
+        self._attention = MlaAttention(
+            loader.scoped("self_attn"),
+            config,
+            cos_sin_table(config.qk_rope_head_dim, config.max_position_embeddings, config.rope, device),
+            hidden_size=config.hidden_size,
+            rms_norm_eps=config.rms_norm_eps,
+            input_size=2 * config.hidden_size,
+        )
+
+    @property
+    def config(self) -> Eagle3MlaDraftConfig:
+        return self._config
+
+    @property
+    def num_mla_heads(self) -> int:
+        return self._config.num_attention_heads // self._group.size
+
+    def kv_pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """[1, num_blocks, block_size, latent_dim]."""
+        return (1, num_blocks, block_size, self._config.latent_dim)
+
+    def _attend(
+        self, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
+    ) -> torch.Tensor:
+        return self._attention(x, metadata, kv_cache[0], kv_scale)

@@ -1,0 +1,85 @@
+"""Models run by tensor-parallel ranks in processes of their own, over gloo."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from kimi_backend.config.draft_config import DraftOverrides
+from kimi_backend.models.eagle3_draft import Eagle3Draft
+from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
+from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
+from kimi_backend.models.kimi_k25 import KimiTarget
+from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
+from kimi_kernels.kernel_set import KernelSet
+from support.counting_source import CountingTensors
+from support.paged_sequences import PagedSequences
+from support.tiny_checkpoints import random_draft, random_target
+from support.tiny_configs import draft_config, target_config
+
+AUX_LAYER_IDS = (1, 2, 3)
+DRAFT_KINDS = ("mla", "mla31", "mha")
+NUM_TOKENS = 20
+CPU = torch.device("cpu")
+
+Outputs = dict[str, torch.Tensor]
+Reads = dict[str, dict[str, int]]
+
+
+def run_models(group: TensorParallelGroup) -> tuple[Outputs, Reads]:
+    """Outputs of targets in every weight format and of every draft; elements that this rank read of each tensor."""
+    outputs, reads = {}, {}
+    for quantization in ("none", "int4", "fp8"):
+        config = target_config(quantization, num_hidden_layers=3, moe_intermediate_size=64)
+        source = CountingTensors(random_target(config))
+        target = KimiTarget(config, source, KernelSet.reference(), group, CPU, torch.float32)
+        hidden, aux = _step_target(target)
+        assert aux is not None
+        outputs |= {f"{quantization} logits": target.compute_logits(hidden), f"{quantization} aux": aux}
+        reads[quantization] = dict(source.elements_read)
+    for kind in DRAFT_KINDS:
+        outputs |= _run_draft(kind, group, outputs["none aux"], reads)
+    return outputs, reads
+
+
+def run_rank(rank: int, size: int, folder: str) -> None:
+    """A process of `torch.multiprocessing.spawn`: writes what `run_models` returns to `folder/rank.pt`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    assert dist.group.WORLD is not None
+    torch.save(run_models(DistributedRanks(dist.group.WORLD)), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_single_rank() -> tuple[Outputs, Reads]:
+    return run_models(SingleRank())
+
+
+def _tokens() -> list[int]:
+    return torch.randint(0, 96, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _step_target(target: KimiTarget) -> tuple[torch.Tensor, torch.Tensor | None]:
+    sequences = PagedSequences([NUM_TOKENS])
+    cache = sequences.cache(target.kv_pool_shape(sequences.num_blocks, sequences.block_size))
+    rows = sequences.rows([(0, _tokens())])
+    metadata = sequences.metadata(rows, KernelSet.reference(), target.num_heads)
+    return target.forward(torch.from_numpy(rows.token_ids), metadata, cache, aux_layer_ids=AUX_LAYER_IDS)
+
+
+def _run_draft(kind: str, group: TensorParallelGroup, aux: torch.Tensor, reads: Reads) -> Outputs:
+    target = target_config(num_hidden_layers=3)
+    config = draft_config(kind, target, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS), draft_vocab_size=48)
+    source = CountingTensors(random_draft(config))
+    draft_class: type[Eagle3Draft] = Eagle3MhaDraft if kind == "mha" else Eagle3MlaDraft
+    draft = draft_class(config, source, KernelSet.reference(), group, CPU, torch.float32)
+    sequences = PagedSequences([NUM_TOKENS])
+    cache = sequences.cache(draft.kv_pool_shape(sequences.num_blocks, sequences.block_size))
+    rows = sequences.rows([(0, _tokens())])
+    metadata = sequences.metadata(rows, KernelSet.reference(), draft.num_mla_heads)
+    normed, feedback = draft.forward(torch.from_numpy(rows.token_ids), draft.combine_aux(aux), metadata, cache)
+    values, token_ids = draft.argmax(normed)
+    reads[kind] = dict(source.elements_read)
+    names = ("logits", "feedback", "best values", "best token ids")
+    results = (draft.compute_logits(normed), feedback, values, token_ids)
+    return {f"{kind} {name}": result for name, result in zip(names, results, strict=True)}
