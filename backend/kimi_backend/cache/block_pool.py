@@ -53,7 +53,8 @@ class BlockPool:
         """
         if count > self.num_available:
             raise CapacityError(
-                f"{self.name} pool is full: asked for {count} blocks, {self.num_available} of {self.num_blocks} available"
+                f"{self.name} pool is full: asked for {count} blocks,"
+                f" {self.num_available} of {self.num_blocks} available"
             )
         while len(self._free) < count:
             self._evict(next(iter(self._evictable)))

@@ -44,6 +44,7 @@ class KvManager:
         uses_draft: bool,
         num_target_slots: int,
         num_draft_slots: int,
+        num_spare_blocks: int = 0,
     ) -> SequenceBlocks | None:
         """Take blocks for a sequence that (re)starts, the leading ones from the prefix cache where it has them.
 
@@ -53,6 +54,7 @@ class KvManager:
         Args:
             token_ids: [num_tokens], everything known of the sequence.
             num_target_slots, num_draft_slots: KV slots to hold from the sequence's beginning, cached ones included.
+            num_spare_blocks: blocks that must stay available in each pool.
 
         Returns:
             None when there is no room; nothing has changed then.
@@ -60,7 +62,7 @@ class KvManager:
         blocks = SequenceBlocks(HashChain(self.block_size, cache_salt), uses_draft)
         if self.enable_prefix_cache:
             self._take_cached(blocks, token_ids)
-        if self.grow(blocks, num_target_slots, num_draft_slots):
+        if self.grow(blocks, num_target_slots, num_draft_slots) and self._has_spare(blocks, num_spare_blocks):
             return blocks
         self.release(blocks)
         return None
@@ -142,6 +144,10 @@ class KvManager:
         if self.draft_pool is not None:
             self.draft_pool.check_invariants()
         self.prefix_cache.check_invariants()
+
+    def _has_spare(self, blocks: SequenceBlocks, count: int) -> bool:
+        draft = self.draft_pool if blocks.uses_draft else None
+        return self.target_pool.num_available >= count and (draft is None or draft.num_available >= count)
 
     def _take_cached(self, blocks: SequenceBlocks, token_ids: Int32Array) -> None:
         size = self.block_size

@@ -43,6 +43,8 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that may not appear."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these tokens may be drawn; empty allows all."""
     min_tokens: int = 0
     max_tokens: int | None = None
     """None: up to the model's longest sequence."""

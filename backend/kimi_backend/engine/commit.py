@@ -1,0 +1,113 @@
+"""What a target step means for its sequences: tokens kept, KV valid, who ended, and what the draft does next."""
+
+from dataclasses import dataclass, field
+
+from kimi_backend.scheduler.plan_builder import DraftWork, emitted_tokens, first_rows
+from kimi_backend.scheduler.scheduler import StepBatch
+from kimi_backend.scheduler.sequence import Finish, Sequence
+from kimi_backend.types.plan import FloatArray, Int64Array, TargetPlan, TargetReply
+from kimi_backend.types.request import FinishReason
+
+
+@dataclass(slots=True)
+class LogprobRows:
+    """Log-probabilities of one sequence's emitted tokens, row by row."""
+
+    logprobs: FloatArray
+    top_ids: Int64Array
+    top_logprobs: FloatArray
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step gave one request: the unit that travels from the engine thread to the emitter."""
+
+    sequence: Sequence
+    time_s: float
+    token_ids: list[int] = field(default_factory=list)
+    """Kept tokens, a stop token included."""
+    num_draft_tokens: int = 0
+    """Draft tokens that the step verified."""
+    num_accepted: int = 0
+    logprobs: LogprobRows | None = None
+    finish: Finish | None = None
+    """Set in a request's last output."""
+
+
+@dataclass(slots=True)
+class Commit:
+    """Result of `commit_step`."""
+
+    outputs: list[StepOutput]
+    draft_work: list[DraftWork]
+    """Of the sequences that go on and use the draft."""
+
+
+def commit_step(batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: float) -> Commit:
+    """Append what was drawn, move the valid lengths, decide who ends.
+
+    A sequence of n + 1 tokens that verified k draft tokens and had a accepted has KV for n + a + 1 of its n + a + 2
+    tokens; a rejection only leaves the length lower than what was written. A failed row fails its sequence alone.
+    """
+    commit = Commit([], [])
+    emitted = iter(emitted_tokens(reply))
+    status, num_sampled, first_row = reply.seq_status.tolist(), plan.num_sampled_rows.tolist(), first_rows(plan)
+    sample_index = 0
+    for index, sequence in enumerate(batch.sequences):
+        num_rows, num_proposals = batch.num_rows[index], 0
+        is_sampling = num_sampled[index] > 0
+        token_ids = next(emitted) if is_sampling else []
+        if status[index] != 0:
+            sequence.finish = Finish(FinishReason.ERROR, error=_status_text(status[index]))
+            commit.outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
+        elif is_sampling:
+            num_rows, output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, time_s)
+            output.logprobs = _logprob_rows(sequence, reply, sample_index)
+            commit.outputs.append(output)
+            num_proposals = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens)
+        else:
+            sequence.target_len += num_rows
+        if sequence.finish is None and sequence.uses_draft:
+            commit.draft_work.append(
+                DraftWork(
+                    sequence=sequence,
+                    first_target_row=first_row[index],
+                    num_rows=num_rows,
+                    num_proposals=num_proposals,
+                )
+            )
+        sample_index += is_sampling
+    return commit
+
+
+def _append(
+    sequence: Sequence, num_rows: int, num_draft_tokens: int, token_ids: list[int], time_s: float
+) -> tuple[int, StepOutput]:
+    """Returns how many of the rows hold accepted tokens, and the output."""
+    num_accepted = len(token_ids) - 1
+    num_valid_rows = num_rows - num_draft_tokens + num_accepted
+    num_kept = sequence.append(token_ids)
+    if num_kept < len(token_ids):
+        token_ids = token_ids[:num_kept]
+    sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
+    sequence.num_draft_tokens = 0
+    if num_draft_tokens:
+        sequence.speculation.record(num_draft_tokens, num_accepted)
+    return num_valid_rows, StepOutput(
+        sequence, time_s, token_ids, num_draft_tokens, num_accepted, finish=sequence.finish
+    )
+
+
+def _logprob_rows(sequence: Sequence, reply: TargetReply, index: int) -> LogprobRows | None:
+    if sequence.params.logprobs is None or reply.logprobs is None:
+        return None
+    assert reply.top_logprob_ids is not None
+    assert reply.top_logprobs is not None
+    return LogprobRows(reply.logprobs[index], reply.top_logprob_ids[index], reply.top_logprobs[index])
+
+
+def _status_text(status: int) -> str:
+    return (
+        "the model's logits were not finite, or the request's bans and masks left no token to draw"
+        f" (row status {status})"
+    )

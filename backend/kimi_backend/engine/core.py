@@ -1,0 +1,226 @@
+"""One round for all running sequences: schedule → verify → commit → emit → draft → publish.
+
+Runs on one thread, with one step in flight. Knows nothing of strings, clients or threads.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from kimi_backend.cache.kv_manager import KvManager
+from kimi_backend.engine.commit import StepOutput, commit_step
+from kimi_backend.engine.handshake import Geometry, check_pair, check_runner, check_same_model
+from kimi_backend.engine.runner_link import RunnerLink
+from kimi_backend.errors import ConfigError, KimiError, ModelUnavailableError
+from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_proposals
+from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
+from kimi_backend.scheduler.sequence import Finish, Sequence
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.types.plan import AuxHandle, TargetPlan, TargetReply
+from kimi_backend.types.request import FinishReason
+
+logger = logging.getLogger("kimi_backend.engine")
+
+MAX_FAILED_STEPS = 3
+"""Target steps in a row that may fail before the requests in them are given up."""
+
+
+class EngineCore:
+    """The step, over a scheduler and two models that have passed the handshake."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None,
+        target_link: RunnerLink,
+        draft_link: RunnerLink | None,
+        geometry: Geometry,
+        emit: Callable[[list[StepOutput]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """emit: takes each step's outputs; must not block."""
+        self._target = target
+        self._draft = draft
+        self._target_link = target_link
+        self._draft_link = draft_link
+        self._emit = emit
+        self._clock = clock
+        self._step_id = 0
+        self._num_failed_steps = 0
+        self.geometry = geometry
+        self.kv = KvManager(
+            block_size=geometry.block_size,
+            num_target_blocks=geometry.num_target_blocks,
+            num_draft_blocks=geometry.num_draft_blocks,
+            enable_prefix_cache=geometry.settings.enable_prefix_cache,
+        )
+        self.scheduler = Scheduler(geometry.settings, self.kv, geometry.max_model_len, clock)
+        self._plans = PlanBuilder(self.scheduler.table, geometry.block_size, geometry.vocab_size)
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether the draft is there."""
+        return self.scheduler.is_drafting
+
+    @property
+    def retry_s(self) -> float | None:
+        """Clock time of the next try to reach an absent target that work waits for; None when none is due."""
+        return None if self._target_link.is_up or not self.scheduler.has_work else self._target_link.next_try_s
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a checked request."""
+        self.scheduler.waiting.push(sequence)
+
+    def end(self, sequence: Sequence, finish: Finish) -> bool:
+        """End a sequence between steps, without an output. False if it has ended already."""
+        if sequence.finish is not None:
+            return False
+        sequence.finish = finish
+        self.scheduler.finish(sequence)
+        return True
+
+    def step(self) -> bool:
+        """Run one round. False when there was nothing to do, or no target to do it."""
+        if not self._reach_target():
+            return False
+        self._reach_draft()
+        batch = self.scheduler.schedule()
+        if not batch.sequences:
+            return False
+        self._step_id += 1
+        plan = self._plans.target_plan(self._step_id, batch)
+        reply = self._verify(plan, batch)
+        if reply is not None:
+            commit = commit_step(batch, plan, reply, self._clock())
+            self._settle(commit.outputs)
+            self._emit(commit.outputs)
+            self._propose(commit.draft_work, reply.aux)
+            self._publish(batch.sequences)
+        return True
+
+    def _verify(self, plan: TargetPlan, batch: StepBatch) -> TargetReply | None:
+        """The target's reply; None when the target was lost, its KV with it."""
+        try:
+            reply = self._target.verify(plan)
+        except ModelUnavailableError as error:
+            self._num_failed_steps += 1
+            self._lose_target(str(error))
+            if self._num_failed_steps >= MAX_FAILED_STEPS:
+                message = f"{self._num_failed_steps} target steps in a row failed: {error}"
+                self._fail(batch.sequences, message)
+            return None
+        if reply.runner_epoch != self._target_link.epoch:
+            self._lose_target(f"it answers with epoch {reply.runner_epoch}, {self._target_link.epoch} was expected")
+            self._target_link.retry_now()
+            return None
+        if reply.step_id != plan.step_id:
+            raise KimiError(f"target replied to step {reply.step_id}, {plan.step_id} was asked")
+        self._num_failed_steps = 0
+        self._target_link.note_success()
+        return reply
+
+    def _settle(self, outputs: list[StepOutput]) -> None:
+        """Free what ended; let the others' last token be the next step's first row."""
+        table = self.scheduler.table
+        going = [output.sequence for output in outputs if output.finish is None]
+        for output in outputs:
+            if output.finish is not None:
+                self._publish([output.sequence])
+                self.scheduler.finish(output.sequence)
+        table.set_last_tokens(going)
+
+    def _propose(self, work: list[DraftWork], aux: AuxHandle) -> None:
+        """Extend the draft and keep its proposals. Whatever goes wrong turns speculation off and fails nobody."""
+        if not work or self._draft is None or self._draft_link is None:
+            return
+        plan = self._plans.draft_plan(self._step_id, work, aux)
+        sequences = [w.sequence for w in work]
+        try:
+            reply = self._draft.propose(plan)
+            if reply.runner_epoch != self._draft_link.epoch:
+                raise ModelUnavailableError(
+                    f"it answers with epoch {reply.runner_epoch}, {self._draft_link.epoch} was expected"
+                )
+            store_proposals(self.scheduler.table, sequences, plan, reply, self.geometry.vocab_size)
+        except Exception as error:
+            self._lose_draft(f"{type(error).__name__}: {error}")
+            return
+        for item in work:
+            item.sequence.draft_len += item.num_rows
+        self._draft_link.note_success()
+        if reply.seq_status.any():
+            for sequence, status in zip(sequences, reply.seq_status.tolist(), strict=True):
+                if status:
+                    logger.warning(
+                        "request_id=%s draft status=%d, goes on without", sequence.request.request_id, status
+                    )
+                    self.scheduler.drop_draft(sequence)
+                    sequence.wants_draft = False
+
+    def _publish(self, sequences: Iterable[Sequence]) -> None:
+        """Offer the blocks that this step made full and valid to the prefix cache."""
+        size = self.kv.block_size
+        for sequence in sequences:
+            blocks = sequence.blocks
+            if blocks is None:
+                continue
+            if (
+                sequence.target_len >= (blocks.num_published_target + 1) * size
+                or sequence.draft_len >= (blocks.num_published_draft + 1) * size
+            ):
+                self.kv.publish(blocks, sequence.token_ids, sequence.target_len, sequence.draft_len)
+
+    def _reach_target(self) -> bool:
+        link = self._target_link
+        if link.is_up:
+            return True
+        description = link.try_connect() if self.scheduler.has_work else None
+        if description is None:
+            return False
+        check_runner(description, "target")
+        assert link.description is not None
+        check_same_model(link.description, description)
+        self.kv.reset_target(description.num_blocks)
+        link.accept(description)
+        return True
+
+    def _reach_draft(self) -> None:
+        link = self._draft_link
+        if link is None or link.is_up:
+            return
+        description = link.try_connect()
+        if description is None:
+            return
+        assert self._target_link.description is not None
+        try:
+            check_runner(description, "draft")
+            check_pair(self._target_link.description, description)
+        except ConfigError as error:
+            link.lose(str(error))
+            return
+        for sequence in self.scheduler.running.copy():
+            if sequence.wants_draft:
+                self.scheduler.preempt(sequence)
+        self.kv.reset_draft(description.num_blocks)
+        self.scheduler.is_drafting = True
+        link.accept(description)
+
+    def _lose_target(self, problem: str) -> None:
+        self._target_link.lose(problem)
+        for sequence in self.scheduler.running.copy():
+            self.scheduler.preempt(sequence)
+
+    def _lose_draft(self, problem: str) -> None:
+        assert self._draft_link is not None
+        self._draft_link.lose(problem)
+        logger.warning("speculation is off until the draft answers again")
+        self.scheduler.is_drafting = False
+        for sequence in self.scheduler.running:
+            if sequence.uses_draft:
+                self.scheduler.drop_draft(sequence)
+        self.kv.reset_draft(None)
+
+    def _fail(self, sequences: Iterable[Sequence], message: str) -> None:
+        now = self._clock()
+        finish = Finish(FinishReason.ERROR, error=message)
+        self._emit([StepOutput(s, now, finish=finish) for s in sequences if self.end(s, finish)])

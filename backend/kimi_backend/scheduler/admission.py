@@ -1,0 +1,121 @@
+"""Is a request one that can be served? Every range is checked here, once, before anything is queued."""
+
+import math
+from dataclasses import dataclass
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+MAX_LOGIT_BIASES = 4096
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """What the models behind this engine can take."""
+
+    vocab_size: int
+    max_model_len: int
+    max_sequence_slots: int
+    """KV slots of the smaller pool: a longer sequence could never run."""
+
+
+def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: SchedulerSettings) -> None:
+    """Pass silently if the request can be served.
+
+    Raises:
+        InvalidRequestError: names the field, what was given and what is allowed.
+    """
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise InvalidRequestError("prompt_token_ids: empty, at least 1 token is needed")
+    _check_token_ids("prompt_token_ids", prompt, limits.vocab_size)
+    longest = min(limits.max_model_len, limits.max_sequence_slots)
+    if len(prompt) + 1 > longest:
+        raise InvalidRequestError(
+            f"prompt_token_ids: {len(prompt)} tokens given, at most {longest - 1} are allowed,"
+            " so that the prompt and one output token fit"
+        )
+    if request.num_speculative_tokens is not None:
+        _check_range("num_speculative_tokens", request.num_speculative_tokens, 0, settings.max_speculative_tokens)
+    _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise InvalidRequestError(f"deadline_s: {request.deadline_s} given, more than 0 seconds is allowed")
+    check_sampling(request.sampling, limits.vocab_size)
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Pass silently if every parameter is in range.
+
+    Raises:
+        InvalidRequestError: names the field, what was given and what is allowed.
+    """
+    _check_range("temperature", params.temperature, 0, math.inf)
+    _check_range("top_k", params.top_k, 0, 2**31 - 1)
+    _check_positive("top_p", params.top_p, 1)
+    _check_range("min_p", params.min_p, 0, 1)
+    if params.seed is not None:
+        _check_range("seed", params.seed, 0, 2**64 - 1)
+    _check_positive("repetition_penalty", params.repetition_penalty, math.inf)
+    _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
+    _check_range("presence_penalty", params.presence_penalty, -2, 2)
+    _check_range("min_tokens", params.min_tokens, 0, 2**31 - 1)
+    if params.max_tokens is not None:
+        _check_range("max_tokens", params.max_tokens, 1, 2**31 - 1)
+        if params.min_tokens > params.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens: {params.min_tokens} given, at most max_tokens ({params.max_tokens}) is allowed"
+            )
+    if params.logprobs is not None:
+        _check_range("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+    _check_logit_bias(params.logit_bias, vocab_size)
+    _check_bad_words(params.bad_words, vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    if len(params.stop) > MAX_STOP_STRINGS or "" in params.stop:
+        raise InvalidRequestError(
+            f"stop: {len(params.stop)} strings given, at most {MAX_STOP_STRINGS} non-empty ones are allowed"
+        )
+
+
+def _check_logit_bias(bias: dict[int, float], vocab_size: int) -> None:
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(f"logit_bias: {len(bias)} entries given, at most {MAX_LOGIT_BIASES} are allowed")
+    _check_token_ids("logit_bias", tuple(bias), vocab_size)
+    for token_id, value in bias.items():
+        _check_range(f"logit_bias[{token_id}]", value, -100, 100)
+
+
+def _check_bad_words(words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words: {len(words)} words given, at most {MAX_BAD_WORDS} are allowed")
+    for index, word in enumerate(words):
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words[{index}]: {len(word)} tokens given, 1 to {MAX_BAD_WORD_TOKENS} are allowed"
+            )
+        _check_token_ids(f"bad_words[{index}]", word, vocab_size)
+
+
+def _check_token_ids(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(t for t in token_ids if not 0 <= t < vocab_size)
+        raise InvalidRequestError(f"{field}: token id {wrong} given, 0 to {vocab_size - 1} is allowed")
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    # The comparison is written so that NaN fails it. Infinity is never a parameter, whatever the upper bound.
+    if not low <= value <= high or math.isinf(value):
+        allowed = f"a finite number of at least {low}" if math.isinf(high) else f"{low} to {high}"
+        raise InvalidRequestError(f"{field}: {value} given, {allowed} is allowed")
+
+
+def _check_positive(field: str, value: float, high: float) -> None:
+    if not 0 < value <= high or math.isinf(value):
+        allowed = "a finite number above 0" if math.isinf(high) else f"above 0, up to {high}"
+        raise InvalidRequestError(f"{field}: {value} given, {allowed} is allowed")

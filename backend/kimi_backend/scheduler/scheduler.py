@@ -1,0 +1,175 @@
+"""Who runs in the next step, with how many rows, over which blocks.
+
+Every running sequence gets at least one row in every step: decode rows first, with as many draft tokens as the row
+budget leaves, then prefill chunks, then newcomers (docs/decisions/0010-scheduling.md).
+"""
+
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kimi_backend.cache.kv_manager import KvManager
+from kimi_backend.scheduler.batch_table import BatchTable
+from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.scheduler.waiting_queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """The sequences of one step, those that decode first. Parallel lists."""
+
+    sequences: list[Sequence]
+    num_rows: list[int]
+    """Rows of each: the last token and draft tokens under verification, or a chunk."""
+    num_decodes: int
+    """How many of the sequences, from the first, bring their last token and draft tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_rows)
+
+
+class Scheduler:
+    """Owns the waiting queue, the running list and their blocks. Used by the engine thread only."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        kv: KvManager,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.kv = kv
+        self.is_drafting = kv.draft_pool is not None
+        """Whether sequences that start now may use the draft."""
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        """By priority, then arrival."""
+        self.table = BatchTable(settings.max_num_seqs, -(-max_model_len // kv.block_size))
+        self.num_preemptions = 0
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def schedule(self) -> StepBatch:
+        """Choose the next step's rows and take every block that it and the draft after it may write."""
+        self._take_blocks()
+        decodes = [s for s in self.running if s.is_decoding]
+        prefills = [s for s in self.running if not s.is_decoding] if len(decodes) < len(self.running) else []
+        budget = self.settings.max_num_batched_tokens - len(self.running)  # beyond one row each
+        num_rows = []
+        for sequence in decodes:
+            if sequence.num_draft_tokens > budget:
+                sequence.num_draft_tokens = budget
+            budget -= sequence.num_draft_tokens
+            num_rows.append(1 + sequence.num_draft_tokens)
+        for sequence in prefills:
+            chunk = min(sequence.num_tokens - sequence.target_len, 1 + budget)
+            budget -= chunk - 1
+            num_rows.append(chunk)
+        batch = StepBatch(decodes + prefills, num_rows, len(decodes))
+        if budget > 0 and len(self.waiting):
+            self._admit(batch, budget)
+        return batch
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence whose `finish` is set out of wherever it is, and give its blocks back."""
+        if sequence.row >= 0:
+            self._leave(sequence)
+        else:
+            self.waiting.forget()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free a running sequence's blocks; it waits again, with all its tokens as input."""
+        self._leave(sequence)
+        sequence.target_len = sequence.draft_len = sequence.num_draft_tokens = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.push(sequence)
+
+    def drop_draft(self, sequence: Sequence) -> None:
+        """Let a sequence go on without the draft, from now until it starts again."""
+        assert sequence.blocks is not None
+        self.kv.drop_draft(sequence.blocks)
+        sequence.draft_len = sequence.num_draft_tokens = 0
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.blocks is not None
+        self.running.remove(sequence)
+        self.table.remove(sequence)
+        self.kv.release(sequence.blocks)
+        sequence.blocks = None
+
+    def _take_blocks(self) -> None:
+        """Grow every running sequence's blocks; when they run out, preempt from the end of the running list."""
+        size = self.kv.block_size
+        for sequence in self.running.copy():
+            if sequence.row < 0:
+                continue  # preempted for one before it
+            blocks = sequence.blocks
+            assert blocks is not None
+            target_slots, draft_slots = self._slots(sequence, blocks.uses_draft)
+            num_target, num_draft = len(blocks.target_ids), len(blocks.draft_ids)
+            if target_slots <= num_target * size and draft_slots <= num_draft * size:
+                continue
+            while not self.kv.grow(blocks, target_slots, draft_slots):
+                victim = self.running[-1]
+                self.preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                self.table.write_blocks(sequence, num_target, num_draft)
+
+    def _slots(self, sequence: Sequence, uses_draft: bool) -> tuple[int, int]:
+        """KV slots that this step and the draft after it may write up to, in each pool.
+
+        With n + 1 tokens and k of them under verification: target n + k + 1; draft n + k + k' for a next proposal of
+        k' tokens, at most what may still be of use after the one token that the step emits for certain.
+        """
+        target_slots = sequence.num_tokens + sequence.num_draft_tokens
+        if not uses_draft:
+            return target_slots, 0
+        num_next = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens - 1)
+        draft_slots = target_slots + max(num_next - 1, 0)
+        return target_slots, min(draft_slots, sequence.max_num_tokens)
+
+    def _admit(self, batch: StepBatch, budget: int) -> None:
+        """Start waiting sequences, strictly in order, while rows and blocks last."""
+        while budget > 0 and len(self.running) < self.settings.max_num_seqs:
+            sequence = self.waiting.peek()
+            if sequence is None or not self._start(sequence):
+                return
+            self.waiting.pop()
+            chunk = min(sequence.num_tokens - sequence.target_len, budget)
+            budget -= chunk
+            batch.sequences.append(sequence)
+            batch.num_rows.append(chunk)
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give blocks for all known tokens at once, leaving one for each running sequence to grow into."""
+        uses_draft = sequence.wants_draft and self.is_drafting
+        target_slots, draft_slots = self._slots(sequence, uses_draft)
+        blocks = self.kv.start(
+            sequence.token_ids,
+            cache_salt=sequence.request.cache_salt,
+            uses_draft=uses_draft,
+            num_target_slots=target_slots,
+            num_draft_slots=draft_slots,
+            num_spare_blocks=len(self.running),
+        )
+        if blocks is None:
+            return False
+        sequence.blocks = blocks
+        sequence.target_len = blocks.num_cached_tokens
+        sequence.draft_len = blocks.num_cached_tokens if uses_draft else 0
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = blocks.num_cached_tokens
+            sequence.first_scheduled_s = self._clock()
+        self.table.add(sequence)
+        insort(self.running, sequence, key=lambda s: s.order)
+        return True

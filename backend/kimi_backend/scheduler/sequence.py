@@ -1,0 +1,169 @@
+"""One request on its way through the engine: its tokens, how much of their KV is valid, and when it ends."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kimi_backend.cache.kv_manager import SequenceBlocks
+from kimi_backend.scheduler.penalty_counts import PenaltyCounts
+from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.types.plan import Int32Array
+from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a sequence ended."""
+
+    reason: FinishReason
+    matched_stop: int | None = None
+    error: str | None = None
+
+
+class Sequence:
+    """Owned by the engine thread. A running sequence has a table row and blocks; a waiting one has neither.
+
+    `target_len` and `draft_len` are valid KV lengths; for a sequence that uses the draft they are equal between steps.
+    After a preemption all tokens are input again; the border between prompt and output stays where it was.
+    """
+
+    __slots__ = (
+        "_allowed_mask",
+        "_tokens",
+        "arrival_s",
+        "blocks",
+        "deadline_s",
+        "draft_len",
+        "finish",
+        "first_scheduled_s",
+        "last_token_id",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_draft_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "order",
+        "params",
+        "penalties",
+        "request",
+        "row",
+        "seed",
+        "speculation",
+        "stop_token_ids",
+        "target_len",
+        "uid",
+        "wants_draft",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        uid: int,
+        seed: int,
+        arrival_s: float,
+        num_speculative_tokens: int,
+        max_num_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """
+        Args:
+            uid: arrival order, never used twice.
+            seed: uint64, the request's or the engine's choice.
+            num_speculative_tokens: k, resolved.
+            max_num_tokens: prompt and output at most, within max_model_len.
+        """
+        params = request.sampling
+        self.request = request
+        self.params: SamplingParams = params
+        self.uid = uid
+        self.order = (-request.priority, uid)
+        self.seed = seed
+        self.arrival_s = arrival_s
+        self.deadline_s = None if request.deadline_s is None else arrival_s + request.deadline_s
+        self.first_scheduled_s: float | None = None
+        self.max_num_tokens = max_num_tokens
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling)
+        self.wants_draft = num_speculative_tokens > 0
+        prompt = np.array(request.prompt_token_ids, np.int32)
+        self._tokens = np.empty(min(max_num_tokens, len(prompt) + 256) + 1, np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
+        self.last_token_id: int = request.prompt_token_ids[-1]
+        self.penalties = PenaltyCounts(prompt) if _uses_penalties(params) else None
+        self.blocks: SequenceBlocks | None = None
+        self.row = -1
+        self.target_len = 0
+        self.draft_len = 0
+        self.num_draft_tokens = 0
+        """Draft tokens in flight: the next verify may check them."""
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache at the first start; None before it."""
+        self.finish: Finish | None = None
+        self._allowed_mask: Int32Array | None = None
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """[num_tokens] prompt and output; a view."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_num_tokens - self.num_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the last token lacks KV: its row samples, and draft tokens may follow it."""
+        return self.target_len == self.num_tokens - 1
+
+    @property
+    def uses_draft(self) -> bool:
+        """Whether the draft's KV follows this sequence now."""
+        return self.blocks is not None and self.blocks.uses_draft
+
+    def append(self, token_ids: list[int]) -> int:
+        """Add what a step emitted, up to and including the first stop token; sets `finish` when that ends it.
+
+        Returns:
+            How many of the tokens were kept.
+        """
+        stop_ids = self.stop_token_ids
+        kept = len(token_ids)
+        for index, token_id in enumerate(token_ids):
+            if token_id in stop_ids:
+                self.finish = Finish(FinishReason.STOP, matched_stop=token_id)
+                kept = index + 1
+                break
+        start, end = self.num_tokens, self.num_tokens + kept
+        assert end <= self.max_num_tokens, f"request {self.request.request_id}: {end} tokens, more than planned for"
+        if end > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(len(self._tokens), np.int32)])
+        self._tokens[start:end] = token_ids if kept == len(token_ids) else token_ids[:kept]
+        self.num_tokens = end
+        self.last_token_id = token_ids[kept - 1]
+        if self.penalties is not None:
+            self.penalties.add_output(token_ids[:kept])
+        if end == self.max_num_tokens and self.finish is None:
+            self.finish = Finish(FinishReason.LENGTH)
+        return kept
+
+    def allowed_mask(self, num_words: int) -> Int32Array:
+        """[num_words] int32: bit x % 32 of word x // 32 set for each x in `allowed_token_ids`."""
+        if self._allowed_mask is None:
+            words = np.zeros(num_words, np.uint32)
+            ids = np.array(self.params.allowed_token_ids, np.int64)
+            np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+            self._allowed_mask = words.view(np.int32)
+        return self._allowed_mask
+
+
+def _uses_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

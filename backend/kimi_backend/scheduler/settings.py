@@ -1,0 +1,43 @@
+"""Limits that the scheduler keeps, checked once."""
+
+from dataclasses import dataclass, replace
+
+from kimi_backend.errors import ConfigError
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """What one step and the queue may hold; the runners' own limits lower these at the handshake.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    """Rows of one step. At least max_num_seqs, so that every running sequence gets a row in every step."""
+    max_queue_size: int = 1024
+    """Requests that may wait for their first step."""
+    num_speculative_tokens: int = 3
+    """k of a request that names none."""
+    max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
+    """Largest k that a request may ask for."""
+    enable_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        _require("max_num_seqs", self.max_num_seqs, 1)
+        _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
+        _require("max_queue_size", self.max_queue_size, 1)
+        _require("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        _require("num_speculative_tokens", self.num_speculative_tokens, 0, self.max_speculative_tokens)
+
+    def lowered_to(self, max_num_seqs: int, max_num_batched_tokens: int) -> "SchedulerSettings":
+        """The same settings with a step's two limits replaced."""
+        return replace(self, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+
+
+def _require(name: str, value: int, minimum: int, maximum: int | None = None) -> None:
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+        raise ConfigError(f"setting {name}: {value} given, {allowed} is allowed")
