@@ -1,0 +1,171 @@
+"""`plan_mla_decode` and `mla_decode` in Triton-language: checks, scratch and launches around the kernels."""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
+from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry, TritonDecodePlan, decode_geometry
+from kimi_kernels.mla_decode.kernel_attend import attend_kernel, merge_kernel
+from kimi_kernels.mla_decode.kernel_plan import ENTRY, RECORD, plan_balanced_kernel, plan_fixed_kernel
+
+SEGMENT_COST = 3
+"""A segment costs about as much as this many key tiles besides its own: start, query rows, result."""
+INTERPRETER_PROCESSORS = 5
+"""Thread blocks on a CPU: few, so that tests cut sequences in the middle."""
+
+
+FLOAT8 = torch.float8_e4m3fn
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@functools.lru_cache(maxsize=16)
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETER_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _math_dtype(q_dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
+    """Operands of the products. Float8 widens to float16, which holds it exactly; the interpreter cannot do bf16."""
+    if q_dtype == torch.float32 or (INTERPRETED and q_dtype == torch.bfloat16):
+        return tl.float32
+    if q_dtype == torch.float16 or cache_dtype == FLOAT8:
+        return tl.float16
+    return tl.bfloat16
+
+
+def plan_mla_decode(batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0) -> DecodePlan | None:
+    """`signatures.PlanMlaDecode`: one small kernel; grid and sizes follow from host values, so a CUDA graph may hold it.
+
+    With `split_tokens` the scratch of `mla_decode` grows with `batch.max_seq_len`; balanced plans need a fixed amount.
+
+    Raises:
+        ValueError: `split_tokens` is not a multiple of 64.
+    """
+    num_seqs = batch.seq_lens.shape[0]
+    if num_seqs == 0 or batch.num_tokens == 0:
+        return None
+    device = batch.seq_lens.device
+    geometry = decode_geometry(
+        num_heads=num_heads,
+        block_size=block_size,
+        num_seqs=num_seqs,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        split_tokens=split_tokens,
+        num_processors=_num_processors(device),
+    )
+    records = torch.empty(geometry.num_records, RECORD.value, dtype=torch.int32, device=device)
+    entries = torch.empty(1 + geometry.max_items, ENTRY.value, dtype=torch.int32, device=device)
+    arguments = (batch.cu_seqlens_q, batch.seq_lens, records, entries, num_seqs, num_heads, geometry.num_teams)
+    shape = dict(
+        SEQS=triton.next_power_of_2(num_seqs),
+        ROWS=geometry.tile_rows,
+        KEYS=geometry.tile_keys,
+        TEAM=geometry.team_size,
+    )
+    if split_tokens:
+        plan_fixed_kernel[(geometry.num_teams,)](*arguments, **shape, SPLIT=split_tokens // TILE_KEYS, num_warps=1)
+    else:
+        plan_balanced_kernel[(geometry.num_teams,)](*arguments, **shape, COST=SEGMENT_COST, num_warps=1)
+    return TritonDecodePlan(tensors=(records, entries), geometry=geometry)
+
+
+def mla_decode(
+    q: Tensor,
+    latent_cache: Tensor,
+    batch: AttentionBatch,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    kv_scale: float = 1.0,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`signatures.MlaDecode`. Plans by itself if `batch.decode_plan` is None.
+
+    Raises:
+        ValueError: a shape, dtype or layout that the kernels do not take, or a plan made for another problem.
+    """
+    _check(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale)
+    num_tokens, num_heads, latent_dim = q.shape
+    out = torch.empty(num_tokens, num_heads, kv_lora_rank, dtype=q.dtype, device=q.device)
+    lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device) if return_lse else None
+    plan = batch.decode_plan or plan_mla_decode(batch, num_heads, latent_cache.shape[1])
+    if plan is None:
+        return out, lse
+    if not isinstance(plan, TritonDecodePlan):
+        raise ValueError(f"batch.decode_plan is a {type(plan).__name__}; allowed: a plan made by this kernel set")
+    geometry = plan.geometry
+    require(
+        (geometry.num_heads, geometry.block_size) == (num_heads, latent_cache.shape[1]),
+        "batch.decode_plan",
+        f"for {geometry.num_heads} heads and blocks of {geometry.block_size}",
+        f"one for {num_heads} heads and blocks of {latent_cache.shape[1]}",
+    )
+    rows = geometry.num_slots * geometry.team_size * geometry.tile_rows
+    part_out = torch.empty(rows, kv_lora_rank, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    records, entries = plan.tensors
+    _launch_attend(
+        q, latent_cache, batch.block_table, records, out, lse, part_out, part_lse, geometry, kv_lora_rank,
+        softmax_scale * kv_scale * math.log2(math.e), kv_scale,
+    )  # fmt: skip
+    columns = min(kv_lora_rank, 128 if geometry.max_items <= 4 else 512)
+    merge_kernel[(geometry.max_items, geometry.team_size * geometry.tile_rows, kv_lora_rank // columns)](
+        part_out, part_lse, entries, batch.cu_seqlens_q, out, lse, batch.seq_lens.shape[0], num_tokens, num_heads,
+        L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows, TEAM=geometry.team_size,
+        SLOTS=16 if columns == 128 else 4, BALANCED=geometry.split_tokens == 0, LSE=return_lse, num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def _launch_attend(
+    q: Tensor,
+    latent_cache: Tensor,
+    block_table: Tensor,
+    records: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    part_out: Tensor,
+    part_lse: Tensor,
+    geometry: DecodeGeometry,
+    kv_lora_rank: int,
+    scale: float,
+    kv_scale: float,
+) -> None:
+    block_size, latent_dim = latent_cache.shape[1:]
+    swapped = geometry.tile_rows < 64
+    attend_kernel[(geometry.num_teams * geometry.team_size,)](
+        q, latent_cache, block_table, records, out, lse, part_out, part_lse,
+        q.stride(0), q.stride(1), block_table.stride(0), geometry.num_heads, geometry.num_teams, scale, kv_scale,
+        L=kv_lora_rank, P=latent_dim - kv_lora_rank, PAGE=block_size, R=geometry.tile_rows, K=TILE_KEYS,
+        TEAM=geometry.team_size, SWAP=swapped, LSE=lse is not None,
+        MATH=_math_dtype(q.dtype, latent_cache.dtype), STAGES=2, num_warps=4 if swapped else 8, num_stages=2,
+    )  # fmt: skip
+
+
+def _check(
+    q: Tensor, latent_cache: Tensor, batch: AttentionBatch, kv_lora_rank: int, softmax_scale: float, kv_scale: float
+) -> None:
+    require(q.is_cuda or INTERPRETED, "q", f"on {q.device}", "a CUDA device")
+    require_shape("q", q, batch.num_tokens, None, None)
+    require_shape("latent_cache", latent_cache, None, None, q.shape[2])
+    require(latent_cache.is_contiguous(), "latent_cache", f"strides {latent_cache.stride()}", "a contiguous tensor")
+    require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")
+    require(batch.block_table.stride(1) == 1, "batch.block_table", f"last stride {batch.block_table.stride(1)}", "1")
+    require_dtype("q", q, torch.bfloat16, torch.float16, *([torch.float32] if INTERPRETED else []))
+    require_dtype("latent_cache", latent_cache, q.dtype, FLOAT8)
+    require_dtype("batch.block_table", batch.block_table, torch.int32)
+    for name, width in (
+        ("kv_lora_rank", kv_lora_rank),
+        ("q", q.shape[2] - kv_lora_rank),
+        ("latent_cache", latent_cache.shape[1]),
+    ):
+        require(width >= 16 and width & (width - 1) == 0, name, f"width {width}", "a power of two from 16 up")
+    require(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number")
+    require(kv_scale > 0, "kv_scale", kv_scale, "a positive number")
