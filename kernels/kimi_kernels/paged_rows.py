@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.argument_checks import require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.quantization.reference import FP8_MAX
 
@@ -53,18 +53,15 @@ def sequences_with_queries(batch: AttentionBatch, block_size: int) -> Iterator[t
         ValueError: the batch contradicts itself, or a block table is too short for its sequence.
     """
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-    num_seqs, capacity = len(lengths), batch.block_table.shape[1] * block_size
-    require_shape("batch.cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1)
-    require_shape("batch.block_table", batch.block_table, num_seqs, None)
-    require(starts[-1] <= batch.num_tokens, "batch.cu_seqlens_q", f"{starts[-1]} rows", f"at most {batch.num_tokens}")
+    require_shape("batch.cu_seqlens_q", batch.cu_seqlens_q, len(lengths) + 1)
+    require_shape("batch.block_table", batch.block_table, len(lengths), None)
+    capacity = batch.block_table.shape[1] * block_size
+    if starts != sorted(starts) or starts[0] != 0 or starts[-1] > batch.num_tokens:
+        raise ValueError(f"batch.cu_seqlens_q: got {starts}, expected to rise from 0 to at most {batch.num_tokens}")
     for sequence, length in enumerate(lengths):
+        if not 0 <= length <= capacity:
+            held = f"{batch.block_table.shape[1]} blocks of {block_size}"
+            raise ValueError(f"batch.seq_lens[{sequence}]: got {length}, expected 0 to {capacity}, what {held} hold")
         first, num_rows = starts[sequence], starts[sequence + 1] - starts[sequence]
-        if num_rows <= 0 or length <= 0:
-            continue
-        require(
-            length <= capacity,
-            f"batch.seq_lens[{sequence}]",
-            length,
-            f"at most {capacity}, what {batch.block_table.shape[1]} blocks of {block_size} hold",
-        )
-        yield sequence, first, num_rows, length
+        if num_rows > 0 and length > 0:
+            yield sequence, first, num_rows, length
