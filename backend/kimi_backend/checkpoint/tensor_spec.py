@@ -185,6 +185,7 @@ def _draft_specs(
 
 
 def _draft_head_specs(config: Eagle3DraftConfig, may_share: bool) -> Iterator[tuple[str, TensorSpec]]:
+    """A reduced head needs one of the two maps at least; `validation` sees to it."""
     is_reduced = config.draft_vocab_size < config.vocab_size
     head = _matrix(config.dtype, config.draft_vocab_size, config.hidden_size, is_required=is_reduced or not may_share)
     yield "lm_head.weight", head
@@ -194,7 +195,7 @@ def _draft_head_specs(config: Eagle3DraftConfig, may_share: bool) -> Iterator[tu
             role=TensorRole.DRAFT_TO_TARGET,
             shape=(config.draft_vocab_size,),
             dtypes=(torch.int64, torch.int32),
-            is_required=is_reduced,
+            is_required=False,
         ),
     )
     yield (

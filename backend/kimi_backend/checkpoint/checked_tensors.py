@@ -1,0 +1,63 @@
+"""Checks the values of scales, norms and biases while a model reads them: one bad value spoils a whole matrix."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole, TensorSpec
+from kimi_backend.errors import CheckpointError
+
+_SCALES = (TensorRole.INT4_SCALES, TensorRole.FP8_SCALES)
+_FINITE = (*_SCALES, TensorRole.ROUTER_BIAS, TensorRole.NORM)
+VALUE_CHECKED_ROLES = (*_FINITE, TensorRole.INT4_SHAPE)
+
+
+def value_problems(name: str, spec: TensorSpec, values: torch.Tensor) -> list[str]:
+    """What is wrong with (a slice of) a tensor's values; nothing for roles whose values may be anything."""
+    if spec.role is TensorRole.INT4_SHAPE:
+        expected = list(spec.matrix_shape or ())
+        found = values.tolist()
+        return [] if found == expected else [f"{name}: expected the values {expected}, found {found}"]
+    if spec.role not in _FINITE:
+        return []
+    num_bad = int((~torch.isfinite(values)).sum())
+    if num_bad:
+        return [f"{name}: expected finite values, found {num_bad} NaN or infinite"]
+    if spec.role in _SCALES and bool((values < 0).any()):
+        return [f"{name}: expected scales of at least 0, found {float(values.min()):g}"]
+    return []
+
+
+def check_values(specs: Specs, source: TensorSource) -> list[str]:
+    """One line for each tensor of checked values that holds bad ones. Reads all of them."""
+    problems = []
+    for name in sorted(source.names() & specs.keys()):
+        if specs[name].role in VALUE_CHECKED_ROLES:
+            problems += value_problems(name, specs[name], source.read(name))
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTensors:
+    """A source that refuses bad values when they are read."""
+
+    source: TensorSource
+    specs: Specs
+
+    def names(self) -> frozenset[str]:
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(name)
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        tensor = self.source.read(name, dim, start, stop)
+        spec = self.specs.get(name)
+        problems = value_problems(name, spec, tensor) if spec is not None else []
+        if problems:
+            raise CheckpointError("checkpoint", problems)
+        return tensor

@@ -1,0 +1,228 @@
+"""Tensors of a checkpoint folder: one safetensors file, or shards with or without their index."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kimi_backend.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TEXT_PREFIX = "language_model."
+SKIPPED_PREFIXES = ("vision_tower.", "mm_projector.")
+_SHARD_NAME = re.compile(r".*-of-0*(\d+)\.safetensors$")
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies, and what its header says."""
+
+    file: Path
+    stored_name: str
+    shape: tuple[int, ...]
+    dtype_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsSource:
+    """A `TensorSource` over memory-mapped files: `read` touches only the bytes that it returns.
+
+    Names lose a `language_model.` prefix; vision and projector tensors are left out.
+    """
+
+    path: Path
+    _tensors: dict[str, StoredTensor] = field(repr=False)
+    _files: dict[Path, Any] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SafetensorsSource":
+        """Read the headers of a checkpoint folder, or of one .safetensors file.
+
+        Raises:
+            CheckpointError: files are absent, truncated or corrupt, or the index does not describe them; all of it is
+                listed.
+        """
+        path = Path(path)
+        problems: list[str] = []
+        files: dict[Path, Any] = {}
+        listed = _weight_files(path, problems)
+        for file in listed:
+            try:
+                files[file] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError, ValueError) as error:
+                problems.append(f"{file.name}: cannot be read as safetensors ({_one_line(error)})")
+        tensors = _collect(files, problems)
+        _check_index(path, tensors, files, problems)
+        if problems:
+            raise CheckpointError(str(path), problems)
+        return cls(path, _text_tensors(tensors, path), files)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        stored = self._stored(name)
+        try:
+            return TORCH_DTYPES[stored.dtype_name]
+        except KeyError:
+            allowed = ", ".join(TORCH_DTYPES)
+            raise CheckpointError(
+                str(stored.file), [f"{name}: dtype {stored.dtype_name}, expected one of {allowed}"]
+            ) from None
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        stored = self._stored(name)
+        try:
+            if start == 0 and stop is None:
+                tensor: torch.Tensor = self._files[stored.file].get_tensor(stored.stored_name)
+                return tensor
+            stop = stored.shape[dim] if stop is None else stop
+            if not 0 <= start <= stop <= stored.shape[dim]:
+                raise CheckpointError(
+                    str(stored.file), [f"{name}: elements {start}:{stop} of dimension {dim} of {list(stored.shape)}"]
+                )
+            part = self._files[stored.file].get_slice(stored.stored_name)
+            tensor = part[(slice(None),) * dim + (slice(start, stop),)]
+            return tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(str(stored.file), [f"{name}: cannot be read ({_one_line(error)})"]) from error
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors that are not left out."""
+        total = 0
+        for name, stored in self._tensors.items():
+            total += self.dtype(name).itemsize * _product(stored.shape)
+        return total
+
+    def _stored(self, name: str) -> StoredTensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(str(self.path), [f"tensor {name!r} is missing"]) from None
+
+
+def _weight_files(path: Path, problems: list[str]) -> list[Path]:
+    """The files that hold the weights; what is absent goes to problems."""
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            return [path]
+        problems.append(f"{path.name} is a file, expected a checkpoint folder or a .safetensors file")
+        return []
+    if not path.is_dir():
+        problems.append("no such folder")
+        return []
+    index = path / INDEX_FILE
+    if index.exists():
+        names = sorted({file for file, _ in _read_index(index, problems)})
+        files = [path / name for name in names]
+    elif (path / SINGLE_FILE).exists():
+        files = [path / SINGLE_FILE]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+        problems += _absent_shards(files)
+        if not files:
+            problems.append(f"holds no .safetensors file, expected {SINGLE_FILE} or shards with {INDEX_FILE}")
+    for file in files:
+        if not file.is_file():
+            problems.append(f"{file.name} is listed in {INDEX_FILE} but absent")
+    return [file for file in files if file.is_file()]
+
+
+def _absent_shards(files: list[Path]) -> list[str]:
+    """Shards that the others' names promise: model-00001-of-00003.safetensors and so on."""
+    numbered = [match for match in (_SHARD_NAME.match(file.name) for file in files) if match]
+    totals = {int(match.group(1)) for match in numbered}
+    if len(totals) == 1 and totals != {len(numbered)}:
+        return [f"{len(numbered)} shards found, expected {totals.pop()} as their names say"]
+    return [f"shards of different sets found (of {sorted(totals)}), expected one set"] if len(totals) > 1 else []
+
+
+def _read_index(index: Path, problems: list[str]) -> list[tuple[str, str]]:
+    """(file name, tensor name) pairs of an index."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(file, name) for name, file in weight_map.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problems.append(f"{index.name}: expected JSON with an object weight_map ({_one_line(error)})")
+        return []
+    wrong = [file for file, _ in pairs if not isinstance(file, str) or Path(file).name != file]
+    if wrong:
+        problems.append(f"{index.name}: weight_map holds {wrong[0]!r}, expected file names without folders")
+        return []
+    return pairs
+
+
+def _collect(files: dict[Path, Any], problems: list[str]) -> dict[str, StoredTensor]:
+    """All tensors under their stored names."""
+    tensors: dict[str, StoredTensor] = {}
+    for file, handle in files.items():
+        for name in handle.keys():  # noqa: SIM118  the handle is no mapping
+            part = handle.get_slice(name)
+            stored = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+            other = tensors.setdefault(name, stored)
+            if other is not stored:
+                problems.append(f"tensor {name!r} is in both {other.file.name} and {file.name}, expected one")
+    return tensors
+
+
+def _check_index(path: Path, tensors: dict[str, StoredTensor], files: dict[Path, Any], problems: list[str]) -> None:
+    """Each tensor of the index must be in the file that the index says, where that file could be read."""
+    index = path / INDEX_FILE
+    if not path.is_dir() or not index.exists():
+        return
+    for file, name in _read_index(index, []):
+        if path / file not in files:
+            continue
+        stored = tensors.get(name)
+        if stored is None or stored.file != path / file:
+            where = "no file" if stored is None else stored.file.name
+            problems.append(f"{INDEX_FILE}: tensor {name!r} is listed in {file}, found in {where}")
+
+
+def _text_tensors(tensors: dict[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
+    """Without prefix, without what a text server does not need."""
+    kept: dict[str, StoredTensor] = {}
+    problems: list[str] = []
+    for stored_name, stored in tensors.items():
+        if stored_name.startswith(SKIPPED_PREFIXES):
+            continue
+        other = kept.setdefault(stored_name.removeprefix(TEXT_PREFIX), stored)
+        if other is not stored:
+            problems.append(f"tensors {other.stored_name!r} and {stored_name!r} are the same one, expected one of them")
+    if problems:
+        raise CheckpointError(str(path), problems)
+    return kept
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

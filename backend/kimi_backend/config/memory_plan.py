@@ -1,0 +1,236 @@
+"""How a GPU's memory is divided between weights and the two KV pools: a pure function, so that the target's and the
+draft's runner come to the same numbers without looking at what the other has allocated."""
+
+from dataclasses import dataclass
+
+from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.mla_dims import kv_item_bytes
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, target_weight_bytes
+from kimi_backend.errors import ConfigError
+
+GIB = 1 << 30
+_LOGIT_COPIES = 3
+"""Raw logits, the processed ones, and a sort or noise of the same size."""
+_AUX_REGIONS = 2
+"""Steps in flight whose aux hidden states both exist."""
+_RESIDUAL_COPIES = 6
+"""Hidden-width tensors alive at once in a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """What the plan depends on besides the two models."""
+
+    gpu_bytes: int
+    """Memory of one GPU that the plan may use."""
+    tp_size: int = 1
+    block_size: int = 64
+    kv_cache_dtype: str = "bfloat16"
+    weight_dtype: str = "bfloat16"
+    """Compute dtype of linear layers; torch's name."""
+    keeps_quantized_experts: bool = True
+    max_model_len: int = 0
+    """0 takes the target's max_position_embeddings."""
+    max_num_batched_tokens: int = 2048
+    max_num_sampled_rows: int = 512
+    """Rows of logits in a step: sequences * (draft tokens + 1)."""
+    overhead_bytes: int = 2 * GIB
+    """CUDA contexts, graphs, libraries' workspaces, fragmentation."""
+    num_target_blocks: int | None = None
+    """None: as many as fit."""
+    num_draft_blocks: int | None = None
+    """None: as many as the target has."""
+    draft_has_embed: bool = True
+    draft_has_head: bool = True
+    """False where the draft uses the target's matrix in place, in the same process."""
+
+    def __post_init__(self) -> None:
+        for field in ("gpu_bytes", "tp_size", "block_size", "max_num_batched_tokens", "max_num_sampled_rows"):
+            _check_integer(field, getattr(self, field), 1)
+        for field in ("max_model_len", "overhead_bytes"):
+            _check_integer(field, getattr(self, field), 0)
+        for field in ("num_target_blocks", "num_draft_blocks"):
+            if getattr(self, field) is not None:
+                _check_integer(field, getattr(self, field), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of one GPU (of each of `tp_size`)."""
+
+    target_weight_bytes: int
+    draft_weight_bytes: int
+    activation_bytes: int
+    """Estimate of what a step allocates beside weights and KV, with `overhead_bytes`."""
+    target_kv_bytes_per_token: int
+    draft_kv_bytes_per_token: int
+    block_size: int
+    num_target_blocks: int
+    num_draft_blocks: int
+    """0 without a draft."""
+    max_model_len: int
+
+    @property
+    def target_kv_bytes(self) -> int:
+        return self.num_target_blocks * self.block_size * self.target_kv_bytes_per_token
+
+    @property
+    def draft_kv_bytes(self) -> int:
+        return self.num_draft_blocks * self.block_size * self.draft_kv_bytes_per_token
+
+    @property
+    def total_bytes(self) -> int:
+        weights = self.target_weight_bytes + self.draft_weight_bytes
+        return weights + self.activation_bytes + self.target_kv_bytes + self.draft_kv_bytes
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that both pools hold."""
+        num_blocks = self.num_target_blocks
+        if self.draft_kv_bytes_per_token:
+            num_blocks = min(num_blocks, self.num_draft_blocks)
+        return num_blocks * self.block_size
+
+
+def plan_memory(
+    target: KimiModelConfig, draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig | None, settings: MemorySettings
+) -> MemoryPlan:
+    """Divide a GPU between the models; both are on it, with the same tensor-parallel size.
+
+    Raises:
+        ConfigError: the models do not divide among the ranks, the weights do not fit, or one sequence of max_model_len
+            does not fit both pools.
+    """
+    _check_divisible(target, draft, settings)
+    max_model_len = settings.max_model_len or target.max_position_embeddings
+    if max_model_len > target.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, expected at most {target.max_position_embeddings},"
+            " the target's max_position_embeddings"
+        )
+    weights = WeightFormat(
+        tp_size=settings.tp_size,
+        item_bytes=kv_item_bytes(settings.weight_dtype),
+        keeps_quantized_experts=settings.keeps_quantized_experts,
+        max_positions=max_model_len,
+    )
+    target_bytes = target_weight_bytes(target, weights)
+    draft_bytes = draft_kv = 0
+    if draft is not None:
+        has_embed, has_head = settings.draft_has_embed, settings.draft_has_head
+        draft_bytes = draft_weight_bytes(draft, weights, has_embed=has_embed, has_head=has_head)
+        draft_kv = draft.kv_bytes_per_token(settings.kv_cache_dtype, settings.tp_size)
+    activations = settings.overhead_bytes + _activation_bytes(target, draft, weights, settings)
+    plan = MemoryPlan(
+        target_weight_bytes=target_bytes,
+        draft_weight_bytes=draft_bytes,
+        activation_bytes=activations,
+        target_kv_bytes_per_token=target.kv_bytes_per_token(settings.kv_cache_dtype),
+        draft_kv_bytes_per_token=draft_kv,
+        block_size=settings.block_size,
+        num_target_blocks=0,
+        num_draft_blocks=0,
+        max_model_len=max_model_len,
+    )
+    return _with_blocks(plan, settings)
+
+
+def _with_blocks(plan: MemoryPlan, settings: MemorySettings) -> MemoryPlan:
+    """Fill the pools with what the weights leave."""
+    left = settings.gpu_bytes - plan.total_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"the weights do not fit: {_gib(plan.total_bytes)} of weights and workspace a GPU,"
+            f" expected less than {_gib(settings.gpu_bytes)}; use more GPUs (tp_size is {settings.tp_size})"
+        )
+    target_block = plan.block_size * plan.target_kv_bytes_per_token
+    draft_block = plan.block_size * plan.draft_kv_bytes_per_token
+    num_draft = settings.num_draft_blocks if draft_block else 0
+    if settings.num_target_blocks is not None:
+        num_target = settings.num_target_blocks
+    elif num_draft is None:
+        num_target = left // (target_block + draft_block)
+    else:
+        num_target = max(0, left - num_draft * draft_block) // target_block
+    num_draft = num_target if num_draft is None else num_draft
+    needed = -(-plan.max_model_len // plan.block_size)
+    for name, found, is_used in (("target", num_target, True), ("draft", num_draft, draft_block > 0)):
+        if is_used and found < needed:
+            raise ConfigError(
+                f"one sequence of max_model_len {plan.max_model_len} needs {needed} blocks in the {name}'s KV pool,"
+                f" found room for {found}; lower max_model_len to {found * plan.block_size} or use more memory"
+            )
+    asked = num_target * target_block + num_draft * draft_block
+    if asked > left:
+        raise ConfigError(
+            f"num_target_blocks {num_target} and num_draft_blocks {num_draft} take {_gib(asked)} of KV,"
+            f" expected at most {_gib(left)}"
+        )
+    return MemoryPlan(
+        target_weight_bytes=plan.target_weight_bytes,
+        draft_weight_bytes=plan.draft_weight_bytes,
+        activation_bytes=plan.activation_bytes,
+        target_kv_bytes_per_token=plan.target_kv_bytes_per_token,
+        draft_kv_bytes_per_token=plan.draft_kv_bytes_per_token,
+        block_size=plan.block_size,
+        num_target_blocks=num_target,
+        num_draft_blocks=num_draft,
+        max_model_len=plan.max_model_len,
+    )
+
+
+def _activation_bytes(
+    target: KimiModelConfig,
+    draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig | None,
+    weights: WeightFormat,
+    settings: MemorySettings,
+) -> int:
+    """Upper estimate of a step's temporaries: the widest layer, the logits, the aux states on their way."""
+    tp_size, hidden = weights.tp_size, target.hidden_size
+    heads = target.num_attention_heads // tp_size
+    attention = heads * (target.qk_head_dim + 2 * target.latent_dim + target.v_head_dim)
+    experts = target.num_experts_per_tok * (2 * target.moe_intermediate_size // tp_size + hidden)
+    widest = max(attention, experts, 2 * target.intermediate_size // tp_size)
+    a_row = (_RESIDUAL_COPIES * hidden + widest) * weights.item_bytes
+    if draft is not None:
+        a_row += _AUX_REGIONS * draft.num_aux_hidden_states * hidden * weights.item_bytes
+    logits = settings.max_num_sampled_rows * target.vocab_size * 4 * _LOGIT_COPIES
+    return settings.max_num_batched_tokens * a_row + logits
+
+
+def _check_divisible(
+    target: KimiModelConfig, draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig | None, settings: MemorySettings
+) -> None:
+    """Every rank holds an equal slice; an int4 group or fp8 block of an expert is never cut."""
+    quantization = target.quantization
+    unit = quantization.group_size or quantization.block_size or 1
+    divided = [
+        ("num_attention_heads", target.num_attention_heads, 1),
+        ("intermediate_size", target.intermediate_size, 1),
+        ("moe_intermediate_size", target.moe_intermediate_size, unit),
+        ("vocab_size", target.vocab_size, 1),
+    ]
+    if draft is not None:
+        divided += [
+            ("draft num_attention_heads", draft.num_attention_heads, 1),
+            ("draft intermediate_size", draft.intermediate_size, 1),
+            ("draft draft_vocab_size", draft.draft_vocab_size, 1),
+            ("draft hidden_size", draft.hidden_size, 1),
+        ]
+        if isinstance(draft, Eagle3MhaDraftConfig):
+            divided.append(("draft num_key_value_heads", draft.num_key_value_heads, 1))
+    for field, value, multiple in divided:
+        part, rest = divmod(value, settings.tp_size)
+        if rest or (settings.tp_size > 1 and part % multiple):
+            of = f" in multiples of {multiple}" if multiple > 1 else ""
+            raise ConfigError(f"tp_size is {settings.tp_size}, expected a divisor of {field} ({value}){of}")
+
+
+def _check_integer(field: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"{field} is {value!r}, expected an integer of at least {minimum}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

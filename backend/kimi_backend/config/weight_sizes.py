@@ -1,0 +1,108 @@
+"""Bytes of the weights that one tensor-parallel rank holds, from the configs alone.
+
+Divided among the ranks: heads, MLP and expert widths, vocabulary rows. Whole on every rank: norms, the router, and MLA's
+down-projections. Linear layers are in the compute dtype whatever the file stores; routed experts stay as stored.
+"""
+
+from dataclasses import dataclass
+
+from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.mla_dims import MlaDims
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.quantization_config import QuantizationMethod
+
+_FLOAT32_BYTES = 4
+_NIBBLES_PER_BYTE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How a rank keeps weights."""
+
+    tp_size: int = 1
+    item_bytes: int = 2
+    """Of the compute dtype."""
+    keeps_quantized_experts: bool = True
+    """False: routed experts too are in the compute dtype, as the reference kernels keep them."""
+    max_positions: int = 0
+    """Rows of the rope table, float32; 0 counts none."""
+
+
+def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
+    """Bytes of the target's weights on one rank."""
+    hidden, item = config.hidden_size, weights.item_bytes
+    num_moe, num_dense = config.num_moe_layers, config.num_hidden_layers - config.num_moe_layers
+    layer = _mla_elements(config, hidden, hidden, weights.tp_size) + 2 * hidden
+    dense = 3 * hidden * config.intermediate_size // weights.tp_size
+    shared = 3 * hidden * config.n_shared_experts * config.moe_intermediate_size // weights.tp_size
+    router = (hidden + 1) * config.n_routed_experts * _FLOAT32_BYTES
+    vocabulary = config.vocab_size * hidden // weights.tp_size
+    elements = (
+        config.num_hidden_layers * layer
+        + num_dense * dense
+        + num_moe * shared
+        + vocabulary * (1 if config.tie_word_embeddings else 2)
+        + hidden
+    )
+    moe_bytes = router + config.n_routed_experts * expert_bytes(config, weights)
+    return elements * item + num_moe * moe_bytes + _rope_bytes(weights, config.qk_rope_head_dim)
+
+
+def expert_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
+    """Bytes of one routed expert's three matrices on one rank."""
+    hidden, width = config.hidden_size, config.moe_intermediate_size // weights.tp_size
+    elements = 3 * hidden * width
+    method = config.quantization.method
+    if method is QuantizationMethod.NONE or not weights.keeps_quantized_experts:
+        return elements * weights.item_bytes
+    if method is QuantizationMethod.INT4:
+        num_scales = elements // config.quantization.group_size
+        return elements // _NIBBLES_PER_BYTE + num_scales * 2
+    block = config.quantization.block_size
+    return elements + 3 * -(-hidden // block) * -(-width // block) * _FLOAT32_BYTES
+
+
+def draft_weight_bytes(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig,
+    weights: WeightFormat,
+    *,
+    has_embed: bool = True,
+    has_head: bool = True,
+) -> int:
+    """Bytes of the draft's weights on one rank.
+
+    Args:
+        has_embed, has_head: false where the draft uses the target's matrix in place.
+    """
+    hidden, tp_size = config.hidden_size, weights.tp_size
+    aux_width = config.num_aux_hidden_states * config.target_hidden_size
+    elements = hidden * aux_width // tp_size + 4 * hidden + 3 * hidden * config.intermediate_size // tp_size
+    elements += aux_width if config.fc_norm else 0
+    elements += config.vocab_size * hidden // tp_size if has_embed else 0
+    elements += config.draft_vocab_size * hidden // tp_size if has_head else 0
+    if isinstance(config, Eagle3MlaDraftConfig):
+        elements += _mla_elements(config, 2 * hidden, hidden, tp_size)
+        rope_dim = config.qk_rope_head_dim
+    else:
+        kv_width = config.num_key_value_heads * config.head_dim
+        q_width = config.num_attention_heads * config.head_dim
+        elements += hidden * (2 * q_width + 2 * 2 * kv_width + q_width) // tp_size
+        rope_dim = config.head_dim
+    return elements * weights.item_bytes + _rope_bytes(weights, rope_dim)
+
+
+def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int) -> int:
+    """Elements of one MLA block on one rank, its inner norms included."""
+    heads = dims.num_attention_heads // tp_size
+    query_width = heads * dims.qk_head_dim
+    if dims.q_lora_rank is None:
+        queries = query_width * input_size
+    else:
+        queries = dims.q_lora_rank * (input_size + 1 + query_width)
+    latent = dims.latent_dim * input_size + dims.kv_lora_rank
+    up = heads * (dims.qk_nope_head_dim + dims.v_head_dim) * dims.kv_lora_rank
+    return queries + latent + up + heads * dims.v_head_dim * output_size
+
+
+def _rope_bytes(weights: WeightFormat, rope_dim: int) -> int:
+    return weights.max_positions * rope_dim * _FLOAT32_BYTES
