@@ -1,0 +1,192 @@
+"""`pack_linear` and `linear` in Triton-language: tiles of int4 and fp8 for few rows; plain weights go to cuBLAS."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
+from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
+from kimi_kernels.weights import Fp8Weight, Int4Weight, PackedWeight, Weight
+
+PACKED_KINDS = {"triton.int4": "int4", "triton.fp8": "fp8"}
+PLAIN_KIND = "triton.plain"
+PROCESSORS = 132
+MAX_SPLITS = 8
+SPLIT_ROWS = 64
+"""Most rows whose product is split along the weight's columns."""
+
+
+@triton.jit
+def tiled_linear_kernel(
+    X,
+    TILES,
+    SCALES,
+    OUT,
+    PARTIALS,
+    ARRIVALS,
+    num_rows,
+    x_stride,
+    in_features,
+    out_features,
+    num_row_tiles,
+    num_steps,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PORTABLE: tl.constexpr,
+):
+    """One program a tile of COLUMNS rows of X, 128 rows of the weight and one of SPLITS ranges of the weight's columns.
+
+    The last of a tile's programs to finish sums the partial products, always in the order of the ranges.
+
+    Args:
+        X: [num_rows, in_features]. OUT: [num_rows, out_features].
+        PARTIALS: [tiles, SPLITS, 128, COLUMNS] float32, scratch. ARRIVALS: [tiles] int32, zero, and zero at the end.
+    """
+    program = tl.program_id(0)
+    split = program % SPLITS
+    # Programs of one row tile run side by side, so that one read of the weight serves all rows of X.
+    num_tiles = tl.num_programs(0) // (num_row_tiles * SPLITS)
+    tile = program // SPLITS % num_tiles
+    row_tile = program // SPLITS // num_tiles
+    x_row = tile * COLUMNS + tl.arange(0, COLUMNS)
+    is_valid = x_row < num_rows
+    first_tile = row_tile.to(tl.int64) * num_steps
+    acc = multiply_steps(
+        TILES + first_tile * (TILE_ROWS * WORDS),
+        SCALES + first_tile * TILE_ROWS,
+        X + x_row.to(tl.int64) * x_stride,
+        is_valid,
+        split * num_steps // SPLITS,
+        (split + 1) * num_steps // SPLITS,
+        in_features,
+        KIND,
+        TILE_ROWS,
+        COLUMNS,
+        STAGES,
+        SCALE_WEIGHTS,
+        EVEN,
+        PORTABLE,
+    )
+    row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    target = OUT + x_row.to(tl.int64)[None, :] * out_features + row[:, None]
+    mask = is_valid[None, :] & (row < out_features)[:, None]
+    if SPLITS == 1:
+        tl.store(target, acc.to(OUT.dtype.element_ty), mask=mask)
+    else:
+        place = row_tile * num_tiles + tile
+        offsets = tl.arange(0, TILE_ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        partials = PARTIALS + place.to(tl.int64) * (SPLITS * TILE_ROWS * COLUMNS) + offsets
+        tl.store(partials + split * (TILE_ROWS * COLUMNS), acc)
+        # Every thread's store must come before the count that announces it.
+        tl.debug_barrier()
+        if tl.atomic_add(ARRIVALS + place, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(ARRIVALS + place, 0)
+            total = tl.zeros([TILE_ROWS, COLUMNS], tl.float32)
+            for part in tl.static_range(SPLITS):
+                # .cg: another multiprocessor wrote them, so this one's L1 must not answer.
+                total += tl.load(partials + part * (TILE_ROWS * COLUMNS), cache_modifier=".cg")
+            tl.store(target, total.to(OUT.dtype.element_ty), mask=mask)
+
+
+def pack_linear(weight: Weight) -> PackedWeight:
+    """Cut a quantised weight into tiles; keep a plain one (`signatures.PackLinear`).
+
+    Raises:
+        ValueError: the weight is not a matrix, or `cut_tiles` refuses it.
+    """
+    if isinstance(weight, Tensor):
+        require_shape("weight", weight, None, None)
+        require_float("weight", weight)
+        out_features, in_features = weight.shape
+        return PackedWeight(kind=PLAIN_KIND, tensors=(weight,), out_features=out_features, in_features=in_features)
+    values = weight.packed if isinstance(weight, Int4Weight) else weight.values
+    require_shape("weight", values, None, None)
+    out_features = values.shape[0]
+    in_features = values.shape[1] * (8 if isinstance(weight, Int4Weight) else 1)
+    tiles = cut_tiles(_stacked(weight), identity_rows(out_features, values.device))
+    arrivals = torch.zeros(tiles.tiles.shape[1] * SPLIT_ROWS // 8, dtype=torch.int32, device=values.device)
+    return PackedWeight(
+        kind=f"triton.{tiles.kind}",
+        tensors=(tiles.tiles, tiles.scales, arrivals),
+        out_features=out_features,
+        in_features=in_features,
+    )
+
+
+def linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x @ weight.T (`signatures.Linear`). One stream at a time may use a quantised weight: it holds scratch of its own.
+
+    Raises:
+        ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
+    """
+    require_shape("x", x, None, weight.in_features)
+    if weight.kind == PLAIN_KIND:
+        return torch.nn.functional.linear(x, weight.tensors[0])
+    kind = PACKED_KINDS.get(weight.kind)
+    if kind is None:
+        raise ValueError(
+            f"weight: got a weight packed as {weight.kind!r}, expected one of {[PLAIN_KIND, *sorted(PACKED_KINDS)]}"
+        )
+    require_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.out_features)
+    return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind)
+
+
+def _tiled_linear(x: Tensor, weight: PackedWeight, kind: str, stages: int = 4) -> Tensor:
+    num_rows = x.shape[0]
+    tiles, scales, arrivals = weight.tensors
+    row_tiles, num_steps = tiles.shape[1:3]
+    columns = min(64, max(8, triton.next_power_of_2(num_rows)))
+    num_tiles = triton.cdiv(num_rows, columns)
+    splits = _num_splits(num_tiles * row_tiles, num_steps) if num_rows <= SPLIT_ROWS else 1
+    scratch = num_tiles * row_tiles * splits * 128 * columns if splits > 1 else 0
+    partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
+    out = x.new_empty(num_rows, weight.out_features)
+    tiled_linear_kernel[(num_tiles * row_tiles * splits,)](
+        x,
+        tiles,
+        scales,
+        out,
+        partials,
+        arrivals,
+        num_rows,
+        x.stride(0),
+        weight.in_features,
+        weight.out_features,
+        row_tiles,
+        num_steps,
+        KIND=kind,
+        WORDS=tiles.shape[-1],
+        COLUMNS=columns,
+        STAGES=stages if columns <= 16 else 3,
+        SCALE_WEIGHTS=columns >= 32,
+        SPLITS=splits,
+        EVEN=weight.in_features % step_columns(kind) == 0,
+        # The bit tricks make bf16; other types, and the CPU, take plain arithmetic.
+        PORTABLE=x.dtype != torch.bfloat16 or x.device.type != "cuda",
+    )
+    return out
+
+
+def _num_splits(num_programs: int, num_steps: int) -> int:
+    """A power of two that gives each multiprocessor a few programs of at least four steps."""
+    splits = 1
+    while splits < MAX_SPLITS and num_programs * splits < 3 * PROCESSORS and num_steps >= 8 * splits:
+        splits *= 2
+    return splits
+
+
+def _stacked(weight: Int4Weight | Fp8Weight) -> Weight:
+    if isinstance(weight, Int4Weight):
+        return Int4Weight(
+            packed=weight.packed.unsqueeze(0), scales=weight.scales.unsqueeze(0), group_size=weight.group_size
+        )
+    return Fp8Weight(values=weight.values.unsqueeze(0), scales=weight.scales.unsqueeze(0), block_size=weight.block_size)

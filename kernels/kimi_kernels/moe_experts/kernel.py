@@ -1,0 +1,299 @@
+"""`pack_experts` and `moe_experts` in Triton-language: checks, scratch and launches around the kernels."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
+from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel, sum_choices_kernel
+from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
+from kimi_kernels.moe_experts.launch import (
+    FEW_CHOICES,
+    FewLaunch,
+    SortedLaunch,
+    few_launch,
+    max_tiles,
+    sorted_launch,
+)
+from kimi_kernels.quantization.tiles import (
+    cut_tiles,
+    gate_up_rows,
+    identity_rows,
+    step_columns,
+)
+from kimi_kernels.weights import ExpertWeights, PackedExperts, Weight
+
+PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "fp8", "float")}
+FEW_COLUMNS = 8
+CHUNK = 512
+SUM_BLOCK = 1024
+MAX_EXPERTS = 1 << 15
+
+
+def pack_experts(weights: ExpertWeights) -> PackedExperts:
+    """Cut every expert into tiles, gate and up rows in stripes (`signatures.PackExperts`).
+
+    Raises:
+        ValueError: the shapes of gate_up and down do not fit, their formats differ, or `cut_tiles` refuses one.
+    """
+    num_experts, rows, hidden_size = _shape(weights.gate_up)
+    intermediate_size = rows // 2
+    require(
+        _shape(weights.down) == (num_experts, hidden_size, intermediate_size) and rows % 2 == 0,
+        "down",
+        f"shape {list(_shape(weights.down))}",
+        f"[{num_experts}, {hidden_size}, {rows} / 2]",
+    )
+    require(num_experts < MAX_EXPERTS, "gate_up", f"{num_experts} experts", f"fewer than {MAX_EXPERTS}")
+    device = _device(weights.gate_up)
+    gate_up = cut_tiles(weights.gate_up, gate_up_rows(intermediate_size, device))
+    down = cut_tiles(weights.down, identity_rows(hidden_size, device))
+    require(gate_up.kind == down.kind, "down", f"{down.kind} weights", f"{gate_up.kind}, as gate_up")
+    arrivals = torch.zeros(FEW_CHOICES * gate_up.tiles.shape[1], dtype=torch.int32, device=device)
+    return PackedExperts(
+        kind=f"triton.{gate_up.kind}",
+        tensors=(gate_up.tiles, gate_up.scales, down.tiles, down.scales, arrivals),
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+    )
+
+
+def moe_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts, first_expert: int = 0
+) -> Tensor:
+    """`signatures.MoeExperts`. One stream at a time may run a layer's experts: they hold the scratch of its splits.
+
+    Raises:
+        ValueError: a shape or dtype is wrong, or the experts were packed by another kernel set.
+    """
+    kind = PACKED_KINDS.get(experts.kind)
+    require(kind is not None, "experts", f"experts packed as {experts.kind!r}", f"one of {sorted(PACKED_KINDS)}")
+    require_shape("x", x, None, experts.hidden_size)
+    require_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    require_shape("topk_ids", topk_ids, x.shape[0], None)
+    require_dtype("topk_ids", topk_ids, torch.int32)
+    require_shape("topk_weights", topk_weights, *topk_ids.shape)
+    require_dtype("topk_weights", topk_weights, torch.float32)
+    require(topk_ids.shape[1] > 0, "topk_ids", "0 choices a token", "at least 1")
+    if x.shape[0] == 0:
+        return torch.empty_like(x)
+    layer = _Layer(x, topk_ids, topk_weights, experts, first_expert)
+    if layer.num_choices <= FEW_CHOICES:
+        few = few_launch(layer.num_choices, layer.gate_up_row_tiles, layer.gate_up_steps)
+        hidden = gate_up_few(layer, few)
+        return down_few(layer, few, hidden)
+    many = sorted_launch(layer.num_choices, experts.num_experts, layer.down_steps)
+    order = sort_choices(layer, many.columns)
+    hidden = gate_up_sorted(layer, many, order)
+    return sum_choices(layer, down_sorted(layer, many, order, hidden))
+
+
+class _Layer:
+    """One call's arguments and what every launch derives from them."""
+
+    def __init__(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts, first_expert: int
+    ) -> None:
+        self.x = x if x.stride(1) == 1 else x.contiguous()
+        self.topk_ids = topk_ids.contiguous()
+        self.topk_weights = topk_weights.contiguous()
+        self.first_expert = first_expert
+        self.num_experts = experts.num_experts
+        self.hidden_size = experts.hidden_size
+        self.intermediate_size = experts.intermediate_size
+        self.num_tokens, self.top_k = topk_ids.shape
+        self.num_choices = topk_ids.numel()
+        self.gate_up, self.gate_up_scales, self.down, self.down_scales, self.arrivals = experts.tensors
+        self.gate_up_row_tiles, self.gate_up_steps = self.gate_up.shape[1:3]
+        self.down_row_tiles, self.down_steps = self.down.shape[1:3]
+        kind = PACKED_KINDS[experts.kind]
+        step = step_columns(kind)
+        # The bit tricks make bf16; other types, and the CPU, take plain arithmetic.
+        is_portable = x.dtype != torch.bfloat16 or x.device.type != "cuda"
+        self.gate_up_flags = dict(
+            KIND=kind, WORDS=self.gate_up.shape[-1], EVEN=self.hidden_size % step == 0, PORTABLE=is_portable
+        )
+        self.down_flags = self.gate_up_flags | dict(EVEN=self.intermediate_size % step == 0)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.x.dtype, device=self.x.device)
+
+
+def gate_up_few(layer: _Layer, launch: FewLaunch) -> Tensor:
+    """[choices, intermediate_size] activations of unsorted choices."""
+    hidden = layer.empty(layer.num_choices, layer.intermediate_size)
+    num_programs = layer.num_choices * layer.gate_up_row_tiles * launch.splits
+    gate_up_choice_kernel[(num_programs,)](
+        layer.x,
+        layer.gate_up,
+        layer.gate_up_scales,
+        hidden,
+        layer.empty(num_programs * 128 if launch.splits > 1 else 0, dtype=torch.float32),
+        layer.arrivals,
+        layer.topk_ids,
+        layer.x.stride(0),
+        layer.top_k,
+        layer.first_expert,
+        layer.num_experts,
+        layer.hidden_size,
+        layer.intermediate_size,
+        layer.gate_up_row_tiles,
+        layer.gate_up_steps,
+        COLUMNS=FEW_COLUMNS,
+        STAGES=launch.gate_up_stages,
+        SPLITS=launch.splits,
+        **layer.gate_up_flags,
+    )
+    return hidden
+
+
+def down_few(layer: _Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
+    """[T, hidden_size]: each program sums a token's experts as it goes."""
+    out = layer.empty(layer.num_tokens, layer.hidden_size)
+    down_token_kernel[(layer.num_tokens * layer.down_row_tiles * (128 // launch.down_rows),)](
+        hidden,
+        layer.down,
+        layer.down_scales,
+        out,
+        layer.topk_ids,
+        layer.topk_weights,
+        layer.first_expert,
+        layer.num_experts,
+        layer.intermediate_size,
+        layer.hidden_size,
+        layer.down_row_tiles,
+        layer.down_steps,
+        TOP_K=layer.top_k,
+        ROWS=launch.down_rows,
+        COLUMNS=FEW_COLUMNS,
+        STAGES=launch.down_stages,
+        num_warps=2 if launch.down_rows == 32 else 4,
+        **layer.down_flags,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Choices sorted by expert, as `place_kernel` writes them."""
+
+    entries: Tensor
+    choices: Tensor
+    num_tiles: Tensor
+
+
+def sort_choices(layer: _Layer, columns: int) -> _Order:
+    """Tiles of `columns` choices of one expert each."""
+    bins = max(16, triton.next_power_of_2(layer.num_experts))
+    num_chunks = triton.cdiv(layer.num_choices, CHUNK)
+    limit = max_tiles(layer.num_choices, layer.num_experts, columns)
+    counts = layer.empty(num_chunks if num_chunks > 1 else 0, bins, dtype=torch.int32)
+    entries, choices, num_tiles = (layer.empty(size, dtype=torch.int32) for size in (limit, limit * columns, 1))
+    sizes = (layer.num_choices, layer.first_expert, layer.num_experts)
+    shape = dict(CHUNK=CHUNK, BINS=bins, num_warps=8)
+    if num_chunks > 1:
+        count_kernel[(num_chunks,)](layer.topk_ids, counts, *sizes, **shape)
+    place_kernel[(num_chunks,)](
+        layer.topk_ids,
+        counts,
+        entries,
+        choices,
+        num_tiles,
+        *sizes,
+        num_chunks,
+        COLUMNS=columns,
+        SINGLE=num_chunks == 1,
+        **shape,
+    )
+    return _Order(entries, choices, num_tiles)
+
+
+def gate_up_sorted(layer: _Layer, launch: SortedLaunch, order: _Order) -> Tensor:
+    """[choices, intermediate_size] activations; rows of experts held elsewhere are not written."""
+    hidden = layer.empty(layer.num_choices, layer.intermediate_size)
+    gate_up_sorted_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
+        layer.x,
+        layer.gate_up,
+        layer.gate_up_scales,
+        hidden,
+        order.entries,
+        order.choices,
+        order.num_tiles,
+        layer.x.stride(0),
+        layer.top_k,
+        layer.hidden_size,
+        layer.intermediate_size,
+        layer.gate_up_row_tiles,
+        layer.gate_up_steps,
+        COLUMNS=launch.columns,
+        STAGES=launch.gate_up_stages,
+        SCALE_WEIGHTS=launch.scale_weights,
+        num_warps=launch.gate_up_warps,
+        **layer.gate_up_flags,
+    )
+    return hidden
+
+
+def down_sorted(layer: _Layer, launch: SortedLaunch, order: _Order, hidden: Tensor) -> Tensor:
+    """[choices, hidden_size] products; rows of experts held elsewhere are not written."""
+    products = layer.empty(layer.num_choices, layer.hidden_size)
+    num_groups = triton.cdiv(layer.down_row_tiles, launch.tiles_a_group)
+    down_sorted_kernel[(order.entries.numel() * num_groups,)](
+        hidden,
+        layer.down,
+        layer.down_scales,
+        products,
+        order.entries,
+        order.choices,
+        order.num_tiles,
+        layer.intermediate_size,
+        layer.hidden_size,
+        layer.down_row_tiles,
+        layer.down_steps,
+        num_groups,
+        launch.tiles_a_group,
+        COLUMNS=launch.columns,
+        STAGES=launch.down_stages,
+        SCALE_WEIGHTS=launch.scale_weights,
+        RESIDENT_STEPS=layer.down_steps if launch.resident else 0,
+        num_warps=launch.down_warps,
+        **layer.down_flags,
+    )
+    return products
+
+
+def sum_choices(layer: _Layer, products: Tensor) -> Tensor:
+    """[T, hidden_size]: each token's weighted products, summed in the order of its choices."""
+    out = layer.empty(layer.num_tokens, layer.hidden_size)
+    sum_choices_kernel[(layer.num_tokens, triton.cdiv(layer.hidden_size, SUM_BLOCK))](
+        products,
+        layer.topk_ids,
+        layer.topk_weights,
+        out,
+        layer.first_expert,
+        layer.num_experts,
+        layer.hidden_size,
+        TOP_K=layer.top_k,
+        BLOCK=SUM_BLOCK,
+    )
+    return out
+
+
+def _shape(weight: Weight) -> tuple[int, int, int]:
+    """[E, out_features, in_features] of a weight of any format."""
+    if isinstance(weight, Tensor):
+        tensor, columns_a_word = weight, 1
+    elif hasattr(weight, "packed"):
+        tensor, columns_a_word = weight.packed, 8
+    else:
+        tensor, columns_a_word = weight.values, 1
+    require(tensor.ndim == 3, "weights", f"{tensor.ndim} dimensions", "[E, out_features, in_features]")
+    return tensor.shape[0], tensor.shape[1], tensor.shape[2] * columns_a_word
+
+
+def _device(weight: Weight) -> torch.device:
+    return (weight if isinstance(weight, Tensor) else weight.scales).device

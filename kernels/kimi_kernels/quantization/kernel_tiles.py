@@ -1,0 +1,209 @@
+"""Device code that multiplies rows of activations with a weight cut into tiles (`quantization.tiles`).
+
+The product is transposed, [weight rows, columns]: the weight's 128 rows fill the tensor core's tall side, and a step with
+few activation rows pads to 8 of them, not to 64 or 128. A *column* of these kernels is a row of activations.
+"""
+
+import triton
+import triton.language as tl
+
+TILE_ROWS = tl.constexpr(128)
+INT4_WORDS = tl.constexpr(32)
+FP8_WORDS = tl.constexpr(64)
+FLOAT_WORDS = tl.constexpr(64)
+
+
+def _int4_asm(shift: str) -> tl.constexpr:
+    """PTX: the nibbles of two words at one place, as two bf16."""
+    return tl.constexpr(
+        "{ .reg .b32 t, c; mov.b32 t, $1; mov.b32 c, 0x43084308; "
+        + shift
+        + "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; sub.bf16x2 $0, t, c; }"
+    )
+
+
+def _fp8_asm(sign: str, magnitude: str) -> tl.constexpr:
+    """PTX: the bytes of two words at one place, as two bf16."""
+    return tl.constexpr(
+        "{ .reg .b32 s, t, c; mov.b32 c, 0x7b807b80; mov.b32 s, $1; "
+        + sign
+        + "and.b32 s, s, 0x80008000; "
+        + magnitude
+        + "lop3.b32 t, t, 0x07f007f0, s, 0xea; mul.bf16x2 $0, t, c; }"
+    )
+
+
+INT4_ASM_0 = _int4_asm("")
+INT4_ASM_1 = _int4_asm("shr.u32 t, t, 4; ")
+INT4_ASM_2 = _int4_asm("shr.u32 t, t, 8; ")
+INT4_ASM_3 = _int4_asm("shr.u32 t, t, 12; ")
+FP8_ASM_0 = _fp8_asm("shl.b32 s, s, 8; ", "shl.b32 t, $1, 4; ")
+FP8_ASM_1 = _fp8_asm("", "shr.u32 t, $1, 4; ")
+
+
+@triton.jit
+def _int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
+    """Codes of nibble PLANE, -8 … 7, exact.
+
+    A register holds two words. Or-ing a nibble into the bf16 128.0 gives 128 + nibble; subtracting 136 undoes both offsets.
+    """
+    if PORTABLE:
+        values = ((words >> (4 * PLANE)) & 15).to(tl.float32) - 8.0
+    elif PLANE == 0:
+        values = tl.inline_asm_elementwise(INT4_ASM_0, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif PLANE == 1:
+        values = tl.inline_asm_elementwise(INT4_ASM_1, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif PLANE == 2:
+        values = tl.inline_asm_elementwise(INT4_ASM_2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        values = tl.inline_asm_elementwise(INT4_ASM_3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return values
+
+
+@triton.jit
+def _fp8_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
+    """Values of byte PLANE, exact.
+
+    e4m3 and bf16 differ in the width of the exponent: shifted into place, a value is 2^120 too small.
+    """
+    if PORTABLE:
+        values = (words >> (8 * PLANE)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif PLANE == 0:
+        values = tl.inline_asm_elementwise(FP8_ASM_0, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        values = tl.inline_asm_elementwise(FP8_ASM_1, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return values
+
+
+@triton.jit
+def _dot(weights, x, acc):
+    """weights [ROWS, K] x [COLUMNS, K]^T + acc, in x's dtype where that is exact."""
+    if weights.dtype == x.dtype:
+        acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(tl.float32), tl.trans(x.to(tl.float32)), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def load_columns(x_rows, is_valid, first, in_features, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """WIDTH activations of each row from column `first` on; zeros for rows that are not valid.
+
+    Args:
+        x_rows: [COLUMNS] pointers to the rows' first elements. is_valid: [COLUMNS].
+        EVEN: in_features is a multiple of a step.
+    """
+    offsets = first + tl.arange(0, WIDTH)
+    if EVEN:
+        x = tl.load(x_rows[:, None] + offsets[None, :], mask=is_valid[:, None], other=0.0)
+    else:
+        x = tl.load(
+            x_rows[:, None] + offsets[None, :], mask=is_valid[:, None] & (offsets < in_features)[None, :], other=0.0
+        )
+    return x
+
+
+@triton.jit
+def load_planes(x_rows, is_valid, step, in_features, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """The activations that a step's planes multiply: a tuple, one [COLUMNS, plane width] each."""
+    if KIND == "int4":
+        first = step * (4 * INT4_WORDS)
+        planes = (
+            load_columns(x_rows, is_valid, first, in_features, INT4_WORDS, EVEN),
+            load_columns(x_rows, is_valid, first + INT4_WORDS, in_features, INT4_WORDS, EVEN),
+            load_columns(x_rows, is_valid, first + 2 * INT4_WORDS, in_features, INT4_WORDS, EVEN),
+            load_columns(x_rows, is_valid, first + 3 * INT4_WORDS, in_features, INT4_WORDS, EVEN),
+        )
+    elif KIND == "fp8":
+        first = step * (2 * FP8_WORDS)
+        planes = (
+            load_columns(x_rows, is_valid, first, in_features, FP8_WORDS, EVEN),
+            load_columns(x_rows, is_valid, first + FP8_WORDS, in_features, FP8_WORDS, EVEN),
+        )
+    else:
+        planes = (load_columns(x_rows, is_valid, step * FLOAT_WORDS, in_features, FLOAT_WORDS, EVEN),)
+    return planes
+
+
+@triton.jit
+def multiply_tile(
+    acc,
+    tiles,
+    scales,
+    step,
+    planes,
+    factor,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    PORTABLE: tl.constexpr,
+):
+    """acc + factor * (one step's tile) x (its planes of activations).
+
+    Args:
+        acc: [ROWS, COLUMNS] float32.
+        tiles: the first tile of this row tile (or of its lower half). scales: its scales.
+        SCALE_WEIGHTS: scale the int4 weights, which rounds them to bf16, rather than the products of a group; pays when
+            there are more columns than a group's 32 products. Allows no factor.
+    """
+    row = tl.arange(0, ROWS)
+    if KIND == "int4":
+        word = tl.arange(0, INT4_WORDS)
+        words = tl.load(tiles + step * (TILE_ROWS * INT4_WORDS) + row[:, None] * INT4_WORDS + word[None, :])
+        packed = tl.load(scales + step * TILE_ROWS + row)
+        for p in tl.static_range(4):
+            weights = _int4_plane(words, p, PORTABLE)
+            # A bf16 is the upper half of the float32 of the same value.
+            scale = ((packed >> (16 * p)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            if SCALE_WEIGHTS:
+                acc = _dot(weights * scale.to(weights.dtype)[:, None], planes[p], acc)
+            else:
+                product = _dot(weights, planes[p], tl.zeros_like(acc))
+                acc += product * (scale * factor)[:, None]
+    elif KIND == "fp8":
+        word = tl.arange(0, FP8_WORDS)
+        words = tl.load(tiles + step * (TILE_ROWS * FP8_WORDS) + row[:, None] * FP8_WORDS + word[None, :])
+        scale = tl.load(scales + step * TILE_ROWS + row)
+        product = _dot(_fp8_plane(words, 0, PORTABLE), planes[0], tl.zeros_like(acc))
+        product = _dot(_fp8_plane(words, 1, PORTABLE), planes[1], product)
+        acc += product * (scale * factor)[:, None]
+    else:
+        word = tl.arange(0, FLOAT_WORDS)
+        weights = tl.load(tiles + step * (TILE_ROWS * FLOAT_WORDS) + row[:, None] * FLOAT_WORDS + word[None, :])
+        if SCALE_WEIGHTS:
+            acc = _dot(weights, planes[0], acc)
+        else:
+            acc += _dot(weights, planes[0], tl.zeros_like(acc)) * factor
+    return acc
+
+
+@triton.jit
+def multiply_steps(
+    tiles,
+    scales,
+    x_rows,
+    is_valid,
+    first_step,
+    end_step,
+    in_features,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PORTABLE: tl.constexpr,
+):
+    """(row tile of the weight) x (activation rows) over the steps [first_step, end_step): [ROWS, COLUMNS] float32."""
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in tl.range(first_step, end_step, num_stages=STAGES):
+        planes = load_planes(x_rows, is_valid, step, in_features, KIND, EVEN)
+        acc = multiply_tile(acc, tiles, scales, step, planes, 1.0, KIND, ROWS, SCALE_WEIGHTS, PORTABLE)
+    return acc
+
+
+@triton.jit
+def first_column(acc):
+    """Column 0 of [ROWS, COLUMNS]."""
+    column = tl.arange(0, acc.shape[1])
+    return tl.sum(tl.where(column[None, :] == 0, acc, 0.0), axis=1)

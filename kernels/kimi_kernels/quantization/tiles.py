@@ -1,0 +1,167 @@
+"""Weights cut into the tiles that the Triton-language matrix products stream: each tile one contiguous block of memory.
+
+A tile holds 128 rows of the weight and one step of columns. 16-bit words hold several columns, one a *plane*, so that a
+plane is taken out of a register of two words by one mask and never has to be interleaved with another:
+
+| kind | columns a step | word [row, j] of a tile                                              | scales of a step        |
+| ---- | -------------- | -------------------------------------------------------------------- | ----------------------- |
+| int4 | 128            | [128, 32] int16: nibble p is column 32 p + j, as code + 8            | [128] int64: four bf16  |
+| fp8  | 128            | [128, 64] int16: byte p is column 64 p + j, float8_e4m3fn            | [128] float32           |
+| float | 64            | [128, 64] in the weight's own dtype                                  | none                    |
+
+An int4 plane is one scale group. Rows past the weight and columns past a whole step hold zeros.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_kernels.argument_checks import require, require_dtype, require_float
+from kimi_kernels.weights import Fp8Weight, Int4Weight, Weight
+
+TILE_ROWS = 128
+INT4_PLANE_COLUMNS = 32
+INT4_STEP_COLUMNS = 4 * INT4_PLANE_COLUMNS
+FP8_PLANE_COLUMNS = 64
+FP8_STEP_COLUMNS = 2 * FP8_PLANE_COLUMNS
+FLOAT_STEP_COLUMNS = 64
+GATE_UP_STRIPE = 8
+"""Gate and up rows alternate in stripes of 8: a thread that holds row r of a product's tile also holds row r + 8."""
+ZERO_NIBBLES = 0x88
+"""Two int4 zeros in a byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTiles:
+    """Stacked weights in tiles; E matrices, padded to whole tiles."""
+
+    kind: str
+    """int4, fp8 or float."""
+    tiles: Tensor
+    """[E, row tiles, steps, 128, words a row]."""
+    scales: Tensor
+    """[E, row tiles, steps, 128]; empty for float."""
+
+
+def step_columns(kind: str) -> int:
+    """Columns of the weight that one tile covers."""
+    return {"int4": INT4_STEP_COLUMNS, "fp8": FP8_STEP_COLUMNS, "float": FLOAT_STEP_COLUMNS}[kind]
+
+
+def identity_rows(num_rows: int, device: torch.device) -> Tensor:
+    """Rows in their own order, padded to whole tiles with -1."""
+    padded = -(-num_rows // TILE_ROWS) * TILE_ROWS
+    rows = torch.arange(padded, device=device)
+    return torch.where(rows < num_rows, rows, -1)
+
+
+def gate_up_rows(intermediate_size: int, device: torch.device) -> Tensor:
+    """Rows of [gate; up] in stripes: 8 of gate, the 8 of up that belong to them, and so on; -1 pads to whole tiles."""
+    half = TILE_ROWS // 2
+    padded = -(-intermediate_size // half) * half
+    columns = torch.arange(padded, device=device)
+    gate = torch.where(columns < intermediate_size, columns, -1).view(-1, GATE_UP_STRIPE)
+    up = torch.where(gate >= 0, gate + intermediate_size, -1)
+    return torch.stack([gate, up], dim=1).flatten()
+
+
+def cut_tiles(weight: Weight, rows: Tensor) -> WeightTiles:
+    """Gather the given rows of each matrix and cut them into tiles.
+
+    Args:
+        weight: [E, out_features, in_features].
+        rows: [a multiple of 128] int64, rows of the weight; -1 is a row of zeros.
+    Raises:
+        ValueError: a shape does not fit, an int4 group is not a multiple of 32, or fp8 blocks are not of 128 columns.
+    """
+    if isinstance(weight, Int4Weight):
+        _check_int4(weight)
+        parts = [_int4_tiles(packed, scales, rows) for packed, scales in zip(*_int4_parts(weight), strict=True)]
+        return WeightTiles(kind="int4", tiles=_stack([t for t, _ in parts]), scales=_stack([s for _, s in parts]))
+    if isinstance(weight, Fp8Weight):
+        _check_fp8(weight)
+        parts = [_fp8_tiles(values, scales, rows, weight.block_size) for values, scales in _fp8_parts(weight)]
+        return WeightTiles(kind="fp8", tiles=_stack([t for t, _ in parts]), scales=_stack([s for _, s in parts]))
+    require_float("weight", weight)
+    require(weight.ndim == 3, "weight", f"{weight.ndim} dimensions", "3")
+    tiles = _stack([_float_tiles(matrix, rows) for matrix in weight])
+    return WeightTiles(kind="float", tiles=tiles, scales=torch.empty(0, dtype=torch.float32, device=weight.device))
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    require(len(parts) > 0, "weight", "0 matrices", "at least 1")
+    return torch.stack(parts)
+
+
+def _check_int4(weight: Int4Weight) -> None:
+    require_dtype("packed", weight.packed, torch.int32)
+    require_float("scales", weight.scales)
+    require(weight.packed.ndim == 3, "packed", f"{weight.packed.ndim} dimensions", "3")
+    group = weight.group_size
+    in_features = weight.packed.shape[-1] * 8
+    require(group > 0 and group % INT4_PLANE_COLUMNS == 0, "group_size", group, f"a multiple of {INT4_PLANE_COLUMNS}")
+    require(in_features % group == 0, "group_size", group, f"a divisor of in_features {in_features}")
+    expected = [*weight.packed.shape[:-1], in_features // group]
+    require(list(weight.scales.shape) == expected, "scales", f"shape {list(weight.scales.shape)}", str(expected))
+
+
+def _int4_parts(weight: Int4Weight) -> tuple[Tensor, Tensor]:
+    scales = weight.scales.repeat_interleave(weight.group_size // INT4_PLANE_COLUMNS, dim=-1)
+    return weight.packed, scales
+
+
+def _int4_tiles(packed: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """packed: [rows, columns / 8] int32; scales: [rows, columns / 32]."""
+    # A little-endian word's bytes hold columns (0, 1), (2, 3), ...: low nibble first.
+    pairs = _gather(packed.contiguous().view(torch.uint8), rows, INT4_STEP_COLUMNS // 2, ZERO_NIBBLES)
+    nibbles = torch.stack([pairs & 0xF, pairs >> 4], dim=-1)
+    planes = nibbles.view(-1, TILE_ROWS, pairs.shape[1] * 2 // INT4_STEP_COLUMNS, 4, INT4_PLANE_COLUMNS)
+    planes = planes.transpose(1, 2)
+    low = planes[..., 0, :] | planes[..., 1, :] << 4
+    high = planes[..., 2, :] | planes[..., 3, :] << 4
+    words = torch.stack([low, high], dim=-1).view(torch.int16).squeeze(-1)
+    padded = _gather(scales.to(torch.bfloat16), rows, 4, 0)
+    groups = padded.view(-1, TILE_ROWS, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
+    return words, groups.view(torch.int64).squeeze(-1)
+
+
+def _check_fp8(weight: Fp8Weight) -> None:
+    require_dtype("values", weight.values, torch.float8_e4m3fn)
+    require_float("scales", weight.scales)
+    require(weight.values.ndim == 3, "values", f"{weight.values.ndim} dimensions", "3")
+    block = weight.block_size
+    require(block > 0 and block % FP8_STEP_COLUMNS == 0, "block_size", block, f"a multiple of {FP8_STEP_COLUMNS}")
+    matrices, rows, columns = weight.values.shape
+    expected = [matrices, -(-rows // block), -(-columns // block)]
+    require(list(weight.scales.shape) == expected, "scales", f"shape {list(weight.scales.shape)}", str(expected))
+
+
+def _fp8_parts(weight: Fp8Weight) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(weight.values, weight.scales, strict=True))
+
+
+def _fp8_tiles(values: Tensor, scales: Tensor, rows: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """values: [rows, columns] float8_e4m3fn; scales: [row blocks, column blocks]."""
+    padded = _gather(values.contiguous().view(torch.uint8), rows, FP8_STEP_COLUMNS, 0)
+    num_steps = padded.shape[1] // FP8_STEP_COLUMNS
+    planes = padded.view(-1, TILE_ROWS, num_steps, 2, FP8_PLANE_COLUMNS).transpose(1, 2)
+    words = torch.stack([planes[..., 0, :], planes[..., 1, :]], dim=-1).view(torch.int16).squeeze(-1)
+    by_step = scales.float().repeat_interleave(block_size // FP8_STEP_COLUMNS, dim=-1)[:, :num_steps]
+    by_row = by_step[rows.clamp_min(0) // block_size]
+    return words, by_row.view(-1, TILE_ROWS, num_steps).transpose(1, 2).contiguous()
+
+
+def _float_tiles(matrix: Tensor, rows: Tensor) -> Tensor:
+    padded = _gather(matrix, rows, FLOAT_STEP_COLUMNS, 0)
+    num_steps = padded.shape[1] // FLOAT_STEP_COLUMNS
+    return padded.view(-1, TILE_ROWS, num_steps, FLOAT_STEP_COLUMNS).transpose(1, 2).contiguous()
+
+
+def _gather(matrix: Tensor, rows: Tensor, multiple: int, fill: int) -> Tensor:
+    """Rows of a matrix, its columns padded to a multiple; `fill` where there is nothing."""
+    num_columns = matrix.shape[1]
+    padded = -(-num_columns // multiple) * multiple
+    gathered = matrix[rows.clamp_min(0)]
+    gathered = torch.where((rows >= 0).unsqueeze(1), gathered, torch.full_like(gathered[:1, :1], fill))
+    return torch.nn.functional.pad(gathered, (0, padded - num_columns), value=fill)
