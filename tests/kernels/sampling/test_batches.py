@@ -152,3 +152,22 @@ def test_non_contiguous_logits() -> None:
     logits, inputs, rows = batch(4, 6)
     strided = torch.stack((logits, logits + 1), dim=2)[:, :, 0]
     assert torch.equal(sample_tokens(strided, inputs, rows).token_ids, sample_tokens(logits, inputs, rows).token_ids)
+
+
+def neighbours_merged_by_inverse(divisor: float) -> torch.Tensor:
+    """Two float32, the smaller first, equal times the rounded inverse and not equal divided."""
+    value = torch.linspace(1, 2, 10_000)
+    pair = torch.stack((value, torch.nextafter(value, torch.tensor(9.0))))
+    by_product, by_division = pair * (torch.tensor(1.0) / divisor), pair / divisor
+    merged = (by_product[0] == by_product[1]) & (by_division[0] != by_division[1])
+    return pair[:, merged][:, 0]
+
+
+def test_temperature_is_a_product_with_the_rounded_inverse() -> None:
+    inputs, rows = sampling_tensors([SequenceCase(temperature=1.7, top_k=1)])
+    assert sample_tokens(neighbours_merged_by_inverse(1.7)[None], inputs, rows).token_ids.tolist() == [0]
+
+
+def test_repetition_is_a_product_with_the_rounded_inverse() -> None:
+    inputs, rows = sampling_tensors([SequenceCase(temperature=0.0, repetition_penalty=1.3, prompt=[0, 1])])
+    assert sample_tokens(neighbours_merged_by_inverse(1.3)[None], inputs, rows).token_ids.tolist() == [0]

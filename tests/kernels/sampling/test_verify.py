@@ -16,7 +16,7 @@ def verify(
     """One list of drawn tokens (and of statuses) a sequence, one longer than its draft tokens."""
     status = status or [[0] * len(tokens) for tokens in drawn]
     lengths = torch.tensor([len(tokens) for tokens in drawn])
-    table = torch.full((len(draft), width), 3, dtype=torch.int32)  # what lies beyond must not count, match as it may
+    table = torch.ones(len(draft), width, dtype=torch.int32)  # what lies beyond must not count, match as it may
     for row, tokens in enumerate(draft):
         table[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     return verify_draft_tokens(
