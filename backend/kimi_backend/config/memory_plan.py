@@ -1,7 +1,7 @@
 """How a GPU's memory is divided between weights and the two KV pools: a pure function, so that the target's and the
 draft's runner come to the same numbers without looking at what the other has allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.config.mla_dims import kv_item_bytes
@@ -167,17 +167,7 @@ def _with_blocks(plan: MemoryPlan, settings: MemorySettings) -> MemoryPlan:
             f"num_target_blocks {num_target} and num_draft_blocks {num_draft} take {_gib(asked)} of KV,"
             f" expected at most {_gib(left)}"
         )
-    return MemoryPlan(
-        target_weight_bytes=plan.target_weight_bytes,
-        draft_weight_bytes=plan.draft_weight_bytes,
-        activation_bytes=plan.activation_bytes,
-        target_kv_bytes_per_token=plan.target_kv_bytes_per_token,
-        draft_kv_bytes_per_token=plan.draft_kv_bytes_per_token,
-        block_size=plan.block_size,
-        num_target_blocks=num_target,
-        num_draft_blocks=num_draft,
-        max_model_len=plan.max_model_len,
-    )
+    return replace(plan, num_target_blocks=num_target, num_draft_blocks=num_draft)
 
 
 def _activation_bytes(

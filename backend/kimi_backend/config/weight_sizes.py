@@ -1,7 +1,7 @@
 """Bytes of the weights that one tensor-parallel rank holds, from the configs alone.
 
-Divided among the ranks: heads, MLP and expert widths, vocabulary rows. Whole on every rank: norms, the router, and MLA's
-down-projections. Linear layers are in the compute dtype whatever the file stores; routed experts stay as stored.
+Divided among the ranks: heads, MLP and expert widths, vocabulary rows. Whole on every rank: norms, the router, and
+MLA's down-projections. Linear layers are in the compute dtype whatever the file stores; routed experts stay as stored.
 """
 
 from dataclasses import dataclass

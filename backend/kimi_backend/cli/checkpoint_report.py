@@ -1,0 +1,155 @@
+"""What `kimi inspect` says about a checkpoint: plain values, ready for JSON."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kimi_backend.checkpoint.checked_tensors import VALUE_CHECKED_ROLES, check_values
+from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.checkpoint.progress import WatchedTensors, byte_progress
+from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.checkpoint.tensor_spec import (
+    NIBBLES_PER_WORD,
+    Specs,
+    TensorRole,
+    draft_tensor_specs,
+    target_tensor_specs,
+)
+from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
+from kimi_backend.config.memory_plan import MemoryPlan, MemorySettings, plan_memory
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.quantization_config import QuantizationMethod
+from kimi_backend.config.rope_config import RopeConfig
+from kimi_backend.errors import CheckpointError, ConfigError
+
+Report = dict[str, Any]
+
+_KV_DTYPES = ("bfloat16", "float8_e4m3fn")
+_NOT_PARAMETERS = (
+    TensorRole.INT4_SCALES,
+    TensorRole.INT4_SHAPE,
+    TensorRole.FP8_SCALES,
+    TensorRole.DRAFT_TO_TARGET,
+    TensorRole.TARGET_TO_DRAFT,
+)
+
+
+def report_target(checkpoint: TargetCheckpoint) -> Report:
+    config = checkpoint.config
+    specs = target_tensor_specs(config)
+    expert_parameters = sum(n for name, n in _parameters(specs).items() if ".mlp.experts." in name)
+    total = sum(_parameters(specs).values())
+    idle = expert_parameters * (config.n_routed_experts - config.num_experts_per_tok) // config.n_routed_experts
+    return {
+        "path": str(checkpoint.path),
+        "architecture": config.architecture,
+        "format": describe_format(config),
+        "num_tensors": len(checkpoint.tensors.names()),
+        "num_bytes": checkpoint.num_bytes,
+        "num_parameters": total,
+        "num_active_parameters": total - idle,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_moe_layers": config.num_moe_layers,
+        "experts": {
+            "routed": config.n_routed_experts,
+            "chosen": config.num_experts_per_tok,
+            "shared": config.n_shared_experts,
+        },
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "eos_token_ids": list(config.eos_token_ids),
+        "rope": describe_rope(config.rope),
+        "softmax_scale": config.softmax_scale,
+        "kv_bytes_per_token": {dtype: config.kv_bytes_per_token(dtype) for dtype in _KV_DTYPES},
+    }
+
+
+def report_draft(checkpoint: DraftCheckpoint, tp_size: int) -> Report:
+    config, names = checkpoint.config, checkpoint.tensors.names()
+    specs = {name: spec for name, spec in draft_tensor_specs(config).items() if name in names}
+    return {
+        "path": str(checkpoint.path),
+        "attention": "MLA" if isinstance(config, Eagle3MlaDraftConfig) else "MHA",
+        "algorithm": "EAGLE3.1" if config.fc_norm or config.norm_output else "EAGLE3",
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "aux_layer_ids": list(config.aux_layer_ids),
+        "num_tensors": len(names),
+        "num_bytes": checkpoint.num_bytes,
+        "num_parameters": sum(_parameters(specs).values()),
+        "draft_vocab_size": config.draft_vocab_size,
+        "embedding": "own" if "embed_tokens.weight" in names else "the target's",
+        "head": "own" if "lm_head.weight" in names else "the target's",
+        "rope": describe_rope(config.rope),
+        "kv_bytes_per_token": {dtype: config.kv_bytes_per_token(dtype, tp_size) for dtype in _KV_DTYPES},
+    }
+
+
+def report_memory(target: KimiModelConfig, draft: DraftCheckpoint | None, settings: MemorySettings) -> Report:
+    """The plan, or why there is none."""
+    try:
+        plan = plan_memory(target, draft.config if draft else None, settings)
+    except ConfigError as error:
+        return {"fits": False, "reason": str(error), "gpu_bytes": settings.gpu_bytes, "tp_size": settings.tp_size}
+    return {"fits": True, "gpu_bytes": settings.gpu_bytes, "tp_size": settings.tp_size, **_plan_values(plan)}
+
+
+def check_all_values(target: TargetCheckpoint, draft: DraftCheckpoint | None) -> None:
+    """Read every scale, norm and bias, with a progress bar.
+
+    Raises:
+        CheckpointError: some are NaN, infinite, or negative where that makes no sense; all are listed.
+    """
+    checked: list[tuple[str, Specs, TensorSource]] = [
+        (str(target.path), target_tensor_specs(target.config), target.tensors)
+    ]
+    if draft is not None:
+        checked.append((str(draft.path), draft_tensor_specs(draft.config), draft.tensors))
+    for path, specs, tensors in checked:
+        total = sum(spec.num_bytes for spec in specs.values() if spec.role in VALUE_CHECKED_ROLES)
+        with byte_progress("checking values", total) as advance:
+            problems = check_values(specs, WatchedTensors(tensors, advance))
+        if problems:
+            raise CheckpointError(path, problems)
+
+
+def describe_format(config: KimiModelConfig) -> str:
+    quantization = config.quantization
+    if quantization.method is QuantizationMethod.INT4:
+        return f"routed experts int4 in groups of {quantization.group_size}, the rest {config.dtype}"
+    if quantization.method is QuantizationMethod.FP8:
+        block = quantization.block_size
+        return f"linear layers fp8 in blocks of {block} x {block}, the rest {config.dtype}"
+    return config.dtype
+
+
+def describe_rope(rope: RopeConfig) -> str:
+    pairing = "interleaved" if rope.interleaved else "half-split"
+    if not rope.is_yarn:
+        return f"theta {rope.theta:g}, {pairing}"
+    betas = f"beta_fast {rope.beta_fast:g}, beta_slow {rope.beta_slow:g}"
+    original = rope.original_max_position_embeddings
+    return f"yarn, theta {rope.theta:g}, factor {rope.factor:g} over {original}, {betas}, {pairing}"
+
+
+def _parameters(specs: Specs) -> Mapping[str, int]:
+    """Weights of the model under each name, however they are packed."""
+    return {
+        name: spec.num_elements * (NIBBLES_PER_WORD if spec.role is TensorRole.INT4_CODES else 1)
+        for name, spec in specs.items()
+        if spec.role not in _NOT_PARAMETERS
+    }
+
+
+def _plan_values(plan: MemoryPlan) -> Report:
+    return {
+        "target_weight_bytes": plan.target_weight_bytes,
+        "draft_weight_bytes": plan.draft_weight_bytes,
+        "activation_bytes": plan.activation_bytes,
+        "target_kv_bytes_per_token": plan.target_kv_bytes_per_token,
+        "draft_kv_bytes_per_token": plan.draft_kv_bytes_per_token,
+        "block_size": plan.block_size,
+        "num_target_blocks": plan.num_target_blocks,
+        "num_draft_blocks": plan.num_draft_blocks,
+        "num_kv_tokens": plan.num_kv_tokens,
+        "max_model_len": plan.max_model_len,
+    }

@@ -1,0 +1,41 @@
+"""The `kimi` command: its subcommands, and one place where errors become one message and exit code 2.
+
+Modules imported here import nothing heavy, so that `kimi --help` answers at once; a command imports torch when it runs.
+"""
+
+import sys
+
+import typer
+
+from kimi_backend.cli.inspect import inspect
+from kimi_backend.cli.make_checkpoint import make_checkpoint_command
+from kimi_backend.errors import KimiError
+
+EXIT_BAD_INPUT = 2
+
+app = typer.Typer(
+    name="kimi",
+    help="Kimi-K2.x with EAGLE3 speculative decoding on Triton Server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("inspect")(inspect)
+app.command("make-checkpoint")(make_checkpoint_command)
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app()
+    except KimiError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_BAD_INPUT)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"error: {where}{error.strerror or error}", err=True)
+        sys.exit(EXIT_BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()
