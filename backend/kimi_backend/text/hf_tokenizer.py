@@ -59,6 +59,9 @@ class HfTokenizer:
         self._full = _build(definition)
         self._plain = _build({**definition, "added_tokens": plain_entries})
         vocab = self._full.get_vocab(with_added_tokens=True)
+        # Without its neighbours an added token may get another number.
+        plain_contents = [entry["content"] for entry in plain_entries]
+        self._id_of_plain_id = {self._plain.token_to_id(content): vocab[content] for content in plain_contents}
         self._token_by_id: dict[int, str] = {token_id: token for token, token_id in vocab.items()}
         self.vocab_size = max(self._token_by_id, default=-1) + 1
         ids = {content: token.token_id for content, token in controls.items()}
@@ -105,7 +108,8 @@ class HfTokenizer:
             if isinstance(piece, int):
                 token_ids.append(piece)
             else:
-                token_ids.extend(self._plain.encode(piece, add_special_tokens=False).ids)
+                plain_ids = self._plain.encode(piece, add_special_tokens=False).ids
+                token_ids.extend(self._id_of_plain_id.get(token_id, token_id) for token_id in plain_ids)
         return token_ids
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = False) -> str:
@@ -162,7 +166,7 @@ def _token_bytes_rule(decoder: Any) -> Callable[[str], bytes] | None:
     parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [part.get("type") for part in parts if isinstance(part, dict)]
     if kinds == ["ByteLevel"]:
-        return _byte_level_bytes
+        return byte_level_bytes
     joins_space_mark = any(
         (part.get("type") == "Metaspace" and part.get("replacement", _SPACE_MARK) == _SPACE_MARK)
         or (part.get("type"), part.get("pattern"), part.get("content")) == ("Replace", {"String": _SPACE_MARK}, " ")
@@ -185,7 +189,8 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a token of a byte-level vocabulary stands for, read from its printable form."""
     values = [_BYTE_OF_CHAR.get(char) for char in token]
     known = [value for value in values if value is not None]
     return bytes(known) if len(known) == len(values) else token.encode()

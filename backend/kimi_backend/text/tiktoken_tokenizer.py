@@ -11,6 +11,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -50,7 +51,6 @@ MAX_SLICE_CHARS = 400_000
 """The pattern engine gives up on longer inputs; the checkpoints' own code cuts here too, so the ids agree."""
 MAX_RUN_CHARS = 25_000
 """Longest run of spaces, or of other characters, that is encoded in one go; longer ones are cut for the same reason."""
-_LONG_RUN = re.compile(rf"\s{{{MAX_RUN_CHARS + 1},}}|\S{{{MAX_RUN_CHARS + 1},}}")
 
 
 class TiktokenTokenizer:
@@ -134,17 +134,25 @@ class TiktokenTokenizer:
         return None if name is None else self.control_tokens[name]
 
 
-def slice_for_encoding(text: str) -> Iterator[str]:
-    """Cuts `text` where the pattern engine needs it: every 400,000 characters, and within those, runs of one
-    space-ness every 25,000 characters. Joined, the parts are the text."""
-    for start in range(0, len(text), MAX_SLICE_CHARS):
-        part = text[start : start + MAX_SLICE_CHARS]
+def slice_for_encoding(
+    text: str, max_slice_chars: int = MAX_SLICE_CHARS, max_run_chars: int = MAX_RUN_CHARS
+) -> Iterator[str]:
+    """Cuts `text` where the pattern engine needs it: every `max_slice_chars` characters, and within those, runs of one
+    space-ness every `max_run_chars` characters. Joined, the parts are the text."""
+    long_run = _long_run_pattern(max_run_chars)
+    for start in range(0, len(text), max_slice_chars):
+        part = text[start : start + max_slice_chars]
         end_of_last = 0
-        for run in _LONG_RUN.finditer(part):
-            for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):
+        for run in long_run.finditer(part):
+            for cut in range(run.start() + max_run_chars, run.end(), max_run_chars):
                 yield part[end_of_last:cut]
                 end_of_last = cut
         yield part[end_of_last:]
+
+
+@lru_cache
+def _long_run_pattern(max_run_chars: int) -> re.Pattern[str]:
+    return re.compile(rf"\s{{{max_run_chars + 1},}}|\S{{{max_run_chars + 1},}}")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

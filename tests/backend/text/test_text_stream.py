@@ -1,0 +1,96 @@
+"""Tokens to a client's text: what counts, what is cut."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.text.text_stream import TextStream, TextUpdate
+from support.tiny_tokenizers import tempting_tokenizer
+
+TOKENIZER = tempting_tokenizer()
+
+
+def run(stream: TextStream, token_ids: list[int], sizes: list[int]) -> tuple[str, int, str | None, int]:
+    """(text, tokens that count, matched stop, characters cut at the match) of pushes of these sizes, then finish."""
+    text, counted, matched, cut = "", 0, None, 0
+    start = 0
+    for size in [*sizes, len(token_ids)]:
+        update = stream.push(token_ids[start : start + size])
+        start += size
+        text += update.text
+        counted += update.num_tokens
+        matched, cut = update.matched_stop or matched, update.num_chars_cut or cut
+    update = stream.finish()
+    return text + update.text, counted, update.matched_stop or matched, update.num_chars_cut or cut
+
+
+@given(
+    token_ids=st.lists(st.sampled_from([97, 98, 0xE4, 0xB8, 0xAD, 256, 257, 400, 500]), max_size=20),
+    stops=st.lists(st.sampled_from(["a", "ab", "ba", "中", "aab", "\ufffd", "b中"]), max_size=3),
+    sizes=st.lists(st.integers(0, 6), max_size=6),
+    include_stop=st.booleans(),
+    min_tokens=st.integers(0, 5),
+)
+@settings(max_examples=300)
+def test_the_cut_into_pushes_changes_nothing(
+    token_ids: list[int], stops: list[str], sizes: list[int], include_stop: bool, min_tokens: int
+) -> None:
+    def stream() -> TextStream:
+        return TextStream(TOKENIZER, stops, include_stop=include_stop, min_tokens=min_tokens)
+
+    result = run(stream(), token_ids, sizes)
+    assert result == run(stream(), token_ids, [1] * len(token_ids))
+    text, counted, matched, _ = result
+    decoded = TOKENIZER.decode(token_ids, skip_special=True)
+    if matched is None:
+        assert (text, counted) == (decoded, len(token_ids))
+    else:
+        assert decoded.startswith(text) or decoded.startswith(text.rstrip("\ufffd"))
+        assert matched in stops
+        assert text.endswith(matched) == include_stop or not include_stop
+
+
+def test_tokens_after_the_stop_string_do_not_count() -> None:
+    stream = TextStream(TOKENIZER, ["ND"])
+    assert stream.push(list(b"xE")) == TextUpdate(text="xE", num_tokens=2)
+    assert stream.push(list(b"NDyz")) == TextUpdate(text="", num_tokens=2, matched_stop="ND", num_chars_cut=2)
+    assert stream.push(list(b"more")) == TextUpdate(text="", num_tokens=0)
+    assert stream.finish() == TextUpdate(text="", num_tokens=0)
+
+
+def test_a_token_that_goes_past_the_stop_string_counts() -> None:
+    pair = TOKENIZER.encode("ab")
+    assert len(pair) == 1
+    assert TextStream(TOKENIZER, ["a"]).push([*pair, 97]) == TextUpdate(
+        text="", num_tokens=1, matched_stop="a", num_chars_cut=2
+    )
+
+
+def test_include_stop_keeps_it_and_nothing_after() -> None:
+    update = TextStream(TOKENIZER, ["a"], include_stop=True).push(TOKENIZER.encode("ab"))
+    assert update == TextUpdate(text="a", num_tokens=1, matched_stop="a", num_chars_cut=1)
+
+
+def test_the_first_min_tokens_are_not_searched() -> None:
+    stream = TextStream(TOKENIZER, ["a"], min_tokens=3)
+    assert stream.push(list(b"aa")) == TextUpdate(text="aa", num_tokens=2)
+    assert stream.push(list(b"aba")) == TextUpdate(text="ab", num_tokens=3, matched_stop="a", num_chars_cut=1)
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    stream = TextStream(TOKENIZER, ["abc"])
+    assert stream.push(list(b"xab\xe4")) == TextUpdate(text="x", num_tokens=4)
+    assert stream.finish() == TextUpdate(text="ab\ufffd", num_tokens=0)
+
+
+def test_stop_strings_in_skipped_tokens_do_not_match() -> None:
+    token_ids = [TOKENIZER.control_tokens["<|im_end|>"], 97]
+    assert TextStream(TOKENIZER, ["end"]).push(token_ids).text == "a"
+    shown = TextStream(TOKENIZER, ["end"], skip_special=False).push(token_ids)
+    assert (shown.text, shown.matched_stop, shown.num_tokens) == ("<|im_", "end", 1)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"stop\[0\] is empty"):
+        TextStream(TOKENIZER, [""])
