@@ -1,0 +1,226 @@
+"""Server settings -> loaded runners: one in each of two processes, or both in one."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.config.draft_config import DraftOverrides, Eagle3MlaDraftConfig
+from kimi_backend.config.memory_plan import GIB, MemoryPlan, MemorySettings, plan_memory
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import ConfigError
+from kimi_backend.models.eagle3_draft import Eagle3Draft
+from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
+from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
+from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
+from kimi_backend.parallel import SingleRank
+from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.target_runner import TargetRunner
+from kimi_kernels.kernel_set import KernelSet
+
+_GPU_SHARE = 0.92
+_CPU_KV_BYTES = 2 * GIB
+"""What both pools may take of a machine's own memory where `kv_tokens` does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where and with what a model computes."""
+
+    device: torch.device
+    kernels: KernelSet
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+def place(settings: ServingSettings) -> Placement:
+    """Resolve every "auto".
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none, or the kernels cannot run on the device.
+    """
+    has_gpu = torch.cuda.is_available()
+    name = settings.device if settings.device != "auto" else ("cuda" if has_gpu else "cpu")
+    if name == "cuda" and not has_gpu:
+        raise ConfigError("setting device: cuda given, but torch sees no GPU here; cpu is allowed")
+    if settings.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"setting tensor_parallel_size: {settings.tensor_parallel_size} given; this version serves with 1"
+        )
+    chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "reference")
+    if chosen == "triton" and name == "cpu":
+        raise ConfigError("setting kernels: triton given, which needs a GPU; on a CPU reference is allowed")
+    kernels = KernelSet.triton() if chosen == "triton" else KernelSet.reference()
+    dtype = torch.bfloat16 if chosen == "triton" else torch.float32
+    kv_dtype = dtype if settings.kv_cache_dtype == "auto" else getattr(torch, settings.kv_cache_dtype)
+    return Placement(device=torch.device(name), kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def draft_overrides(settings: ServingSettings) -> DraftOverrides:
+    """What the operator sets against the draft's config.json.
+
+    Raises:
+        ConfigError: aux_layer_ids is not a list of integers.
+    """
+    flags = {"": None, "true": True, "false": False}
+    return DraftOverrides(
+        rope_theta=settings.draft_rope_theta or None,
+        beta_fast=settings.draft_beta_fast or None,
+        interleaved=flags[settings.draft_interleaved],
+        fc_norm=flags[settings.draft_fc_norm],
+        norm_output=flags[settings.draft_norm_output],
+        aux_layer_ids=_parse_layer_ids(settings.aux_layer_ids),
+    )
+
+
+def _parse_layer_ids(text: str) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"setting aux_layer_ids: {text!r} given, integers separated by commas are needed") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checkpoints:
+    target: TargetCheckpoint
+    draft: DraftCheckpoint | None
+
+    @classmethod
+    def open(cls, settings: ServingSettings) -> "_Checkpoints":
+        if not settings.checkpoint:
+            raise ConfigError("setting checkpoint: empty, the folder of a checkpoint is needed")
+        target = TargetCheckpoint.open(settings.checkpoint)
+        if not settings.draft:
+            return cls(target=target, draft=None)
+        return cls(target=target, draft=DraftCheckpoint.open(settings.draft, target.config, draft_overrides(settings)))
+
+
+def memory_plan(settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement) -> MemoryPlan:
+    """The division both runners come to alike, from the configs and the settings only.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    on_gpu = placement.device.type == "cuda"
+    num_blocks = -(-settings.kv_tokens // settings.block_size) or None
+    target, draft = checkpoints.target.config, checkpoints.draft.config if checkpoints.draft else None
+    if not on_gpu and num_blocks is None:
+        per_token = target.kv_bytes_per_token(_name(placement.kv_dtype))
+        if draft is not None:
+            per_token += draft.kv_bytes_per_token(_name(placement.kv_dtype), 1)
+        longest = settings.max_model_len or target.max_position_embeddings
+        fitting = _CPU_KV_BYTES // (per_token * settings.block_size)
+        num_blocks = max(-(-longest // settings.block_size), min(fitting, settings.max_num_seqs * longest))
+    return plan_memory(
+        target,
+        draft,
+        MemorySettings(
+            gpu_bytes=_memory_bytes(settings, placement),
+            block_size=settings.block_size,
+            kv_cache_dtype=_name(placement.kv_dtype),
+            weight_dtype=_name(placement.dtype),
+            keeps_quantized_experts=placement.kernels.name != "reference",
+            max_model_len=settings.max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_sampled_rows=settings.max_num_seqs * (settings.max_speculative_tokens + 1),
+            overhead_bytes=2 * GIB if on_gpu else 0,
+            num_target_blocks=num_blocks,
+        ),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _memory_bytes(settings: ServingSettings, placement: Placement) -> int:
+    if settings.gpu_memory_gib:
+        return int(settings.gpu_memory_gib * GIB)
+    if placement.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(placement.device).total_memory * _GPU_SHARE)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _limits(settings: ServingSettings, plan: MemoryPlan) -> RunnerLimits:
+    return RunnerLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=plan.max_model_len,
+    )
+
+
+def _load_target(
+    settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement
+) -> tuple[TargetRunner, KimiTarget]:
+    plan = memory_plan(settings, checkpoints, placement)
+    with checkpoints.target.loading() as tensors:
+        model = KimiTarget(
+            checkpoints.target.config, tensors, placement.kernels, SingleRank(), placement.device, placement.dtype
+        )
+    pool = KvPool.allocate(
+        model.kv_pool_shape, plan.num_target_blocks, settings.block_size, placement.kv_dtype, placement.device
+    )
+    aux_layer_ids = checkpoints.draft.config.aux_layer_ids if checkpoints.draft else ()
+    runner = TargetRunner(model, placement.kernels, pool, _limits(settings, plan), aux_layer_ids)
+    return runner, model
+
+
+def _target_matrices(checkpoint: TargetCheckpoint, placement: Placement) -> EmbedAndHead:
+    """The target's embedding and head for a draft in another process, which cannot share them in place."""
+    loader = target_loader(
+        checkpoint.config, checkpoint.tensors, placement.kernels, SingleRank(), placement.device, placement.dtype
+    )
+    return load_embed_and_head(checkpoint.config, loader)
+
+
+def _load_draft(
+    settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement, shared: EmbedAndHead | None
+) -> DraftRunner:
+    checkpoint = checkpoints.draft
+    if checkpoint is None:
+        raise ConfigError("setting draft: empty, the folder of a draft is needed to load the draft model")
+    plan = memory_plan(settings, checkpoints, placement)
+    config = checkpoint.config
+    with checkpoint.loading() as tensors:
+        args = (tensors, placement.kernels, SingleRank(), placement.device, placement.dtype)
+        model: Eagle3Draft
+        if isinstance(config, Eagle3MlaDraftConfig):
+            model = Eagle3MlaDraft(config, *args)
+        else:
+            model = Eagle3MhaDraft(config, *args)
+    if shared is None and not {"embed_tokens.weight", "lm_head.weight"} <= checkpoint.tensors.names():
+        shared = _target_matrices(checkpoints.target, placement)
+    if shared is not None:
+        model.set_embed_and_head(shared)
+    pool = KvPool.allocate(
+        model.kv_pool_shape, plan.num_draft_blocks, settings.block_size, placement.kv_dtype, placement.device
+    )
+    return DraftRunner(model, placement.kernels, pool, _limits(settings, plan), placement.dtype)
+
+
+def load_target_runner(settings: ServingSettings) -> TargetRunner:
+    """Load the target alone.
+
+    Raises:
+        ConfigError, CheckpointError: the settings or files cannot be served.
+    """
+    return _load_target(settings, _Checkpoints.open(settings), place(settings))[0]
+
+
+def load_draft_runner(settings: ServingSettings) -> DraftRunner:
+    """Load the draft alone; matrices that its file lacks come from the target's files. Raises likewise."""
+    return _load_draft(settings, _Checkpoints.open(settings), place(settings), None)
+
+
+def load_pair(settings: ServingSettings) -> tuple[TargetRunner, DraftRunner | None]:
+    """Both in this process, the draft sharing the target's matrices where it can; None without a draft."""
+    checkpoints, placement = _Checkpoints.open(settings), place(settings)
+    target, model = _load_target(settings, checkpoints, placement)
+    if checkpoints.draft is None:
+        return target, None
+    return target, _load_draft(settings, checkpoints, placement, model.get_embed_and_head())
