@@ -1,9 +1,10 @@
-"""A step plan's arrays on the device, in one copy.
+"""A step's small arrays to the device, and its results back, in one copy each way.
 
-A step has some thirty small arrays; thirty copies of a few bytes would cost more than the attention of a small batch.
+A plan has some thirty arrays; thirty copies of a few bytes would cost more than the attention of a small batch.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,21 +13,46 @@ import torch
 ALIGNMENT = 8
 """Bytes; the widest dtype of a plan."""
 
+Arrays = Mapping[str, npt.NDArray[Any]]
 
-def to_device(arrays: Mapping[str, npt.NDArray[np.generic]], device: torch.device) -> dict[str, torch.Tensor]:
+_TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+}
+_NUMPY_DTYPES = {torch_dtype: numpy_dtype for numpy_dtype, torch_dtype in _TORCH_DTYPES.items()}
+
+
+def to_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
     """Tensors of the same names, shapes, dtypes and values, all parts of one buffer.
 
     On a GPU the copy is asynchronous, from pinned memory that torch keeps until it is done.
     """
     sizes = [array.nbytes for array in arrays.values()]
-    starts = np.cumsum([0] + [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes])
-    host = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = host.numpy()
     for array, start, size in zip(arrays.values(), starts, sizes, strict=False):
         view[start : start + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     buffer = host.to(device, non_blocking=True)
-    tensors = {}
-    for (name, array), start, size in zip(arrays.items(), starts, sizes, strict=False):
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        tensors[name] = buffer[int(start) : int(start) + size].view(dtype).view(array.shape)
-    return tensors
+    return {
+        name: buffer[start : start + size].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+        for (name, array), start, size in zip(arrays.items(), starts, sizes, strict=False)
+    }
+
+
+def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
+    """Arrays of the same names, shapes and values; waits for the device once."""
+    # Widest first, so that every part starts at a multiple of its own item size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
+    buffer = torch.cat(parts).cpu().numpy()
+    arrays, start = {}, 0
+    for (name, tensor), part in zip(ordered, parts, strict=True):
+        stop = start + part.numel()
+        arrays[name] = buffer[start:stop].view(_NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        start = stop
+    return arrays

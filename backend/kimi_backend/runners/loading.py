@@ -22,7 +22,7 @@ from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
 
 _GPU_SHARE = 0.92
-_CPU_KV_BYTES = 2 * GIB
+_CPU_KV_BYTES = GIB // 4
 """What both pools may take of a machine's own memory where `kv_tokens` does not say."""
 
 

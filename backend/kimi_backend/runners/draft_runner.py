@@ -1,0 +1,251 @@
+"""`DraftRunner`: an EAGLE3 draft behind the `DraftModel` Protocol, in the process that calls it."""
+
+import secrets
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.models.eagle3_draft import Eagle3Draft
+from kimi_backend.runners.device_name import device_name
+from kimi_backend.runners.host_transfer import to_device, to_host
+from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.metadata_builder import MetadataBuilder
+from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
+from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays, sampling_inputs
+from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.sampling_inputs import (
+    GREEDY_TEMPERATURE,
+    PLACEHOLDER_TOKEN_ID,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    SamplingInputs,
+    SamplingRows,
+)
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proposing:
+    """What the single-row steps of B sequences work on; W proposals at most."""
+
+    num_proposals: torch.Tensor
+    """[B] int32."""
+    seq_lens: torch.Tensor
+    """[B] int32, draft KV length after the extension."""
+    block_table: torch.Tensor
+    """[B, max_blocks] int32."""
+    output_index: torch.Tensor
+    """[B] int64, index of the first token proposed."""
+    sampling: SamplingInputs
+    sequence: torch.Tensor
+    """[B] int64: 0, 1, …"""
+    takes_argmax: bool
+    """Every sequence is greedy and no processor moves a logit, so logits need not be gathered over ranks."""
+    width: int
+    """W."""
+    max_seq_len: int
+    """Upper bound of seq_lens."""
+
+
+class DraftRunner:
+    """Runs step plans. Keeps weights and KV, and nothing about sequences.
+
+    With tensor parallelism every rank runs the same plan; all return the same reply.
+    """
+
+    def __init__(
+        self,
+        model: Eagle3Draft,
+        kernels: KernelSet,
+        pool: KvPool,
+        limits: RunnerLimits,
+        dtype: torch.dtype,
+        split_tokens: int = 0,
+    ) -> None:
+        """
+        Args:
+            pool: of `model.kv_pool_shape`, on the model's device.
+            dtype: of the computation; aux hidden states in another one are converted.
+            split_tokens: see `kimi_kernels.signatures.PlanMlaDecode`.
+        """
+        limits.check_positions(model.config.max_position_embeddings)
+        self._model = model
+        self._kernels = kernels
+        self._pool = pool
+        self._limits = limits
+        self._dtype = dtype
+        self._device = pool.tensor.device
+        self._epoch = secrets.randbits(62)
+        self._builder = MetadataBuilder(
+            kernels=kernels, block_size=pool.block_size, num_mla_heads=model.num_mla_heads, split_tokens=split_tokens
+        )
+        self._checker = PlanChecker(
+            limits=limits,
+            vocab_size=model.config.vocab_size,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+        )
+
+    def describe(self) -> RunnerDescription:
+        """See `DraftModel.describe`."""
+        config = self._model.config
+        return RunnerDescription(
+            role="draft",
+            runner_epoch=self._epoch,
+            block_size=self._pool.block_size,
+            num_blocks=self._pool.num_blocks,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_model_len=self._limits.max_model_len,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=config.draft_vocab_size,
+            aux_layer_ids=config.aux_layer_ids,
+            hidden_size=config.target_hidden_size,
+            kv_cache_dtype=self._pool.dtype_name,
+            device=device_name(self._device),
+        )
+
+    @torch.inference_mode()
+    def propose(self, plan: DraftPlan) -> DraftReply:
+        """See `DraftModel.propose`. Only the extended rows' KV is to be counted: the slots after them hold what the
+        single-row steps wrote, and the next extension overwrites it.
+
+        Raises:
+            InvalidRequestError: a field of the plan is wrong; nothing was run.
+        """
+        aux = self._aux(plan)
+        self._checker.check_draft(plan, aux.shape[0])
+        rows = plan.rows
+        ends = np.cumsum(rows.query_lens, dtype=np.int64)
+        tensors = to_device(
+            {
+                "token_ids": rows.token_ids,
+                "query_lens": rows.query_lens,
+                "seq_lens": rows.seq_lens,
+                "block_table": rows.block_table,
+                "aux_rows": plan.aux_rows,
+                "last_rows": ends - 1,
+                "proposing": np.flatnonzero(plan.num_proposals),
+                "num_proposals": plan.num_proposals,
+                "output_index": plan.output_index,
+                "greedy": plan.greedy,
+                **sampling_arrays(plan.sampling),
+            },
+            self._device,
+        )
+        normed, feedback = self._extend(plan, aux, tensors)
+        is_finite = normed.isfinite().all(dim=1)
+        status = torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
+        if not plan.num_proposals.any():
+            return self._reply(plan, {"seq_status": status})
+        proposing = tensors["proposing"]
+        work = _proposing(plan, tensors)
+        token_ids, drawn_status = self._propose(work, normed[proposing], feedback[proposing])
+        status[proposing] = drawn_status
+        return self._reply(plan, {"seq_status": status, "draft_token_ids": token_ids})
+
+    def _aux(self, plan: DraftPlan) -> torch.Tensor:
+        aux, config = plan.aux.tensor, self._model.config
+        width = config.num_aux_hidden_states * config.target_hidden_size
+        if not isinstance(aux, torch.Tensor) or aux.ndim != 2 or aux.shape[1] != width:
+            given = list(aux.shape) if isinstance(aux, torch.Tensor) else type(aux).__name__
+            raise InvalidRequestError(f"plan aux.tensor: {given} given, a tensor [rows, {width}] is needed")
+        return aux.to(self._device, self._dtype)
+
+    def _extend(self, plan: DraftPlan, aux: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that pair real aux hidden states with the next token; (normed, feedback) of each sequence's last."""
+        rows = plan.rows
+        metadata = self._builder.build(
+            tensors["query_lens"], tensors["seq_lens"], tensors["block_table"], rows.query_lens, rows.seq_lens
+        )
+        hidden = self._model.combine_aux(aux[tensors["aux_rows"]])
+        normed, feedback = self._model.forward(
+            tensors["token_ids"], hidden, metadata, self._pool.tensor, self._pool.scale
+        )
+        return normed[tensors["last_rows"]], feedback[tensors["last_rows"]]
+
+    def _propose(
+        self, work: _Proposing, normed: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """W draws with a single-row step between any two.
+
+        A sequence that wants fewer proposals stays in the batch, so that shapes do not change from step to step: its
+        rows write nothing, see only slots it owns, and what they draw is dropped.
+
+        Returns:
+            token_ids: [B, W] int64, PLACEHOLDER_TOKEN_ID after each sequence's proposals.
+            status: [B] int32, the first failure among them.
+        """
+        num_sequences = len(work.sequence)
+        window = torch.zeros((num_sequences, work.width), dtype=torch.int32, device=self._device)
+        token_ids = torch.full_like(window, PLACEHOLDER_TOKEN_ID, dtype=torch.int64)
+        status = torch.full_like(work.num_proposals, STATUS_OK)
+        for step in range(work.width):
+            drawn, drawn_status = self._draw(work, normed, window, step)
+            is_wanted = step < work.num_proposals
+            status = torch.where(is_wanted & (status == STATUS_OK), drawn_status, status)
+            token_ids[:, step] = torch.where(is_wanted & (status == STATUS_OK), drawn, PLACEHOLDER_TOKEN_ID)
+            # A failed draw has no token; any will do for rows that no one reads.
+            window[:, step] = drawn.clamp(min=0)
+            if step + 1 < work.width:
+                normed, hidden = self._single_step(work, window[:, step], hidden, step + 1)
+        return token_ids, status
+
+    def _draw(
+        self, work: _Proposing, normed: torch.Tensor, window: torch.Tensor, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token ids [B] int64, status [B] int32) of proposal number `step`."""
+        if work.takes_argmax:
+            values, token_ids = self._model.argmax(normed)
+            is_finite = values.isfinite()
+            status = torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
+            return token_ids.masked_fill(~is_finite, PLACEHOLDER_TOKEN_ID), status
+        rows = SamplingRows(
+            sequence=work.sequence,
+            token_index=work.output_index + step,
+            window_token_ids=window,
+            window_len=torch.full_like(work.num_proposals, step),
+        )
+        logits = self._model.compute_logits(normed)
+        drawn = self._kernels.sample_tokens(logits, work.sampling, rows, self._model.vocabulary_map)
+        return drawn.token_ids, drawn.status
+
+    def _single_step(
+        self, work: _Proposing, token_ids: torch.Tensor, hidden: torch.Tensor, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row `seq_len + step - 1` of each sequence, which reads the hidden state of the row before."""
+        is_wanted = step < work.num_proposals
+        last = torch.minimum(work.seq_lens + step, work.seq_lens + (work.num_proposals - 1))
+        metadata = self._builder.build_single_rows(last, work.block_table, is_wanted, work.max_seq_len + step)
+        return self._model.forward(token_ids, hidden, metadata, self._pool.tensor, self._pool.scale)
+
+    def _reply(self, plan: DraftPlan, results: Tensors) -> DraftReply:
+        arrays = to_host(results)
+        return DraftReply(
+            step_id=plan.step_id,
+            runner_epoch=self._epoch,
+            seq_status=arrays["seq_status"],
+            draft_token_ids=arrays.get("draft_token_ids", np.empty((0, 0), np.int64)),
+        )
+
+
+def _proposing(plan: DraftPlan, tensors: Tensors) -> _Proposing:
+    proposing = tensors["proposing"]
+    sampling = sampling_inputs(tensors)
+    is_greedy = plan.greedy | (plan.sampling.temperature < GREEDY_TEMPERATURE)
+    greedy_temperature = sampling.temperature.masked_fill(tensors["greedy"], 0.0)
+    return _Proposing(
+        num_proposals=tensors["num_proposals"][proposing],
+        seq_lens=tensors["seq_lens"][proposing],
+        block_table=tensors["block_table"][proposing],
+        output_index=tensors["output_index"],
+        sampling=replace(sampling, temperature=greedy_temperature),
+        sequence=torch.arange(len(proposing), device=proposing.device),
+        takes_argmax=bool(is_greedy.all()) and not has_processors(plan.sampling),
+        width=int(plan.num_proposals.max()),
+        max_seq_len=int(plan.rows.seq_lens.max()),
+    )

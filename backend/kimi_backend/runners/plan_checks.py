@@ -1,0 +1,183 @@
+"""A step plan is checked before any of it reaches a kernel: a wrong index there reads or writes what is not ours.
+
+Every message names the field, the value and what is allowed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kimi_backend.errors import ConfigError, InvalidRequestError
+from kimi_backend.types.plan import DraftPlan, RowPlan, SamplingPlan, TargetPlan
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
+
+IntegerArray = npt.NDArray[np.integer[Any]]
+
+_PER_SEQUENCE = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "history_tail",
+)
+# Offsets, and the flat arrays that they cut.
+_CSRS = (
+    ("penalty_offsets", ("penalty_ids", "penalty_counts", "penalty_in_prompt")),
+    ("bias_offsets", ("bias_ids", "bias_values")),
+    ("ban_offsets", ("ban_ids", "ban_until")),
+)
+_TOKEN_IDS = ("penalty_ids", "bias_ids", "ban_ids", "bad_word_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """The most that a runner takes in a step."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+    def check_positions(self, max_position_embeddings: int) -> None:
+        """Raises ConfigError unless the model's rotary table covers max_model_len."""
+        if self.max_model_len > max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len: {self.max_model_len} given, at most {max_position_embeddings}"
+                " (the checkpoint's max_position_embeddings) allowed"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChecker:
+    """Checks plans against one runner's limits and pool."""
+
+    limits: RunnerLimits
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+
+    def check_target(self, plan: TargetPlan) -> None:
+        """Raises InvalidRequestError unless the plan can run."""
+        rows = plan.rows
+        self._check_rows(rows, rows.seq_lens)
+        num_seqs = len(rows.query_lens)
+        sampled = plan.num_sampled_rows
+        _expect_shape("num_sampled_rows", sampled, (num_seqs,))
+        _expect_shape("wants_aux", plan.wants_aux, (num_seqs,))
+        allowed = np.minimum(rows.query_lens, MAX_SPECULATIVE_TOKENS + 1)
+        _expect_within("num_sampled_rows", sampled, 0, allowed, "query_lens and at most 8")
+        self._check_sampling(plan.sampling, int(np.count_nonzero(sampled)))
+        if plan.num_logprobs is not None and not 0 <= plan.num_logprobs <= self.vocab_size:
+            raise InvalidRequestError(f"plan num_logprobs: {plan.num_logprobs} given, 0 to {self.vocab_size} allowed")
+        if plan.logit_mask is not None:
+            _expect_shape("logit_mask", plan.logit_mask, (int(sampled.sum()), -(-self.vocab_size // 32)))
+
+    def check_draft(self, plan: DraftPlan, num_aux_rows: int) -> None:
+        """Raises InvalidRequestError unless the plan can run. num_aux_rows: rows of the aux hidden states given."""
+        rows, proposals = plan.rows, plan.num_proposals
+        _expect_shape("num_proposals", proposals, (len(rows.query_lens),))
+        _expect_within("num_proposals", proposals, 0, MAX_SPECULATIVE_TOKENS)
+        self._check_rows(rows, rows.seq_lens + np.maximum(proposals - 1, 0))
+        _expect_shape("aux_rows", plan.aux_rows, rows.token_ids.shape)
+        _expect_within("aux_rows", plan.aux_rows, 0, num_aux_rows - 1)
+        num_proposing = int(np.count_nonzero(proposals))
+        _expect_shape("greedy", plan.greedy, (num_proposing,))
+        _expect_shape("output_index", plan.output_index, (num_proposing,))
+        expected = rows.seq_lens[proposals > 0].astype(np.int64) + 1
+        wrong = np.flatnonzero(plan.output_index != expected)
+        if wrong.size:
+            raise InvalidRequestError(
+                f"plan output_index[{wrong[0]}]: {plan.output_index[wrong[0]]} given,"
+                f" {expected[wrong[0]]} (seq_len + 1) is allowed"
+            )
+        self._check_sampling(plan.sampling, num_proposing)
+
+    def _check_rows(self, rows: RowPlan, slots_needed: npt.NDArray[np.int32]) -> None:
+        """slots_needed: [S] slots that the sequence's blocks must cover."""
+        num_seqs = len(rows.query_lens)
+        if not 1 <= num_seqs <= self.limits.max_num_seqs:
+            raise InvalidRequestError(
+                f"plan query_lens: {num_seqs} sequences given, 1 to {self.limits.max_num_seqs} allowed"
+            )
+        _expect_shape("query_lens", rows.query_lens, (num_seqs,))
+        _expect_shape("seq_lens", rows.seq_lens, (num_seqs,))
+        _expect_within("query_lens", rows.query_lens, 1, self.limits.max_num_batched_tokens)
+        _expect_shape("token_ids", rows.token_ids, (int(rows.query_lens.sum()),))
+        if len(rows.token_ids) > self.limits.max_num_batched_tokens:
+            raise InvalidRequestError(
+                f"plan token_ids: {len(rows.token_ids)} rows given,"
+                f" at most {self.limits.max_num_batched_tokens} (max_num_batched_tokens) allowed"
+            )
+        _expect_within("token_ids", rows.token_ids, 0, self.vocab_size - 1)
+        _expect_within("seq_lens", rows.seq_lens, rows.query_lens, self.limits.max_model_len, "from query_lens up")
+        _expect_within("slots needed (seq_lens plus proposals)", slots_needed, 1, self.limits.max_model_len)
+        self._check_blocks(rows, slots_needed)
+
+    def _check_blocks(self, rows: RowPlan, slots_needed: npt.NDArray[np.int32]) -> None:
+        blocks_needed = -(-slots_needed // self.block_size)
+        table = rows.block_table
+        if table.ndim != 2 or table.shape[0] != len(rows.query_lens) or table.shape[1] < blocks_needed.max():
+            raise InvalidRequestError(
+                f"plan block_table: shape {list(table.shape)} given,"
+                f" [{len(rows.query_lens)}, at least {blocks_needed.max()}] allowed"
+            )
+        is_used = np.arange(table.shape[1]) < blocks_needed[:, None]
+        wrong = np.argwhere(is_used & ((table < 0) | (table >= self.num_blocks)))
+        if wrong.size:
+            sequence, place = wrong[0]
+            raise InvalidRequestError(
+                f"plan block_table[{sequence}, {place}]: {table[sequence, place]} given,"
+                f" 0 to {self.num_blocks - 1} allowed"
+            )
+
+    def _check_sampling(self, plan: SamplingPlan, num_sampling: int) -> None:
+        for name in _PER_SEQUENCE:
+            if len(getattr(plan, name)) != num_sampling:
+                raise InvalidRequestError(
+                    f"plan sampling.{name}: {len(getattr(plan, name))} sequences given, {num_sampling} sample"
+                )
+        for offsets_name, flat_names in _CSRS:
+            for flat_name in flat_names:
+                _expect_csr(plan, offsets_name, num_sampling, flat_name, len(getattr(plan, flat_name)))
+        num_words = max(len(plan.bad_word_token_offsets) - 1, 0)
+        _expect_csr(plan, "bad_word_offsets", num_sampling, "bad_word_token_offsets", num_words)
+        _expect_csr(plan, "bad_word_token_offsets", num_words, "bad_word_tokens", len(plan.bad_word_tokens))
+        for name in _TOKEN_IDS:
+            _expect_within(f"sampling.{name}", getattr(plan, name), 0, self.vocab_size - 1)
+
+
+def _expect_shape(name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise InvalidRequestError(f"plan {name}: shape {list(array.shape)} given, {list(shape)} allowed")
+
+
+def _expect_within(
+    name: str,
+    array: IntegerArray,
+    low: int | IntegerArray,
+    high: int | IntegerArray,
+    meaning: str = "",
+) -> None:
+    is_wrong = (array < low) | (array > high)
+    if not is_wrong.any():
+        return
+    place = int(np.argmax(is_wrong))
+    lowest, highest = (int(np.broadcast_to(bound, array.shape)[place]) for bound in (low, high))
+    meaning = f" ({meaning})" if meaning else ""
+    raise InvalidRequestError(f"plan {name}[{place}]: {array[place]} given, {lowest} to {highest}{meaning} allowed")
+
+
+def _expect_csr(plan: SamplingPlan, offsets_name: str, num_owners: int, flat_name: str, num_entries: int) -> None:
+    """Offsets rise from 0 to the length of the flat array."""
+    offsets = getattr(plan, offsets_name)
+    fits = len(offsets) == num_owners + 1 and offsets[0] == 0 and offsets[-1] == num_entries
+    if not fits or np.any(np.diff(offsets) < 0):
+        raise InvalidRequestError(
+            f"plan sampling.{offsets_name}: {offsets[:8].tolist()} given, {num_owners + 1} offsets"
+            f" that rise from 0 to {num_entries}, the entries of {flat_name}, allowed"
+        )

@@ -1,0 +1,36 @@
+"""The plan's sampling parameters as the tensors that the sampling ops read."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from kimi_backend.runners.host_transfer import Arrays
+from kimi_backend.types.plan import SamplingPlan
+from kimi_kernels.sampling_inputs import SamplingInputs
+
+NAMES = tuple(field.name for field in fields(SamplingPlan))
+
+
+def sampling_arrays(plan: SamplingPlan) -> Arrays:
+    """The plan's arrays by name, for `host_transfer.to_device`."""
+    return {name: getattr(plan, name) for name in NAMES}
+
+
+def sampling_inputs(tensors: Mapping[str, torch.Tensor]) -> SamplingInputs:
+    """The same on the device, from what `to_device` returned."""
+    return SamplingInputs(**{name: tensors[name] for name in NAMES})
+
+
+def has_processors(plan: SamplingPlan) -> bool:
+    """Whether anything moves a logit: a penalty, a bias, a ban or a bad word. Temperature and filters do not move the
+    largest one."""
+    return bool(
+        len(plan.bias_ids)
+        or len(plan.ban_ids)
+        or len(plan.bad_word_tokens)
+        or np.any(plan.repetition_penalty != 1)
+        or np.any(plan.frequency_penalty)
+        or np.any(plan.presence_penalty)
+    )

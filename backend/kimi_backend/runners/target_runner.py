@@ -1,0 +1,187 @@
+"""`TargetRunner`: the target behind the `TargetModel` Protocol, in the process that calls it."""
+
+import secrets
+
+import numpy as np
+import torch
+
+from kimi_backend.models.kimi_k25 import KimiTarget
+from kimi_backend.runners.device_name import device_name
+from kimi_backend.runners.host_transfer import to_device, to_host
+from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.metadata_builder import MetadataBuilder
+from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
+from kimi_backend.runners.sampled_rows import SampledRows
+from kimi_backend.runners.sampling_tensors import sampling_arrays, sampling_inputs
+from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.sampling_inputs import (
+    PLACEHOLDER_TOKEN_ID,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    SampleOutput,
+    SamplingRows,
+    VerifyOutput,
+)
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TargetRunner:
+    """Runs step plans. Keeps weights and KV, and nothing about sequences.
+
+    With tensor parallelism every rank runs the same plan; all return the same reply.
+    """
+
+    def __init__(
+        self,
+        model: KimiTarget,
+        kernels: KernelSet,
+        pool: KvPool,
+        limits: RunnerLimits,
+        aux_layer_ids: tuple[int, ...] = (),
+        split_tokens: int = 0,
+    ) -> None:
+        """
+        Args:
+            pool: of `model.kv_pool_shape`, on the model's device.
+            aux_layer_ids: R(j) that the draft reads; empty without a draft.
+            split_tokens: see `kimi_kernels.signatures.PlanMlaDecode`.
+        """
+        limits.check_positions(model.config.max_position_embeddings)
+        self._model = model
+        self._kernels = kernels
+        self._pool = pool
+        self._limits = limits
+        self._aux_layer_ids = aux_layer_ids
+        self._device = pool.tensor.device
+        self._epoch = secrets.randbits(62)
+        self._builder = MetadataBuilder(
+            kernels=kernels, block_size=pool.block_size, num_mla_heads=model.num_heads, split_tokens=split_tokens
+        )
+        self._checker = PlanChecker(
+            limits=limits,
+            vocab_size=model.config.vocab_size,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+        )
+
+    def describe(self) -> RunnerDescription:
+        """See `TargetModel.describe`."""
+        return RunnerDescription(
+            role="target",
+            runner_epoch=self._epoch,
+            block_size=self._pool.block_size,
+            num_blocks=self._pool.num_blocks,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_model_len=self._limits.max_model_len,
+            vocab_size=self._model.config.vocab_size,
+            draft_vocab_size=None,
+            aux_layer_ids=self._aux_layer_ids,
+            hidden_size=self._model.config.hidden_size,
+            kv_cache_dtype=self._pool.dtype_name,
+            device=device_name(self._device),
+        )
+
+    @torch.inference_mode()
+    def verify(self, plan: TargetPlan) -> TargetReply:
+        """See `TargetModel.verify`. Aux hidden states are laid out by row; rows of sequences that do not want them
+        hold them too, and there are none when no sequence does.
+
+        Log-probabilities beside placeholders are NaN.
+
+        Raises:
+            InvalidRequestError: a field of the plan is wrong; nothing was run.
+        """
+        self._checker.check_target(plan)
+        rows, sampled = plan.rows, SampledRows.of(plan)
+        tensors = to_device(
+            {
+                "token_ids": rows.token_ids,
+                "query_lens": rows.query_lens,
+                "seq_lens": rows.seq_lens,
+                "block_table": rows.block_table,
+                "last_rows": np.cumsum(rows.query_lens, dtype=np.int64) - 1,
+                **sampled.arrays(),
+                **sampling_arrays(plan.sampling),
+                **({} if plan.logit_mask is None else {"logit_mask": plan.logit_mask}),
+            },
+            self._device,
+        )
+        metadata = self._builder.build(
+            tensors["query_lens"], tensors["seq_lens"], tensors["block_table"], rows.query_lens, rows.seq_lens
+        )
+        hidden, aux = self._model.forward(
+            tensors["token_ids"],
+            metadata,
+            self._pool.tensor,
+            self._pool.scale,
+            self._aux_layer_ids if plan.wants_aux.any() else (),
+        )
+        is_finite = hidden[tensors["last_rows"]].isfinite().all(dim=1)
+        results = {"seq_status": torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)}
+        if sampled.num_rows:
+            results |= self._sample(plan, hidden, tensors)
+        return self._reply(plan, aux, results, sampled)
+
+    def _sample(self, plan: TargetPlan, hidden: torch.Tensor, tensors: Tensors) -> Tensors:
+        """Draw every sampled row, compare with the draft tokens; entries of `TargetReply`."""
+        logits = self._model.compute_logits(hidden[tensors["sampled_rows"]])
+        sampling_rows = SamplingRows(
+            sequence=tensors["sequence"],
+            token_index=tensors["token_index"],
+            window_token_ids=tensors["window_token_ids"],
+            window_len=tensors["window_len"],
+            logit_mask=tensors.get("logit_mask"),
+        )
+        drawn = self._kernels.sample_tokens(
+            logits, sampling_inputs(tensors), sampling_rows, num_logprobs=plan.num_logprobs
+        )
+        verified = self._kernels.verify_draft_tokens(
+            drawn.token_ids,
+            drawn.status,
+            tensors["first_row"],
+            tensors["window_token_ids"],
+            tensors["num_draft_tokens"],
+        )
+        results = {
+            "sample_status": verified.status,
+            "output_token_ids": verified.output_token_ids,
+            "num_accepted_tokens": verified.num_accepted_tokens,
+        }
+        if plan.num_logprobs is not None:
+            results |= _logprobs_by_output(drawn, verified, tensors["first_row"])
+        return results
+
+    def _reply(self, plan: TargetPlan, aux: torch.Tensor | None, results: Tensors, sampled: SampledRows) -> TargetReply:
+        arrays = to_host(results)
+        seq_status = arrays["seq_status"].copy()
+        if sampled.num_rows:
+            seq_status[plan.num_sampled_rows > 0] = arrays["sample_status"]
+        return TargetReply(
+            step_id=plan.step_id,
+            runner_epoch=self._epoch,
+            seq_status=seq_status,
+            output_token_ids=arrays.get("output_token_ids", np.empty((0, 1), np.int64)),
+            num_accepted_tokens=arrays.get("num_accepted_tokens", np.empty(0, np.int32)),
+            aux=AuxHandle(tensor=aux),
+            logprobs=arrays.get("logprobs"),
+            top_logprob_ids=arrays.get("top_logprob_ids"),
+            top_logprobs=arrays.get("top_logprobs"),
+        )
+
+
+def _logprobs_by_output(drawn: SampleOutput, verified: VerifyOutput, first_row: torch.Tensor) -> Tensors:
+    """Rows of log-probabilities -> [B, W + 1, ...] beside `output_token_ids`."""
+    assert drawn.logprobs is not None
+    assert drawn.top_logprob_ids is not None
+    assert drawn.top_logprobs is not None
+    place = torch.arange(verified.output_token_ids.shape[1], device=first_row.device)
+    is_used = place <= verified.num_accepted_tokens[:, None]
+    row = first_row[:, None] + place * is_used
+    return {
+        "logprobs": drawn.logprobs[row].masked_fill(~is_used, float("nan")),
+        "top_logprob_ids": drawn.top_logprob_ids[row].masked_fill(~is_used[..., None], PLACEHOLDER_TOKEN_ID),
+        "top_logprobs": drawn.top_logprobs[row].masked_fill(~is_used[..., None], float("nan")),
+    }
