@@ -17,8 +17,6 @@ from support.bit_equality import assert_same_bits, normals, pick_rows
 
 KERNELS = KernelSet.reference()
 
-pytestmark = pytest.mark.usefixtures("num_threads")
-
 
 @dataclass(frozen=True)
 class AttentionOp:
@@ -82,6 +80,21 @@ def test_attention_of_a_row_depends_on_its_own_keys_only(name: str, block_size: 
         alone = op.run(q[row : row + 1], alone_case.cache([contents[sequence][:num_keys]]), alone_case)
         company = f"{name}: row {row} of sequence {sequence} over {num_keys} keys"
         assert_same_bits(alone, pick_rows(together, torch.tensor([row])), company)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("name", ["mla_decode", "mla_prefill", "mha_attention"])
+def test_two_threads_do_not_change_that(name: str) -> None:
+    op, block_size, length = ATTENTION_OPS[name], 64, 700
+    contents = random_contents([length], *op.cache_width)
+    q = normals(4, *op.query_width)
+    whole = paged_case([4], [length], block_size)
+    expected = op.run(q, whole.cache(contents), whole)
+    for row in range(4):
+        stop = length - 3 + row
+        alone = paged_case([1], [stop], block_size, seed=row)
+        got = op.run(q[row : row + 1], alone.cache([contents[0][:stop]]), alone)
+        assert_same_bits(got, pick_rows(expected, torch.tensor([row])), f"{name}: row {row}")
 
 
 @pytest.mark.parametrize("name", ATTENTION_OPS)

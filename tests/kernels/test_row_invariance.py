@@ -21,8 +21,6 @@ NUM_ROWS = 64
 MANY_ROWS = 203
 EPS = 1e-6
 
-pytestmark = pytest.mark.usefixtures("num_threads")
-
 
 @dataclass(frozen=True)
 class RowOp:
@@ -177,10 +175,21 @@ def test_a_row_does_not_depend_on_which_rows_run_beside_it(name: str) -> None:
     inputs = op.inputs(MANY_ROWS)
     together = op.run(*inputs)
     generator = torch.Generator().manual_seed(3)
-    subsets = [torch.tensor([row]) for row in range(0, MANY_ROWS, 5)]
+    subsets = [torch.tensor([row]) for row in range(0, MANY_ROWS, 7)]
     subsets += [torch.randperm(MANY_ROWS, generator=generator)[:count] for count in (2, 3, 15, 16, 17, 40, 64, 100)]
     for rows in subsets:
         assert_same_bits(op.run(*(x[rows] for x in inputs)), pick_rows(together, rows), f"{name}: rows {rows.tolist()}")
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("name", ["linear 64x192", "linear 512x1000", "per_head_linear", "moe_experts none"])
+def test_two_threads_do_not_change_that(name: str) -> None:
+    op = ROW_OPS[name]
+    inputs = op.inputs(NUM_ROWS)
+    together = op.run(*inputs)
+    for count in (1, 2, 3, 4, 15, 16, 17, 33, 63):
+        last_rows = torch.arange(NUM_ROWS - count, NUM_ROWS)
+        assert_same_bits(op.run(*(x[-count:] for x in inputs)), pick_rows(together, last_rows), f"{name}: {count} rows")
 
 
 @pytest.mark.parametrize("name", ["linear 64x192", "per_head_linear", "rms_norm", "moe_experts none"])
