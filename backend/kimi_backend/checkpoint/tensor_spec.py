@@ -118,8 +118,14 @@ def _layer_specs(config: KimiModelConfig, layer: int) -> Iterator[tuple[str, Ten
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
         ),
     )
+    # The config is checked to store all experts alike, so one stands for all: a large model has 200,000 of these.
+    first = f"{prefix}.mlp.experts.0"
+    an_expert = [
+        (name.removeprefix(first), spec) for name, spec in _mlp_specs(first, linear, config.hidden_size, expert_width)
+    ]
     for expert in range(num_experts):
-        yield from _mlp_specs(f"{prefix}.mlp.experts.{expert}", linear, config.hidden_size, expert_width)
+        for suffix, spec in an_expert:
+            yield f"{prefix}.mlp.experts.{expert}{suffix}", spec
     if config.n_shared_experts:
         shared_width = config.n_shared_experts * expert_width
         yield from _mlp_specs(f"{prefix}.mlp.shared_experts", linear, config.hidden_size, shared_width)
