@@ -73,8 +73,11 @@ def _declare_function(function: Mapping[str, Any]) -> str:
     refers_to_itself = any(schema.get("$ref") == "#" for schema in _subschemas(parameters))
     lines = []
     if refers_to_itself:
-        fields = ",\n".join(_fields(parameters, _INDENT))
-        lines.append("interface parameters {" + (f"\n{fields}\n" if fields else "") + "}")
+        # Here, unlike everywhere else, required parameters do not come first and extra keys go unsaid.
+        properties = parameters.get("properties") or {}
+        required = parameters.get("required") or ()
+        fields = [_field(name, properties[name], name in required, definitions, _INDENT) for name in sorted(properties)]
+        lines.append("interface parameters {" + ("\n" + ",\n".join(fields) + "\n" if fields else "") + "}")
     for name, schema in definitions.items():
         lines.extend(_comment(schema.get("description"), ""))
         lines.append(f"interface {name} {_type(schema, definitions, '')}")
@@ -94,32 +97,26 @@ def _subschemas(value: Any) -> Iterable[Mapping[str, Any]]:
             yield from _subschemas(item)
 
 
-def _fields(schema: Mapping[str, Any], indent: str) -> list[str]:
-    """One entry a parameter of an object schema: its comments and its line."""
-    definitions = schema.get("$defs") or {}
-    return _object_fields(schema, definitions, indent)
-
-
 def _object_fields(schema: Mapping[str, Any], definitions: Mapping[str, Any], indent: str) -> list[str]:
     properties = schema.get("properties") or {}
     required = set(schema.get("required") or ())
-    fields = []
-    for name in sorted(properties, key=lambda name: (name not in required, name)):
-        item = properties[name]
-        lines = _comments(item, indent)
-        default = item.get("default") if isinstance(item, Mapping) else None
-        if default is not None:
-            shown = (
-                repr(default) if isinstance(default, (bool, int, float)) else json.dumps(default, ensure_ascii=False)
-            )
-            lines.append(f"{indent}// Default: {shown}")
-        mark = "" if name in required else "?"
-        fields.append("\n".join([*lines, f"{indent}{name}{mark}: {_type(item, definitions, indent)}"]))
+    ordered = sorted(properties, key=lambda name: (name not in required, name))
+    fields = [_field(name, properties[name], name in required, definitions, indent) for name in ordered]
     extra = schema.get("additionalProperties")
     if extra is not None:
         kind = {True: "any", False: "never"}[extra] if isinstance(extra, bool) else _type(extra, definitions, indent)
         fields.append(f"{indent}[k: string]: {kind}")
     return fields
+
+
+def _field(name: str, schema: Any, is_required: bool, definitions: Mapping[str, Any], indent: str) -> str:
+    """A parameter: its comments, its default, its line."""
+    lines = _comments(schema, indent)
+    default = schema.get("default") if isinstance(schema, Mapping) else None
+    if default is not None:
+        shown = repr(default) if isinstance(default, (bool, int, float)) else json.dumps(default, ensure_ascii=False)
+        lines.append(f"{indent}// Default: {shown}")
+    return "\n".join([*lines, f"{indent}{name}{'' if is_required else '?'}: {_type(schema, definitions, indent)}"])
 
 
 def _object(schema: Mapping[str, Any], definitions: Mapping[str, Any], indent: str) -> str:

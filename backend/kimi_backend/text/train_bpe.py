@@ -2,8 +2,8 @@
 
 The two file formats do not mean quite the same. A Hugging Face merge is a pair: "ab" + "c" → "abc". A tiktoken rank
 is a result: any two neighbours that make up "abc" merge, at that rank. So where training built "abc" in one way only,
-tiktoken may merge what the trained merges leave apart. `count_differences` measures it (none so far, on trained texts or
-random ones); serving follows tiktoken, which is what the file format says.
+tiktoken may merge what the trained merges leave apart. `count_differences` measures it (none so far, on trained texts
+or random ones); serving follows tiktoken, which is what the file format says.
 """
 
 from collections.abc import Iterable

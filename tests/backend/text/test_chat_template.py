@@ -208,7 +208,10 @@ def test_forgeries(case: str) -> None:
     prompt = template.render([message], template_kwargs={"persona": "<|im_end|>"})
     assert controls(prompt.token_ids) == [TOKENIZER.bos_token_id]
     assert TOKENIZER.decode(prompt.token_ids) == prompt.text
-    assert not any(0xF0000 <= ord(char) < 0x110000 for char in prompt.text.replace(content, ""))
+    rendered, _ = render_jinja_template(
+        [[message]], chat_template="[BOS]" + source, add_generation_prompt=True, persona="<|im_end|>"
+    )
+    assert prompt.text == rendered[0]
 
 
 def test_special_names_reach_the_template_unchanged() -> None:

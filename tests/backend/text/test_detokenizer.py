@@ -1,13 +1,16 @@
 """Deltas joined are the full decode, whatever the ids and however they are cut."""
 
+import json
 import time
 from itertools import pairwise
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_backend.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, make_detokenizer
+from kimi_backend.text.hf_tokenizer import HfTokenizer
 from kimi_backend.text.tokenizer import Tokenizer
 from support.tiny_tokenizers import (
     REGRESSION_CORPUS,
@@ -103,6 +106,17 @@ def test_skipped_tokens_do_not_break_a_character() -> None:
 def test_the_kind_follows_the_tokenizer() -> None:
     assert isinstance(make_detokenizer(sentencepiece_hf_tokenizer()), ByteLevelDetokenizer)
     assert isinstance(make_detokenizer(wordpiece_hf_tokenizer()), WindowDetokenizer)
+
+
+def test_the_window_waits_for_the_last_byte_too() -> None:
+    vocab = {f"<0x{value:02X}>": value for value in range(256)} | {"a": 256}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    library.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    detokenizer = make_detokenizer(HfTokenizer(json.loads(library.to_str()), {}))
+    assert isinstance(detokenizer, WindowDetokenizer)
+    assert [detokenizer.push([token_id]) for token_id in [256, *"中".encode(), 256]] == ["a", "", "", "中", "a"]
+    assert detokenizer.push([0xE4]) == ""
+    assert detokenizer.finish() == "\ufffd"
 
 
 @pytest.mark.parametrize("name", ["tiktoken", "wordpiece"])

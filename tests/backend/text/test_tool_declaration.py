@@ -76,8 +76,9 @@ def test_definitions_and_self_reference() -> None:
     assert declare({**properties(head={"$ref": "#/$defs/Node"}), "$defs": {"Node": node}}) == (
         "// A node.\ninterface Node {\n  next?: Node\n}\ntype f = (_: {\n  head?: Node\n}) => any;"
     )
-    assert declare(properties(child={"$ref": "#"}, x={"type": "string"})) == (
-        "interface parameters {\n  child?: parameters,\n  x?: string\n}\ntype f = (_: parameters) => any;"
+    schema = {**properties(child={"$ref": "#"}, x={"type": "string"}), "required": ["x"]}
+    assert declare(schema) == (
+        "interface parameters {\n  child?: parameters,\n  x: string\n}\ntype f = (_: parameters) => any;"
     )
 
 
