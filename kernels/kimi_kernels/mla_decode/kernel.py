@@ -12,6 +12,7 @@ from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry, TritonDecodePlan, decode_geometry
 from kimi_kernels.mla_decode.kernel_attend import attend_kernel, merge_kernel
+from kimi_kernels.mla_decode.kernel_hopper import fits_hopper, launch_hopper
 from kimi_kernels.mla_decode.kernel_plan import ENTRY, RECORD, plan_balanced_kernel, plan_fixed_kernel
 
 SEGMENT_COST = 3
@@ -118,7 +119,7 @@ def mla_decode(
     columns = min(kv_lora_rank, 128 if geometry.max_items <= 4 else 512)
     merge_kernel[(geometry.max_items, geometry.team_size * geometry.tile_rows, kv_lora_rank // columns)](
         part_out, part_lse, entries, batch.cu_seqlens_q, out, lse, batch.seq_lens.shape[0], num_tokens, num_heads,
-        L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows, TEAM=geometry.team_size,
+        geometry.team_size, L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows,
         SLOTS=16 if columns == 128 else 4, BALANCED=geometry.split_tokens == 0, LSE=return_lse, num_warps=4,
     )  # fmt: skip
     return out, lse
@@ -140,11 +141,17 @@ def _launch_attend(
 ) -> None:
     block_size, latent_dim = latent_cache.shape[1:]
     swapped = geometry.tile_rows < 64
+    if fits_hopper(q, latent_cache, kv_lora_rank):
+        launch_hopper(
+            q, latent_cache, block_table, records, out, lse, part_out, part_lse, geometry, kv_lora_rank, scale, kv_scale
+        )
+        return
     attend_kernel[(geometry.num_teams * geometry.team_size,)](
         q, latent_cache, block_table, records, out, lse, part_out, part_lse,
-        q.stride(0), q.stride(1), block_table.stride(0), geometry.num_heads, geometry.num_teams, scale, kv_scale,
+        q.stride(0), q.stride(1), block_table.stride(0), geometry.num_heads, geometry.num_teams,
+        geometry.team_size, scale, kv_scale,
         L=kv_lora_rank, P=latent_dim - kv_lora_rank, PAGE=block_size, R=geometry.tile_rows, K=TILE_KEYS,
-        TEAM=geometry.team_size, SWAP=swapped, LSE=lse is not None,
+        SWAP=swapped, LSE=lse is not None,
         MATH=_math_dtype(q.dtype, latent_cache.dtype), STAGES=2, num_warps=4 if swapped else 8, num_stages=2,
     )  # fmt: skip
 

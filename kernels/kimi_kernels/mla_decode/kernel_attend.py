@@ -64,8 +64,8 @@ def _attend_tile(
 
 @triton.jit
 def _store_result(
-    acc, row_sum, row_max, tile_row, exists, first_row, slot, member, out, lse, part_out, part_lse, num_heads, kv_scale,
-    L: tl.constexpr, R: tl.constexpr, TEAM: tl.constexpr, SWAP: tl.constexpr, LSE: tl.constexpr,
+    acc, row_sum, row_max, tile_row, exists, first_row, slot, member, out, lse, part_out, part_lse, num_heads,
+    team_size, kv_scale, L: tl.constexpr, R: tl.constexpr, SWAP: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Write a finished tile where the caller wants it, or a cut one (float32, base-2 lse) for the merge."""
     seen = row_sum > 0.0
@@ -83,7 +83,7 @@ def _store_result(
         if LSE:
             tl.store(lse + row, log_sum * LN2, mask=exists)
     else:
-        row = (slot.to(tl.int64) * TEAM + member) * R + tl.arange(0, R)
+        row = (slot.to(tl.int64) * team_size + member) * R + tl.arange(0, R)
         tl.store(part_out + row[:, None] * L + column[None, :], result, mask=exists[:, None])
         tl.store(part_lse + row, log_sum, mask=exists)
 
@@ -96,13 +96,14 @@ def attend_kernel(
     records,
     out,  # [tokens, heads, L]
     lse,  # [tokens, heads] float32, natural log, or unused
-    part_out,  # [slots, TEAM, R, L] float32
-    part_lse,  # [slots, TEAM, R] float32, base 2
+    part_out,  # [slots, team_size, R, L] float32
+    part_lse,  # [slots, team_size, R] float32, base 2
     q_token_stride,
     q_head_stride,
     table_stride,
     num_heads,
     num_teams,
+    team_size,
     scale,  # softmax scale * kv_scale * log2(e)
     kv_scale,
     L: tl.constexpr,
@@ -110,14 +111,13 @@ def attend_kernel(
     PAGE: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    TEAM: tl.constexpr,
     SWAP: tl.constexpr,
     LSE: tl.constexpr,
     MATH: tl.constexpr,  # dtype of the products' operands
     STAGES: tl.constexpr,
 ):
-    team = tl.program_id(0) // TEAM
-    member = tl.program_id(0) % TEAM
+    team = tl.program_id(0) // team_size
+    member = tl.program_id(0) % team_size
     num_segments = tl.load(records + team * RECORD + 8)
     first_item = tl.load(records + team * RECORD + 9)
     for segment in range(num_segments):
@@ -157,14 +157,14 @@ def attend_kernel(
             )
         _store_result(
             acc, row_sum, row_max, tile_row, exists, first_row, slot, member, out, lse, part_out, part_lse,
-            num_heads, kv_scale, L, R, TEAM, SWAP, LSE,
+            num_heads, team_size, kv_scale, L, R, SWAP, LSE,
         )  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
-    part_out,  # [slots, TEAM, R, L] float32
-    part_lse,  # [slots, TEAM, R] float32, base 2
+    part_out,  # [slots, team_size, R, L] float32
+    part_lse,  # [slots, team_size, R] float32, base 2
     entries,
     cu_seqlens_q,  # [num_seqs + 1] int32
     out,  # [tokens, heads, L]
@@ -172,10 +172,10 @@ def merge_kernel(
     num_seqs,
     num_tokens,
     num_heads,
+    team_size,
     L: tl.constexpr,
     COLUMNS: tl.constexpr,
     R: tl.constexpr,
-    TEAM: tl.constexpr,
     SLOTS: tl.constexpr,  # read at a time
     BALANCED: tl.constexpr,
     LSE: tl.constexpr,
@@ -207,7 +207,7 @@ def merge_kernel(
             slot = first_slot + 2 * piece + (piece == 0).to(tl.int32)
         else:
             slot = first_slot + piece
-        row = slot.to(tl.int64) * (TEAM * R) + tl.program_id(1)
+        row = slot.to(tl.int64) * (team_size * R) + tl.program_id(1)
         log_sum = tl.load(part_lse + row, mask=piece < num_slots, other=float("-inf"))
         part = tl.load(part_out + row[:, None] * L + column[None, :], mask=(piece < num_slots)[:, None], other=0.0)
         new_max = tl.maximum(total_max, tl.max(log_sum, 0))
