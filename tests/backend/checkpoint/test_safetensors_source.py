@@ -1,0 +1,97 @@
+"""Reading files: one, sharded, with and without their index; slices; prefixes; what a text server leaves out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from kimi_backend.checkpoint.safetensors_source import INDEX_FILE, SafetensorsSource
+from kimi_backend.errors import CheckpointError
+
+MATRIX = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+
+
+@pytest.fixture(scope="module")
+def matrix_source(tmp_path_factory: pytest.TempPathFactory) -> SafetensorsSource:
+    folder = tmp_path_factory.mktemp("matrix")
+    save_file(
+        {
+            "language_model.model.a": MATRIX,
+            "model.b": MATRIX.to(torch.float8_e4m3fn),
+            "vision_tower.c": MATRIX.clone(),
+            "mm_projector.proj.0.weight": MATRIX.clone(),
+        },
+        folder / "model.safetensors",
+    )
+    return SafetensorsSource.open(folder)
+
+
+@given(dim=st.integers(0, 1), bounds=st.tuples(st.integers(0, 10), st.integers(0, 10)), name=st.sampled_from("ab"))
+def test_slices_of_either_dimension(
+    matrix_source: SafetensorsSource, dim: int, bounds: tuple[int, int], name: str
+) -> None:
+    size = MATRIX.shape[dim]
+    start, stop = sorted(min(bound, size) for bound in bounds)
+    found = matrix_source.read(f"model.{name}", dim, start, stop)
+    assert torch.equal(found.float(), MATRIX.to(found.dtype).float().narrow(dim, start, stop - start))
+
+
+def test_prefixes_go_and_vision_stays_out(matrix_source: SafetensorsSource) -> None:
+    assert matrix_source.names() == {"model.a", "model.b"}
+    assert matrix_source.shape("model.a") == (6, 10)
+    assert matrix_source.dtype("model.b") is torch.float8_e4m3fn
+    assert matrix_source.num_bytes() == 60 * 4 + 60
+
+
+@pytest.mark.parametrize(("dim", "start", "stop"), [(0, 0, 7), (1, -1, 3), (1, 5, 4), (1, 11, None)])
+def test_a_slice_outside_the_tensor_is_refused(
+    matrix_source: SafetensorsSource, dim: int, start: int, stop: int | None
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"model\.a: elements {start}:.* of dimension {dim} of \[6, 10\]"):
+        matrix_source.read("model.a", dim, start, stop)
+
+
+def test_a_file_may_be_opened_by_itself(tmp_path: Path) -> None:
+    save_file({"a": MATRIX}, tmp_path / "weights.safetensors")
+    assert SafetensorsSource.open(tmp_path / "weights.safetensors").names() == {"a"}
+    assert SafetensorsSource.open(str(tmp_path)).names() == {"a"}
+
+
+def test_shards_need_no_index(tmp_path: Path) -> None:
+    for i, name in enumerate("abc"):
+        save_file({name: MATRIX + i}, tmp_path / f"model-{i + 1:05d}-of-00003.safetensors")
+    without = SafetensorsSource.open(tmp_path)
+    weight_map = {name: f"model-{i + 1:05d}-of-00003.safetensors" for i, name in enumerate("abc")}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with_index = SafetensorsSource.open(tmp_path)
+    for source in (without, with_index):
+        assert source.names() == {"a", "b", "c"}
+        assert torch.equal(source.read("b"), MATRIX + 1)
+
+
+def test_all_problems_of_all_files_are_in_one_error(tmp_path: Path) -> None:
+    names = [f"model-{i}-of-00004.safetensors" for i in range(1, 5)]
+    save_file({"a": MATRIX}, tmp_path / names[0])
+    (tmp_path / names[1]).write_bytes(b"not a safetensors file")
+    truncated = (tmp_path / names[0]).read_bytes()[:-5]
+    (tmp_path / names[2]).write_bytes(truncated)
+    index = {"weight_map": {"a": names[0], "b": names[1], "c": names[2], "d": names[3], "e": names[0]}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        SafetensorsSource.open(tmp_path)
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 4
+    assert f"{names[1]}: cannot be read as safetensors" in text
+    assert f"{names[2]}: cannot be read as safetensors" in text
+    assert f"{names[3]} is listed in {INDEX_FILE} but absent" in text
+    assert f"tensor 'e' is listed in {names[0]}, found in no file" in text
+
+
+def test_one_tensor_under_two_prefixes_is_refused(tmp_path: Path) -> None:
+    save_file({"language_model.lm_head.weight": MATRIX, "lm_head.weight": MATRIX + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="are the same one, expected one of them"):
+        SafetensorsSource.open(tmp_path)
