@@ -88,6 +88,15 @@ class ChatTemplate:
                 token_ids.extend(self._tokenizer.encode(stand_ins.restore(piece) if stand_ins else piece))
         return ChatPrompt(stand_ins.restore(rendered) if stand_ins else rendered, token_ids)
 
+    def encode(
+        self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True, template_kwargs: Any = None
+    ) -> list[int]:
+        """The token ids of `render`'s prompt."""
+        prompt = self.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+        return prompt.token_ids
+
     def _check(self, messages: Any, tools: Any, template_kwargs: Any) -> dict[str, Any]:
         kwargs = check_template_kwargs(template_kwargs)
         checked_tools = check_tools(tools)

@@ -20,6 +20,10 @@ class IncrementalDetokenizer(Protocol):
         """The text that these tokens complete; bytes of a character that is still open wait."""
         ...
 
+    def push_each(self, token_ids: Iterable[int]) -> list[str]:
+        """As `push`, but one text for each token: joined they are what `push` would return."""
+        ...
+
     def finish(self) -> str:
         """The rest: what waited, as U+FFFD where it never became a character. Call once, push nothing after."""
         ...
@@ -48,6 +52,10 @@ class ByteLevelDetokenizer:
         data = b"".join(self._token_bytes(token_id) for token_id in token_ids if token_id not in self._skipped)
         return self._decoder.decode(data)
 
+    def push_each(self, token_ids: Iterable[int]) -> list[str]:
+        token_bytes, skipped, decode = self._token_bytes, self._skipped, self._decoder.decode
+        return [decode(token_bytes(token_id)) if token_id not in skipped else "" for token_id in token_ids]
+
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -69,19 +77,18 @@ class WindowDetokenizer:
         self._num_emitted_chars = 0
 
     def push(self, token_ids: Iterable[int]) -> str:
-        deltas = []
-        for token_id in token_ids:
-            if token_id not in self._skipped:
-                self._token_ids.append(token_id)
-                deltas.append(self._advance())
-        return "".join(deltas)
+        return "".join(self.push_each(token_ids))
+
+    def push_each(self, token_ids: Iterable[int]) -> list[str]:
+        return ["" if token_id in self._skipped else self._advance(token_id) for token_id in token_ids]
 
     def finish(self) -> str:
         delta = self._tokenizer.decode(self._token_ids)[self._num_emitted_chars :]
         self._num_emitted_chars += len(delta)
         return delta
 
-    def _advance(self) -> str:
+    def _advance(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
         emitted = self._tokenizer.decode(self._token_ids[self._window_start : self._num_emitted_tokens])
         text = self._tokenizer.decode(self._token_ids[self._window_start :])
         if len(text) <= len(emitted) or text.endswith(_REPLACEMENT):

@@ -5,6 +5,7 @@ at the same character the longest wins, so what is cut off never begins with the
 how the text was cut into pieces.
 """
 
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ class StopMatch:
     stop: str
     start: int
     end: int
+    num_chars_after: int
+    """Pushed characters after `end`."""
     num_chars_cut: int
     """Pushed characters that are not part of the emitted text: those after `end`, and the stop string unless it is
     included in the output. The text that was emitted in all is `end` or `start` characters long."""
@@ -38,6 +41,7 @@ class StopStringMatcher:
         """
         check_stop_strings(stops)
         self._automaton = _build_automaton(stops) if stops else None
+        self._first_char = re.compile("|".join(sorted({re.escape(stop[0]) for stop in stops})))
         self._include_stop = include_stop
         self._node = 0
         self._held = ""
@@ -48,7 +52,7 @@ class StopStringMatcher:
         """The text that is now safe to emit, and the match if there is one. After a match nothing more is emitted."""
         if self._match is not None:
             return "", self._match
-        if self._automaton is None:
+        if self._automaton is None or (self._node == 0 and not self._first_char.search(text)):
             self._num_pushed += len(text)
             return text, None
         node = self._node
@@ -77,7 +81,13 @@ class StopStringMatcher:
         emit = candidate[: cut_at - (self._num_pushed - len(self._held))]
         self._num_pushed += len(text)
         self._held = ""
-        self._match = StopMatch(stop=stop, start=start, end=end, num_chars_cut=self._num_pushed - cut_at)
+        self._match = StopMatch(
+            stop=stop,
+            start=start,
+            end=end,
+            num_chars_after=self._num_pushed - end,
+            num_chars_cut=self._num_pushed - cut_at,
+        )
         return emit, self._match
 
 

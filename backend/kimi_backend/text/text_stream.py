@@ -1,10 +1,10 @@
-"""From a request's new token ids to the text its client gets: detokenizer and stop strings, token by token."""
+"""From a request's new token ids to the text its client gets: detokenizer, then stop strings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kimi_backend.text.detokenizer import make_detokenizer
-from kimi_backend.text.stop_strings import StopStringMatcher
+from kimi_backend.text.stop_strings import StopMatch, StopStringMatcher
 from kimi_backend.text.tokenizer import Tokenizer
 
 
@@ -53,21 +53,32 @@ class TextStream:
             return TextUpdate(text="", num_tokens=0)
         if not self._has_stops:
             return TextUpdate(text=self._detokenizer.push(token_ids), num_tokens=len(token_ids))
-        unsearched = token_ids[: self._num_unsearched]
-        self._num_unsearched -= len(unsearched)
-        texts = [self._detokenizer.push(unsearched)]
-        for index in range(len(unsearched), len(token_ids)):
-            text, match = self._matcher.push(self._detokenizer.push(token_ids[index : index + 1]))
-            texts.append(text)
-            if match is not None:
-                self._matched = True
-                return TextUpdate(
-                    text="".join(texts),
-                    num_tokens=index + 1,
-                    matched_stop=match.stop,
-                    num_chars_cut=match.num_chars_cut,
-                )
-        return TextUpdate(text="".join(texts), num_tokens=len(token_ids))
+        pieces = self._detokenizer.push_each(token_ids)
+        num_unsearched = min(self._num_unsearched, len(pieces))
+        self._num_unsearched -= num_unsearched
+        unsearched = "".join(pieces[:num_unsearched])
+        text, match = self._matcher.push("".join(pieces[num_unsearched:]))
+        if match is None:
+            return TextUpdate(text=unsearched + text, num_tokens=len(token_ids))
+        self._matched = True
+        return self._last_update(unsearched + text, pieces, num_unsearched, match)
+
+    @staticmethod
+    def _last_update(text: str, pieces: list[str], num_unsearched: int, match: StopMatch) -> TextUpdate:
+        """The update for a match: the last token that counts is the one that completed the stop string."""
+        num_chars_after = 0
+        num_tokens = len(pieces)
+        while (
+            num_tokens > num_unsearched + 1 and num_chars_after + len(pieces[num_tokens - 1]) <= match.num_chars_after
+        ):
+            num_tokens -= 1
+            num_chars_after += len(pieces[num_tokens])
+        return TextUpdate(
+            text=text,
+            num_tokens=num_tokens,
+            matched_stop=match.stop,
+            num_chars_cut=match.num_chars_cut - num_chars_after,
+        )
 
     def finish(self) -> TextUpdate:
         """What was held back, for a request that ended for another reason than a stop string. Call once.

@@ -77,6 +77,17 @@ def test_any_bytes_one_at_a_time(data: bytes, specials: list[int]) -> None:
     check_stream(tokenizer, token_ids, cuts, skip_special=False)
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=60)
+def test_push_each_is_push_token_by_token(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]()
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=20))
+    pieces = make_detokenizer(tokenizer).push_each(token_ids)
+    detokenizer = make_detokenizer(tokenizer)
+    assert pieces == [detokenizer.push([token_id]) for token_id in token_ids]
+
+
 @pytest.mark.parametrize("text", REGRESSION_CORPUS)
 def test_regression_corpus_token_by_token(text: str) -> None:
     tokenizer = tempting_tokenizer()
