@@ -1,0 +1,346 @@
+"""`sample_tokens` and `verify_draft_tokens` in Triton-language: checks, scratch and launches around the kernels.
+
+Launches depend on shapes alone, so a CUDA graph may hold them: which rows are greedy, filter or use a processor is
+read on the device, and a row that needs nothing of a kernel leaves it at once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.sampling.kernel_check import check_kernel
+from kimi_kernels.sampling.kernel_draw import CANDIDATES, draw_kernel
+from kimi_kernels.sampling.kernel_process import copy_kernel, process_kernel
+from kimi_kernels.sampling.kernel_select import LISTED, select_kernel
+from kimi_kernels.sampling.kernel_verify import verify_kernel
+from kimi_kernels.sampling.logprobs_reference import row_logprobs
+from kimi_kernels.sampling.processors_reference import ColumnOrder
+from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+TILE_COLUMNS = 64 if INTERPRETED else 2048
+SELECT_COLUMNS = 64 if INTERPRETED else 4096
+PROCESS_ENTRIES = 16 if INTERPRETED else 256
+MAX_SPLITS = 64
+WANTED_PROGRAMS = 1024
+"""A row is cut until there are about eight programs a multiprocessor of an H100."""
+VERIFY_SEQUENCES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """How rows are cut."""
+
+    count: int
+    columns: int
+
+    @staticmethod
+    def of(num_rows: int, num_columns: int) -> "_Splits":
+        tiles = triton.cdiv(num_columns, TILE_COLUMNS)
+        count = min(triton.next_power_of_2(triton.cdiv(WANTED_PROGRAMS, num_rows)), MAX_SPLITS, tiles)
+        columns = triton.cdiv(tiles, count) * TILE_COLUMNS
+        return _Splits(triton.cdiv(num_columns, columns), columns)
+
+
+def sample_tokens(
+    logits: Tensor,
+    inputs: SamplingInputs,
+    rows: SamplingRows,
+    vocabulary_map: VocabularyMap | None = None,
+    num_logprobs: int | None = None,
+) -> SampleOutput:
+    """`signatures.SampleTokens`.
+
+    Raises:
+        ValueError: `logits` is not a matrix of float32, bfloat16 or float16, or its columns do not fit the map or mask.
+    """
+    require_shape("logits", logits, rows.sequence.shape[0], None)
+    require_dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
+    num_rows, num_columns = logits.shape
+    if vocabulary_map is not None:
+        require_shape("vocabulary_map.token_id_of_column", vocabulary_map.token_id_of_column, num_columns)
+    if num_rows == 0:
+        empty = torch.empty(0, dtype=torch.int64, device=logits.device)
+        return SampleOutput(token_ids=empty, status=empty.to(torch.int32))
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    call = _Call(logits, inputs, rows, vocabulary_map)
+    call.process()
+    call.draw()
+    call.check()
+    call.select()
+    if num_logprobs is None:
+        return SampleOutput(token_ids=call.token_ids, status=call.status)
+    return _with_logprobs(call, num_logprobs)
+
+
+class _Call:
+    """Scratch of one call and the launches on it."""
+
+    def __init__(
+        self, logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, vocabulary_map: VocabularyMap | None
+    ) -> None:
+        self.logits, self.inputs, self.rows, self.vocabulary_map = logits, inputs, rows, vocabulary_map
+        self.num_rows, self.num_columns = logits.shape
+        self.splits = _Splits.of(self.num_rows, self.num_columns)
+        self.uses_work = rows.logit_mask is not None or any(
+            entries.numel() for entries in (inputs.penalty_ids, inputs.bias_ids, inputs.ban_ids, inputs.bad_word_tokens)
+        )
+        num_parts = self.num_rows * self.splits.count
+        # Tickets of two kernels, and whether a processed row was not finite.
+        self.zeros = torch.zeros(3, self.num_rows, dtype=torch.int32, device=logits.device)
+        self.part_score = self._new(num_parts, CANDIDATES.value, dtype=torch.float64)
+        self.part_token = self._new(num_parts, CANDIDATES.value)
+        self.part_best = self._new(num_parts, dtype=torch.float32)
+        self.part_bad = self._new(num_parts)
+        self.part_mass = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.int64)
+        self.candidate = self._new(self.num_rows, CANDIDATES.value)
+        self.row_best = self._new(self.num_rows, dtype=torch.float32)
+        self.state = self._new(self.num_rows)
+        self.list = self._new(self.num_rows, LISTED.value)
+        self.token_ids = self._new(self.num_rows, dtype=torch.int64)
+        self.status = self._new(self.num_rows)
+        work_shape = (self.num_rows, self.num_columns) if self.uses_work else (1, 1)
+        self.work = self._new(*work_shape, dtype=torch.float32)
+        self.uses_work_rows = self._new(self.num_rows)
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.logits.device)
+
+    @property
+    def _token_of_column(self) -> Tensor:
+        return self.status if self.vocabulary_map is None else self.vocabulary_map.token_id_of_column
+
+    @property
+    def _column_of_token(self) -> Tensor:
+        return self.status if self.vocabulary_map is None else self.vocabulary_map.column_of_token_id
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.num_columns if self.vocabulary_map is None else self.vocabulary_map.column_of_token_id.numel()
+
+    @property
+    def _cut(self) -> dict[str, int]:
+        return {
+            "SPLITS": self.splits.count,
+            "SPLIT_COLUMNS": self.splits.columns,
+            "SPLITS_P2": triton.next_power_of_2(self.splits.count),
+            "BLOCKS": TILE_COLUMNS // 4,
+        }
+
+    @property
+    def _kind(self) -> dict[str, bool]:
+        return {"HAS_MAP": self.vocabulary_map is not None, "HAS_WORK": self.uses_work, "enable_fp_fusion": False}
+
+    def process(self) -> None:
+        if not self.uses_work:
+            return
+        inputs, rows = self.inputs, self.rows
+        has_mask = rows.logit_mask is not None
+        logit_mask = self.status if rows.logit_mask is None else rows.logit_mask
+        if has_mask:
+            require_shape("rows.logit_mask", logit_mask, self.num_rows, triton.cdiv(self._num_tokens, 32))
+        copy_kernel[(self.num_rows * self.splits.count,)](
+            self.logits,
+            self.work,
+            self.uses_work_rows,
+            self.zeros[2],
+            rows.sequence,
+            inputs.penalty_offsets,
+            inputs.bias_offsets,
+            inputs.ban_offsets,
+            inputs.bad_word_offsets,
+            logit_mask,
+            self._token_of_column,
+            self.logits.stride(0),
+            self.num_columns,
+            logit_mask.stride(0),
+            SPLITS=self.splits.count,
+            SPLIT_COLUMNS=self.splits.columns,
+            BLOCK=TILE_COLUMNS,
+            HAS_MAP=self.vocabulary_map is not None,
+            HAS_MASK=has_mask,
+        )
+        window_width = rows.window_token_ids.shape[1]
+        process_kernel[(self.num_rows,)](
+            self.work,
+            self.uses_work_rows,
+            rows.sequence,
+            rows.token_index,
+            rows.window_token_ids,
+            rows.window_len,
+            self._column_of_token,
+            inputs.repetition_penalty,
+            inputs.frequency_penalty,
+            inputs.presence_penalty,
+            inputs.penalty_offsets,
+            inputs.penalty_ids,
+            inputs.penalty_counts,
+            inputs.penalty_in_prompt,
+            inputs.bias_offsets,
+            inputs.bias_ids,
+            inputs.bias_values,
+            inputs.ban_offsets,
+            inputs.ban_ids,
+            inputs.ban_until,
+            inputs.bad_word_offsets,
+            inputs.bad_word_token_offsets,
+            inputs.bad_word_tokens,
+            inputs.history_tail,
+            self.num_columns,
+            window_width,
+            inputs.history_tail.shape[1],
+            BLOCK=PROCESS_ENTRIES,
+            WINDOW_P2=triton.next_power_of_2(max(window_width, 1)),
+            HAS_MAP=self.vocabulary_map is not None,
+            enable_fp_fusion=False,
+        )
+
+    def draw(self) -> None:
+        inputs, rows = self.inputs, self.rows
+        draw_kernel[(self.num_rows * self.splits.count,)](
+            self.logits,
+            self.work,
+            self.uses_work_rows,
+            self.zeros[2],
+            rows.sequence,
+            rows.token_index,
+            inputs.temperature,
+            inputs.seed,
+            inputs.top_k,
+            inputs.top_p,
+            inputs.min_p,
+            self._token_of_column,
+            self.part_score,
+            self.part_token,
+            self.part_best,
+            self.part_bad,
+            self.candidate,
+            self.row_best,
+            self.state,
+            self.zeros[0],
+            self.token_ids,
+            self.status,
+            self.logits.stride(0),
+            self.num_columns,
+            0,
+            **self._cut,
+            **self._kind,
+        )
+
+    def check(self) -> None:
+        check_kernel[(self.num_rows * self.splits.count,)](
+            self.logits,
+            self.work,
+            self.uses_work_rows,
+            self.rows.sequence,
+            self.inputs.temperature,
+            self.inputs.top_p,
+            self.inputs.min_p,
+            self._column_of_token,
+            self.candidate,
+            self.row_best,
+            self.state,
+            self.part_mass,
+            self.zeros[1],
+            self.token_ids,
+            self.logits.stride(0),
+            self.num_columns,
+            0,
+            **self._cut,
+            **self._kind,
+        )
+
+    def select(self) -> None:
+        inputs, rows = self.inputs, self.rows
+        select_kernel[(self.num_rows,)](
+            self.logits,
+            self.work,
+            self.uses_work_rows,
+            rows.sequence,
+            rows.token_index,
+            inputs.temperature,
+            inputs.seed,
+            inputs.top_k,
+            inputs.top_p,
+            inputs.min_p,
+            self._column_of_token,
+            self.row_best,
+            self.state,
+            self.list,
+            self.token_ids,
+            self.logits.stride(0),
+            self.num_columns,
+            self._num_tokens,
+            BLOCK=SELECT_COLUMNS,
+            num_warps=16,
+            **self._kind,
+        )
+
+
+def _with_logprobs(call: _Call, num_logprobs: int) -> SampleOutput:
+    """Rare, so in torch; nothing here waits for the device."""
+    order = ColumnOrder.from_map(call.vocabulary_map)
+    raw = call.logits.to(torch.float32)
+    if order.source_column is not None:
+        raw = raw[:, order.source_column]
+    column = order.columns(call.token_ids).clamp(min=0)
+    drawn, top, top_columns = row_logprobs(raw, column, num_logprobs)
+    return SampleOutput(
+        token_ids=call.token_ids,
+        status=call.status,
+        logprobs=drawn,
+        top_logprob_ids=top_columns if order.token_ids is None else order.token_ids[top_columns],
+        top_logprobs=top,
+    )
+
+
+def verify_draft_tokens(
+    token_ids: Tensor,
+    status: Tensor,
+    first_row: Tensor,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+) -> VerifyOutput:
+    """`signatures.VerifyDraftTokens`.
+
+    Raises:
+        ValueError: lengths of the arguments do not fit each other.
+    """
+    num_seqs, width = draft_token_ids.shape
+    require_shape("first_row", first_row, num_seqs)
+    require_shape("num_draft_tokens", num_draft_tokens, num_seqs)
+    require_shape("status", status, token_ids.shape[0])
+    require(
+        width == 0 or draft_token_ids.stride(1) == 1, "draft_token_ids stride", draft_token_ids.stride(), "1 along W"
+    )
+    device = token_ids.device
+    result = VerifyOutput(
+        output_token_ids=torch.empty(num_seqs, width + 1, dtype=torch.int64, device=device),
+        num_accepted_tokens=torch.empty(num_seqs, dtype=torch.int32, device=device),
+        last_row=torch.empty(num_seqs, dtype=torch.int64, device=device),
+        status=torch.empty(num_seqs, dtype=torch.int32, device=device),
+    )
+    if num_seqs == 0:
+        return result
+    verify_kernel[(triton.cdiv(num_seqs, VERIFY_SEQUENCES),)](
+        token_ids,
+        status,
+        first_row,
+        draft_token_ids,
+        num_draft_tokens,
+        result.output_token_ids,
+        result.num_accepted_tokens,
+        result.last_row,
+        result.status,
+        num_seqs,
+        width,
+        draft_token_ids.stride(0),
+        SEQS=VERIFY_SEQUENCES,
+        WIDTH_P2=triton.next_power_of_2(width + 1),
+        num_warps=1,
+    )
+    return result

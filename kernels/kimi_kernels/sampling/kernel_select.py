@@ -1,0 +1,206 @@
+"""The general way, for rows with top-k and those whose candidates all fell: find the thresholds, then draw.
+
+One program a row. top-k: radix selection of the k-th largest y, a byte at a time, then one pass in the order of token
+ids that cuts the ties and lists the survivors if they are few. top-p: bisection over the keys of y, by integer mass.
+"""
+
+import triton
+import triton.language as tl
+
+from kimi_kernels.sampling.kernel_check import survives_top_p
+from kimi_kernels.sampling.kernel_draw import STATE_DONE, STATE_SELECT, _best_of
+from kimi_kernels.sampling.kernel_noise import (
+    NO_TOKEN,
+    bits_of_tokens,
+    gumbel,
+    inverse_temperature,
+    load_tokens,
+    min_weight,
+    order_key,
+    token_weight,
+)
+
+LISTED = tl.constexpr(4096)
+"""Survivors of top-k that fit a row's list."""
+LEAST_WITH_WEIGHT = tl.constexpr(-23.0)
+"""y - best below which the weight is 0 for certain, so that top-p cannot keep the token."""
+
+
+@triton.jit
+def _load_alive(source, at, num_tokens, rules, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
+    """A tile of all tokens: (token, key, which min-p left). rules: (inverse, best, least)."""
+    inverse, best, least = rules
+    token = at + tl.arange(0, BLOCK)
+    y = inverse * load_tokens(source, token, token < num_tokens, HAS_MAP, HAS_WORK)
+    return token, order_key(y), (y > -float("inf")) & (token_weight(y, best) >= least)
+
+
+@triton.jit
+def _load_survivors(
+    source, entries, at, rules, cut, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr
+):
+    """A tile of all tokens or of the list: (token, y, key, which min-p and top-k left).
+
+    entries: (LIST, how many, whether they are listed). cut: (key, token) of the last that top-k keeps.
+    """
+    LIST, num_entries, is_listed = entries
+    inverse, best, least = rules
+    key_k, cut_token = cut
+    entry = at + tl.arange(0, BLOCK)
+    mask = entry < num_entries
+    listed = tl.load(LIST + source[3].to(tl.int64) * LISTED + entry, mask=mask & is_listed, other=0)
+    token = tl.where(is_listed, listed, entry)
+    y = inverse * load_tokens(source, token, mask, HAS_MAP, HAS_WORK)
+    key = order_key(y)
+    alive = (y > -float("inf")) & (token_weight(y, best) >= least)
+    return token, y, key, alive & ((key > key_k) | ((key == key_k) & (token <= cut_token)))
+
+
+@triton.jit
+def _kth_key(source, num_tokens, rules, top_k, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
+    """(key of the k-th most likely token, how many of that key top-k keeps): a byte of the key at a time."""
+    key_k = tl.full((), 0, tl.uint32)
+    left = top_k
+    for digit in tl.static_range(4):
+        shift = 24 - 8 * digit
+        counts = tl.zeros((256,), tl.int32)
+        for at in tl.range(0, num_tokens, BLOCK):
+            _, key, alive = _load_alive(source, at, num_tokens, rules, BLOCK, HAS_MAP, HAS_WORK)
+            if digit > 0:
+                alive = alive & ((key >> (shift + 8)) == (key_k >> (shift + 8)))
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alive)
+        total = tl.sum(counts)
+        left = tl.minimum(left, total)
+        above = total - tl.cumsum(counts, 0)
+        is_digit = (above < left) & (left <= above + counts)
+        key_k = key_k | (tl.sum(tl.where(is_digit, tl.arange(0, 256), 0)).to(tl.uint32) << shift)
+        left -= tl.sum(tl.where(is_digit, above, 0))
+    return key_k, left
+
+
+@triton.jit
+def _list_top_k(
+    source, LIST, num_tokens, rules, key_k, num_equal, fits,
+    BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
+):  # fmt: skip
+    """(last token of key `key_k` that is kept, how many are kept); writes them to the row's list if they fit."""
+    num_kept = tl.full((), 0, tl.int32)
+    num_ties = tl.full((), 0, tl.int32)
+    cut_token = tl.full((), -1, tl.int32)
+    for at in tl.range(0, num_tokens, BLOCK):
+        token, key, alive = _load_alive(source, at, num_tokens, rules, BLOCK, HAS_MAP, HAS_WORK)
+        is_tie = (alive & (key == key_k)).to(tl.int32)
+        is_tie_kept = (is_tie > 0) & (num_ties + tl.cumsum(is_tie, 0) <= num_equal)
+        is_kept = (is_tie_kept | (alive & (key > key_k))).to(tl.int32)
+        num_ties += tl.sum(is_tie)
+        cut_token = tl.maximum(cut_token, tl.max(tl.where(is_tie_kept, token, -1)))
+        place = num_kept + tl.cumsum(is_kept, 0) - 1
+        tl.store(LIST + source[3].to(tl.int64) * LISTED + place, token, mask=(is_kept > 0) & fits)
+        num_kept += tl.sum(is_kept)
+    tl.debug_barrier()
+    return cut_token, num_kept
+
+
+@triton.jit
+def _mass_above(
+    source, entries, rules, cut, key_above, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr
+):
+    """Weights of survivors whose key is above `key_above`, int64; every key is above 0."""
+    mass = tl.zeros((BLOCK,), tl.int64)
+    for at in tl.range(0, entries[1], BLOCK):
+        _, y, key, alive = _load_survivors(source, entries, at, rules, cut, BLOCK, HAS_MAP, HAS_WORK)
+        mass += tl.where(alive & (key > key_above), token_weight(y, rules[1]), 0).to(tl.int64)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _top_p_key(source, entries, rules, cut, top_p, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
+    """The smallest key with less than top_p of the mass above it, by bisection."""
+    low = order_key(rules[1] + LEAST_WITH_WEIGHT).to(tl.int64)
+    high = order_key(rules[1]).to(tl.int64)
+    total = _mass_above(source, entries, rules, cut, tl.full((), 0, tl.uint32), BLOCK, HAS_MAP, HAS_WORK)
+    while low < high:
+        middle = (low + high) // 2
+        above = _mass_above(source, entries, rules, cut, middle.to(tl.uint32), BLOCK, HAS_MAP, HAS_WORK)
+        reaches = survives_top_p(above, total, top_p)
+        low = tl.where(reaches, low, middle + 1)
+        high = tl.where(reaches, middle, high)
+    return low.to(tl.uint32)
+
+
+@triton.jit
+def select_kernel(
+    LOGITS,
+    WORK,
+    USES_WORK,
+    SEQUENCE,
+    TOKEN_INDEX,
+    TEMPERATURE,
+    SEED,
+    TOP_K,
+    TOP_P,
+    MIN_P,
+    COLUMN_OF_TOKEN,
+    ROW_BEST,
+    STATE,
+    LIST,
+    TOKEN_IDS,
+    row_stride,
+    num_columns,
+    num_tokens,
+    BLOCK: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    HAS_WORK: tl.constexpr,
+):
+    """One row.
+
+    Args:
+        as `draw_kernel`; num_tokens: size of the target's vocabulary. LIST: [R, LISTED] int32 scratch.
+    """
+    row = tl.program_id(0)
+    if tl.load(STATE + row) == STATE_SELECT:
+        sequence = tl.load(SEQUENCE + row)
+        inverse = inverse_temperature(tl.load(TEMPERATURE + sequence))
+        top_k = tl.load(TOP_K + sequence)
+        top_p = tl.load(TOP_P + sequence)
+        least = min_weight(tl.load(MIN_P + sequence))
+        best = tl.load(ROW_BEST + row)
+        uses_work = False
+        if HAS_WORK:
+            uses_work = tl.load(USES_WORK + row) != 0
+
+        source = (LOGITS, WORK, COLUMN_OF_TOKEN, row, row_stride, num_columns, uses_work)
+        rules = (inverse, best, least)
+
+        key_k = tl.full((), 0, tl.uint32)
+        cut_token = tl.full((), NO_TOKEN, tl.int32)
+        is_listed = (top_k > 0) & (top_k <= LISTED)
+        num_entries = num_tokens
+        if top_k > 0:
+            key_k, num_equal = _kth_key(source, num_tokens, rules, top_k, BLOCK, HAS_MAP, HAS_WORK)
+            cut_token, num_kept = _list_top_k(
+                source, LIST, num_tokens, rules, key_k, num_equal, is_listed, BLOCK, HAS_MAP, HAS_WORK
+            )
+            num_entries = tl.where(is_listed, num_kept, num_tokens)
+        entries = (LIST, num_entries, is_listed)
+        cut = (key_k, cut_token)
+
+        key_p = tl.full((), 0, tl.uint32)
+        if top_p < 1.0:
+            key_p = _top_p_key(source, entries, rules, cut, top_p, BLOCK, HAS_MAP, HAS_WORK)
+
+        seed = tl.load(SEED + sequence)
+        index = tl.load(TOKEN_INDEX + row).to(tl.uint32)
+        best_score = tl.full((), -float("inf"), tl.float64)
+        drawn = tl.full((), NO_TOKEN, tl.int32)
+        for at in tl.range(0, num_entries, BLOCK):
+            token, y, key, alive = _load_survivors(source, entries, at, rules, cut, BLOCK, HAS_MAP, HAS_WORK)
+            alive = alive & (key >= key_p)
+            if tl.max(alive.to(tl.int32)) > 0:
+                noise = gumbel(bits_of_tokens(index, token, seed.to(tl.uint32), (seed >> 32).to(tl.uint32)))
+                score, first = _best_of(tl.where(alive, y.to(tl.float64) + noise.to(tl.float64), -float("inf")), token)
+                better = (score > best_score) | ((score == best_score) & (first < drawn))
+                best_score = tl.where(better, score, best_score)
+                drawn = tl.where(better, first, drawn)
+        tl.store(TOKEN_IDS + row, drawn.to(tl.int64))
+        tl.store(STATE + row, STATE_DONE)
