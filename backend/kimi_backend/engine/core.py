@@ -11,12 +11,13 @@ from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.engine.commit import StepOutput, commit_step
 from kimi_backend.engine.handshake import Geometry, check_pair, check_runner, check_same_model
 from kimi_backend.engine.runner_link import RunnerLink
+from kimi_backend.engine.step_times import StepTimes
 from kimi_backend.errors import ConfigError, KimiError, ModelUnavailableError
 from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_proposals
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
-from kimi_backend.types.plan import AuxHandle, TargetPlan, TargetReply
+from kimi_backend.types.plan import AuxHandle, DraftPlan, TargetPlan, TargetReply
 from kimi_backend.types.request import FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -47,6 +48,7 @@ class EngineCore:
         self._clock = clock
         self._step_id = 0
         self._num_failed_steps = 0
+        self.times = StepTimes()
         self.geometry = geometry
         self.kv = KvManager(
             block_size=geometry.block_size,
@@ -58,14 +60,14 @@ class EngineCore:
         self._plans = PlanBuilder(self.scheduler.table, geometry.block_size, geometry.vocab_size)
 
     @property
+    def num_steps(self) -> int:
+        """Steps that were sent to the target."""
+        return self._step_id
+
+    @property
     def is_speculating(self) -> bool:
         """Whether the draft is there."""
         return self.scheduler.is_drafting
-
-    @property
-    def retry_s(self) -> float | None:
-        """Clock time of the next try to reach an absent target that work waits for; None when none is due."""
-        return None if self._target_link.is_up or not self.scheduler.has_work else self._target_link.next_try_s
 
     def add(self, sequence: Sequence) -> None:
         """Queue a checked request."""
@@ -84,18 +86,26 @@ class EngineCore:
         if not self._reach_target():
             return False
         self._reach_draft()
+        self.times.start()
         batch = self.scheduler.schedule()
         if not batch.sequences:
             return False
         self._step_id += 1
         plan = self._plans.target_plan(self._step_id, batch)
+        self.times.lap("schedule")
         reply = self._verify(plan, batch)
-        if reply is not None:
-            commit = commit_step(batch, plan, reply, self._clock())
-            self._settle(commit.outputs)
-            self._emit(commit.outputs)
-            self._propose(commit.draft_work, reply.aux)
-            self._publish(batch.sequences)
+        self.times.lap("target")
+        if reply is None:
+            return True
+        commit = commit_step(batch, plan, reply, self._clock())
+        self._settle(commit.outputs)
+        self._emit(commit.outputs)
+        draft_plan = self._plan_draft(commit.draft_work, reply.aux)
+        self.times.lap("commit")
+        self._propose(draft_plan, commit.draft_work)
+        self.times.lap("draft")
+        self._publish(batch.sequences)
+        self.times.lap("publish")
         return True
 
     def _verify(self, plan: TargetPlan, batch: StepBatch) -> TargetReply | None:
@@ -129,11 +139,13 @@ class EngineCore:
                 self.scheduler.finish(output.sequence)
         table.set_last_tokens(going)
 
-    def _propose(self, work: list[DraftWork], aux: AuxHandle) -> None:
+    def _plan_draft(self, work: list[DraftWork], aux: AuxHandle) -> DraftPlan | None:
+        return self._plans.draft_plan(self._step_id, work, aux) if work else None
+
+    def _propose(self, plan: DraftPlan | None, work: list[DraftWork]) -> None:
         """Extend the draft and keep its proposals. Whatever goes wrong turns speculation off and fails nobody."""
-        if not work or self._draft is None or self._draft_link is None:
+        if plan is None or self._draft is None or self._draft_link is None:
             return
-        plan = self._plans.draft_plan(self._step_id, work, aux)
         sequences = [w.sequence for w in work]
         try:
             reply = self._draft.propose(plan)
@@ -174,7 +186,7 @@ class EngineCore:
         link = self._target_link
         if link.is_up:
             return True
-        description = link.try_connect() if self.scheduler.has_work else None
+        description = link.try_connect()
         if description is None:
             return False
         check_runner(description, "target")

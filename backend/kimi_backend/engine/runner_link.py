@@ -26,6 +26,8 @@ class RunnerLink:
         self.is_up = False
         self.next_try_s = 0.0
         """Clock time before which it is not asked again."""
+        self.lost_s: float | None = None
+        """Clock time since when it has been gone; None while it is up or was never there."""
         self.problem = f"runner {role} is loading"
         """Why it is not up."""
 
@@ -48,11 +50,14 @@ class RunnerLink:
         """Take a checked description as the runner's present one."""
         self.description = description
         self.is_up = True
+        self.lost_s = None
         logger.info("runner=%s is up epoch=%d blocks=%d", self.role, description.runner_epoch, description.num_blocks)
 
     def lose(self, problem: str) -> None:
         """Note that its KV is gone, and ask again later."""
         self.is_up = False
+        if self.lost_s is None:
+            self.lost_s = self._clock()
         self._wait(f"runner {self.role} is gone: {problem}")
         logger.warning("runner=%s is gone: %s", self.role, problem)
 

@@ -37,9 +37,6 @@ class WaitingQueue:
         """Note that one waiting sequence has finished; its entry is dropped when it comes up."""
         self._size -= 1
 
-    def drain(self) -> list[Sequence]:
-        """Take out everyone who still waits."""
-        sequences = [sequence for _, sequence in sorted(self._heap, key=lambda e: e[0]) if sequence.finish is None]
-        self._heap.clear()
-        self._size = 0
-        return sequences
+    def snapshot(self) -> list[Sequence]:
+        """Everyone who waits now, next first."""
+        return [sequence for _, sequence in sorted(self._heap, key=lambda e: e[0]) if sequence.finish is None]

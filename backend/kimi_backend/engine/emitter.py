@@ -1,0 +1,127 @@
+"""The thread between the engine and its clients: text, stop strings, deltas, statistics."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from kimi_backend.engine.commit import StepOutput
+from kimi_backend.engine.request_output import RequestOutput
+from kimi_backend.scheduler.sequence import Finish, Sequence
+from kimi_backend.spec_decode.stats import SpeculationCounter
+from kimi_backend.types.request import FinishReason, SpeculationStats, TokenDelta
+
+logger = logging.getLogger("kimi_backend.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputTotals:
+    """What left the engine since it started."""
+
+    num_finished: dict[FinishReason, int] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+    """Of finished requests, cached ones included."""
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    speculation: SpeculationStats | None = None
+
+
+class Emitter:
+    """Takes each step's outputs off the engine thread's hands.
+
+    `on_end(sequence)` tells the engine of a request that ended here before it did there: its stop string came, or its
+    client's sink failed.
+    """
+
+    def __init__(self, on_end: Callable[[Sequence, Finish], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_end = on_end
+        self._clock = clock
+        self._queue: SimpleQueue[list[StepOutput] | Finish | None] = SimpleQueue()
+        self._outputs: dict[int, RequestOutput] = {}
+        self._lock = threading.Lock()
+        self._finished: dict[FinishReason, int] = {}
+        self._tokens = [0, 0, 0]
+        self._speculation = SpeculationCounter()
+        self._thread = threading.Thread(target=self._run, name="kimi-emitter", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def register(self, output: RequestOutput) -> None:
+        """Expect outputs of a request. Call it before the engine can see the request."""
+        self._outputs[output.sequence.uid] = output
+
+    def put(self, outputs: list[StepOutput]) -> None:
+        """Hand over; never blocks."""
+        if outputs:
+            self._queue.put(outputs)
+
+    def finish_all(self, finish: Finish) -> None:
+        """End every request that still expects outputs, after those handed over so far. Nothing may be registered
+        from now on until they have ended."""
+        self._queue.put(finish)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not got their final delta."""
+        return len(self._outputs)
+
+    def close(self) -> None:
+        """Emit everything handed over so far, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def totals(self) -> OutputTotals:
+        """From any thread."""
+        with self._lock:
+            prompt, cached, output = self._tokens
+            return OutputTotals(
+                num_finished=dict(self._finished),
+                num_prompt_tokens=prompt,
+                num_cached_tokens=cached,
+                num_output_tokens=output,
+                speculation=self._speculation.snapshot(),
+            )
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            for output in self._ends(item) if isinstance(item, Finish) else item:
+                request_output = self._outputs.get(output.sequence.uid)
+                if request_output is not None:
+                    self._emit(request_output, output)
+
+    def _ends(self, finish: Finish) -> list[StepOutput]:
+        now = self._clock()
+        return [StepOutput(output.sequence, now, finish=finish) for output in self._outputs.copy().values()]
+
+    def _emit(self, request_output: RequestOutput, output: StepOutput) -> None:
+        sequence = request_output.sequence
+        try:
+            delta = request_output.push(output)
+        except Exception as error:
+            logger.exception("request_id=%s its text could not be made", sequence.request.request_id)
+            delta = request_output.fail(f"the output could not be turned into text: {error}", output.time_s)
+        if delta is None:
+            return
+        if delta.finish_reason is not None:
+            del self._outputs[sequence.uid]
+            if output.finish is None:
+                self._on_end(sequence, Finish(delta.finish_reason, error=delta.error))
+        self._count(output, delta)
+        try:
+            request_output.sink(delta)
+        except Exception:
+            logger.exception("request_id=%s its client's sink failed", sequence.request.request_id)
+            if self._outputs.pop(sequence.uid, None) is not None:
+                self._on_end(sequence, Finish(FinishReason.CANCELLED, error="the client's sink failed"))
+
+    def _count(self, output: StepOutput, delta: TokenDelta) -> None:
+        with self._lock:
+            self._tokens[2] += len(delta.token_ids)
+            self._speculation.add(output.num_draft_tokens, output.num_accepted)
+            if delta.finish_reason is not None and delta.stats is not None:
+                self._tokens[0] += delta.stats.num_prompt_tokens
+                self._tokens[1] += delta.stats.num_cached_tokens
+                self._finished[delta.finish_reason] = self._finished.get(delta.finish_reason, 0) + 1

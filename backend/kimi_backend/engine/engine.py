@@ -1,0 +1,149 @@
+"""The engine as its users see it: submit requests from any thread, get deltas on another, stop it once."""
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kimi_backend.engine.loop import EngineLoop, Patience
+from kimi_backend.engine.request_output import DeltaSink, NoText, OutputText, RequestOutput
+from kimi_backend.engine.statistics import EngineState, EngineStatistics, take_statistics
+from kimi_backend.errors import CapacityError, InvalidRequestError
+from kimi_backend.scheduler.admission import AdmissionLimits, check_request
+from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.text.text_stream import TextStream
+from kimi_backend.text.tokenizer import Tokenizer
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+
+SEED_BITS = 53
+"""Of a seed that the engine picks: it is reported in JSON, where larger integers lose their low bits."""
+DRAIN_POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHandle:
+    """A submitted request."""
+
+    request_id: str
+    seed: int
+    """The request's own, or the one that was picked for it."""
+    cancel_with: Callable[[str], None]
+
+    def cancel(self, reason: str = "cancelled by the client") -> None:
+        """Ask for its end; noticed within one step or 50 ms, whichever is longer. Harmless after its end."""
+        self.cancel_with(reason)
+
+
+class Engine:
+    """Serves requests over one target and, if there is one, its draft.
+
+    Every request that `submit` takes gets exactly one final delta: when it ends by itself, is cancelled, exceeds its
+    deadline, and when the engine drains, stops or fails.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None,
+        *,
+        settings: SchedulerSettings | None = None,
+        eos_token_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """tokenizer: None for token ids only; stop strings need one."""
+        self._settings = settings or SchedulerSettings()
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._uids = itertools.count()
+        self._loop = EngineLoop(target, draft, self._settings, patience or Patience())
+
+    def start(self) -> None:
+        """Begin with the handshake, in the background."""
+        self._loop.start()
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Block until requests are taken.
+
+        Raises:
+            ModelUnavailableError: not within the time, or the runners do not fit; says why.
+        """
+        with self._loop.changed:
+            self._loop.changed.wait_for(lambda: self._loop.state is not EngineState.STARTING, timeout_s)
+        self._loop.require_ready()
+
+    def submit(self, request: GenerateRequest, sink: DeltaSink) -> RequestHandle:
+        """Take a request; its deltas go to `sink` on the emitter thread. From any thread.
+
+        Raises:
+            InvalidRequestError: the request can never be served; names field, value and what is allowed.
+            CapacityError: the queue is full or the engine shuts down; ModelUnavailableError: a runner is missing.
+        """
+        geometry = self._loop.require_ready().geometry
+        limits = AdmissionLimits(
+            vocab_size=geometry.vocab_size,
+            max_model_len=geometry.max_model_len,
+            max_sequence_slots=geometry.num_target_blocks * geometry.block_size,
+        )
+        check_request(request, limits, self._settings)
+        sequence = self._make_sequence(request, geometry.max_model_len)
+        output = RequestOutput(sequence, self._make_text(request.sampling), sink)
+        with self._loop.changed:
+            core = self._loop.require_ready()
+            num_waiting = self._loop.num_newcomers + len(core.scheduler.waiting)
+            if num_waiting >= self._settings.max_queue_size:
+                raise CapacityError(
+                    f"{num_waiting} requests are waiting, at most {self._settings.max_queue_size} may; try later"
+                )
+            self._loop.emitter.register(output)
+            self._loop.add(sequence)
+        return RequestHandle(request.request_id, sequence.seed, lambda reason: self._loop.cancel(sequence, reason))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more requests, wait for the live ones, then stop. False if some had to be cancelled."""
+        with self._loop.changed:
+            if self._loop.state is not EngineState.CLOSED:
+                self._loop.state = EngineState.DRAINING
+        end_s = time.monotonic() + timeout_s
+        while self._loop.emitter.num_live and time.monotonic() < end_s:
+            time.sleep(DRAIN_POLL_S)
+        is_clean = self._loop.emitter.num_live == 0
+        self.stop()
+        return is_clean
+
+    def stop(self) -> None:
+        """Cancel what is live and end both threads. May be called twice."""
+        self._loop.stop()
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot, from any thread."""
+        loop = self._loop
+        return take_statistics(loop.state, loop.problem, loop.num_newcomers, loop.core, loop.emitter.totals())
+
+    def _make_sequence(self, request: GenerateRequest, max_model_len: int) -> Sequence:
+        params, k = request.sampling, request.num_speculative_tokens
+        num_prompt = len(request.prompt_token_ids)
+        max_num_tokens = max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
+        return Sequence(
+            request,
+            uid=next(self._uids),
+            seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
+            arrival_s=time.monotonic(),
+            num_speculative_tokens=self._settings.num_speculative_tokens if k is None else k,
+            max_num_tokens=min(max_num_tokens, max_model_len),
+            eos_token_ids=self._eos_token_ids,
+        )
+
+    def _make_text(self, params: SamplingParams) -> OutputText:
+        if self._tokenizer is None:
+            if params.stop:
+                raise InvalidRequestError(
+                    f"stop: {len(params.stop)} strings given, none is allowed without a tokenizer"
+                )
+            return NoText()
+        return TextStream(
+            self._tokenizer, params.stop, include_stop=params.include_stop_in_output, min_tokens=params.min_tokens
+        )

@@ -1,0 +1,241 @@
+"""The engine thread: handshake first, then one step after another, with an inbox in between."""
+
+import heapq
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kimi_backend.engine.commit import StepOutput
+from kimi_backend.engine.core import EngineCore
+from kimi_backend.engine.emitter import Emitter
+from kimi_backend.engine.handshake import check_pair, check_runner, resolve
+from kimi_backend.engine.runner_link import RunnerLink
+from kimi_backend.engine.statistics import EngineState
+from kimi_backend.errors import CapacityError, ModelUnavailableError
+from kimi_backend.scheduler.sequence import Finish, Sequence
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.types.plan import RunnerDescription
+from kimi_backend.types.request import FinishReason
+
+logger = logging.getLogger("kimi_backend.engine")
+
+LONGEST_WAIT_S = 0.05
+"""An idle engine thread looks around at least this often; anything in the inbox wakes it at once."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long another thread may keep the interpreter while the engine thread wants it. Python's own 5 ms would let the
+emitter delay a step by more than the step's whole host time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long the engine waits for an absent runner."""
+
+    draft_s: float = 600.0
+    """The start waits so long for the draft once the target is there; then it serves without speculation."""
+    target_s: float = 120.0
+    """Live requests wait so long for a target that was lost; then they end with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    sequence: Sequence
+    finish: Finish
+    tells_client: bool
+    """False when the client has its final delta already."""
+
+
+class EngineLoop:
+    """Owns the core and its thread. Other threads only append to the inbox, under `changed`."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None,
+        settings: SchedulerSettings,
+        patience: Patience,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._target, self._draft = target, draft
+        self._settings = settings
+        self._patience = patience
+        self._clock = clock
+        self._target_link = RunnerLink(target, "target", clock)
+        self._draft_link = None if draft is None else RunnerLink(draft, "draft", clock)
+        self.emitter = Emitter(self._end_silently, clock)
+        self.core: EngineCore | None = None
+        """Set by the handshake."""
+        self.state = EngineState.STARTING
+        self.failure: str | None = None
+        """Why the thread has ended before it was told to."""
+        self.changed = threading.Condition()
+        """Guards `state` and the inbox."""
+        self._newcomers: deque[Sequence] = deque()
+        self._endings: deque[_Ending] = deque()
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._thread = threading.Thread(target=self._run, name="kimi-engine", daemon=True)
+
+    def start(self) -> None:
+        self.emitter.start()
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def num_newcomers(self) -> int:
+        """Requests that the engine thread has not seen yet."""
+        return len(self._newcomers)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it does not serve, or serves without speculation; None when all is well."""
+        if self.failure is not None:
+            return self.failure
+        links = (self._target_link, self._draft_link)
+        return next((link.problem for link in links if link is not None and not link.is_up), None)
+
+    def require_ready(self) -> EngineCore:
+        """The core, if requests are taken now.
+
+        Raises:
+            CapacityError: the engine is shutting down.
+            ModelUnavailableError: a runner is missing, or the engine has failed.
+        """
+        core = self.core
+        if self.failure is not None:
+            raise ModelUnavailableError(f"the engine has stopped: {self.failure}")
+        if self.state in (EngineState.DRAINING, EngineState.CLOSED):
+            raise CapacityError("the engine is shutting down and takes no more requests")
+        if core is None or not self._target_link.is_up:
+            raise ModelUnavailableError(self.problem or "the engine is starting")
+        return core
+
+    def add(self, sequence: Sequence) -> None:
+        """Hand a checked request over. Call it under `changed`."""
+        self._newcomers.append(sequence)
+        self.changed.notify_all()
+
+    def cancel(self, sequence: Sequence, reason: str) -> None:
+        """Ask for a request's end, from any thread."""
+        self._put_ending(_Ending(sequence, Finish(FinishReason.CANCELLED, error=reason), True))
+
+    def stop(self) -> None:
+        """Cancel everything and end the thread."""
+        with self.changed:
+            self.state = EngineState.CLOSED
+            self.changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _end_silently(self, sequence: Sequence, finish: Finish) -> None:
+        self._put_ending(_Ending(sequence, finish, False))
+
+    def _put_ending(self, ending: _Ending) -> None:
+        with self.changed:
+            self._endings.append(ending)
+            self.changed.notify_all()
+
+    def _run(self) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+        finish = Finish(FinishReason.CANCELLED, error="the server is shutting down")
+        try:
+            core = self._connect()
+            while core is not None and self.state is not EngineState.CLOSED:
+                self._take_inbox(core)
+                if not core.step():
+                    self._give_up_on_target(core)
+                    self._wait(LONGEST_WAIT_S)
+        except Exception as error:
+            logger.exception("the engine thread ends")
+            self.failure = f"{type(error).__name__}: {error}"
+            finish = Finish(FinishReason.ERROR, error=f"the engine failed: {self.failure}")
+        finally:
+            with self.changed:
+                self.state = EngineState.CLOSED
+                self.changed.notify_all()
+            self.emitter.finish_all(finish)
+            self.emitter.close()
+
+    def _connect(self) -> EngineCore | None:
+        """Handshake with both runners; None when the engine was stopped meanwhile."""
+        draft_deadline_s: float | None = None
+        while self.state is not EngineState.CLOSED:
+            target = self._describe(self._target_link)
+            draft = None if self._draft_link is None else self._describe(self._draft_link)
+            if target is not None:
+                now = self._clock()
+                draft_deadline_s = now + self._patience.draft_s if draft_deadline_s is None else draft_deadline_s
+                if draft is not None or self._draft_link is None or now >= draft_deadline_s:
+                    return self._make_core(target, draft)
+            self._wait(LONGEST_WAIT_S)
+        return None
+
+    def _describe(self, link: RunnerLink) -> RunnerDescription | None:
+        """An earlier answer, or a new one that is checked."""
+        if link.description is None and (description := link.try_connect()) is not None:
+            check_runner(description, link.role)
+            link.accept(description)
+        return link.description
+
+    def _make_core(self, target: RunnerDescription, draft: RunnerDescription | None) -> EngineCore:
+        if draft is not None:
+            check_pair(target, draft)
+        elif self._draft_link is not None:
+            logger.warning("speculation is off: %s", self._draft_link.problem)
+        core = EngineCore(
+            self._target,
+            self._draft,
+            self._target_link,
+            self._draft_link,
+            resolve(target, draft, self._settings),
+            self.emitter.put,
+            self._clock,
+        )
+        with self.changed:
+            self.core = core
+            if self.state is EngineState.STARTING:
+                self.state = EngineState.READY
+            self.changed.notify_all()
+        return core
+
+    def _take_inbox(self, core: EngineCore) -> None:
+        """Newcomers first, so that a request cancelled at once is known when its end comes."""
+        while self._newcomers:
+            sequence = self._newcomers.popleft()
+            core.add(sequence)
+            if sequence.deadline_s is not None:
+                heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.uid, sequence))
+        while self._endings:
+            ending = self._endings.popleft()
+            self._end(core, ending.sequence, ending.finish, ending.tells_client)
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            sequence = heapq.heappop(self._deadlines)[2]
+            message = f"its deadline of {sequence.request.deadline_s} s has passed"
+            self._end(core, sequence, Finish(FinishReason.CANCELLED, error=message), True)
+
+    def _end(self, core: EngineCore, sequence: Sequence, finish: Finish, tells_client: bool) -> None:
+        if core.end(sequence, finish) and tells_client:
+            self.emitter.put([StepOutput(sequence, self._clock(), finish=finish)])
+
+    def _give_up_on_target(self, core: EngineCore) -> None:
+        lost_s = self._target_link.lost_s
+        if lost_s is None or self._clock() - lost_s < self._patience.target_s or not core.scheduler.has_work:
+            return
+        finish = Finish(FinishReason.ERROR, error=self._target_link.problem)
+        for sequence in core.scheduler.waiting.snapshot():  # a lost target leaves nobody running
+            self._end(core, sequence, finish, True)
+
+    def _wait(self, longest_s: float) -> None:
+        """Until something is in the inbox, a deadline is due, or the time is over."""
+        with self.changed:
+            if self._newcomers or self._endings or self.state is EngineState.CLOSED:
+                return
+            if self._deadlines:
+                longest_s = min(longest_s, max(self._deadlines[0][0] - self._clock(), 0.0))
+            self.changed.wait(longest_s)

@@ -1,0 +1,75 @@
+"""What an operator may ask an engine at any moment."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kimi_backend.engine.core import EngineCore
+from kimi_backend.engine.emitter import OutputTotals
+
+
+class EngineState(Enum):
+    STARTING = "starting"
+    """Waiting for the runners."""
+    READY = "ready"
+    DRAINING = "draining"
+    """Finishing live requests, taking no more."""
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """A snapshot for metrics; numbers of one moment may be a step apart."""
+
+    state: EngineState
+    problem: str | None
+    """Why it does not serve, or serves without speculation; None when all is well."""
+    is_speculating: bool
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    step_seconds: dict[str, float]
+    """Seconds by phase of the step; "target" and "draft" are the waits for the runners."""
+    target_blocks_held: int
+    target_blocks_total: int
+    draft_blocks_held: int
+    draft_blocks_total: int
+    totals: OutputTotals
+
+
+def take_statistics(
+    state: EngineState, problem: str | None, num_new: int, core: EngineCore | None, totals: OutputTotals
+) -> EngineStatistics:
+    """A snapshot; `core` is None before the handshake."""
+    if core is None:
+        return EngineStatistics(
+            state=state,
+            problem=problem,
+            is_speculating=False,
+            num_running=0,
+            num_waiting=num_new,
+            num_preemptions=0,
+            num_steps=0,
+            step_seconds={},
+            target_blocks_held=0,
+            target_blocks_total=0,
+            draft_blocks_held=0,
+            draft_blocks_total=0,
+            totals=totals,
+        )
+    target_pool, draft_pool, scheduler = core.kv.target_pool, core.kv.draft_pool, core.scheduler
+    return EngineStatistics(
+        state=state,
+        problem=problem,
+        is_speculating=core.is_speculating,
+        num_running=len(scheduler.running),
+        num_waiting=num_new + len(scheduler.waiting),
+        num_preemptions=scheduler.num_preemptions,
+        num_steps=core.num_steps,
+        step_seconds=dict(core.times.seconds),
+        target_blocks_held=target_pool.num_held,
+        target_blocks_total=target_pool.num_blocks,
+        draft_blocks_held=0 if draft_pool is None else draft_pool.num_held,
+        draft_blocks_total=0 if draft_pool is None else draft_pool.num_blocks,
+        totals=totals,
+    )

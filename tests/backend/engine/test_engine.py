@@ -1,0 +1,431 @@
+"""The engine with its threads: every request ends exactly once, on every path."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kimi_backend.engine.engine import Engine
+from kimi_backend.engine.loop import Patience
+from kimi_backend.engine.statistics import EngineState
+from kimi_backend.errors import CapacityError, InvalidRequestError, ModelUnavailableError
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.plan import TargetPlan, TargetReply
+from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from support.letter_tokenizer import LetterTokenizer
+from support.plain_decoding import decode_plainly
+from support.scripted_logits import LogitScript
+from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+
+VOCAB = 32
+SCRIPT = LogitScript(VOCAB, scales=(3.0, 8.0))
+
+
+class Client:
+    """Collects one request's deltas and complains about a second final one."""
+
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.done = threading.Event()
+
+    def __call__(self, delta: TokenDelta) -> None:
+        assert not self.done.is_set(), "a delta came after the final one"
+        self.deltas.append(delta)
+        if delta.finish_reason is not None:
+            self.done.set()
+
+    def wait(self, timeout_s: float = 20.0) -> TokenDelta:
+        assert self.done.wait(timeout_s), "no final delta"
+        return self.deltas[-1]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [t for delta in self.deltas for t in delta.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+class SlowTarget(ScriptedTarget):
+    """Takes its time, or waits for a gate."""
+
+    step_s = 0.0
+    gate: threading.Event | None = None
+
+    def verify(self, plan: TargetPlan) -> TargetReply:
+        time.sleep(self.step_s)
+        if self.gate is not None:
+            self.gate.wait(20)
+        return super().verify(plan)
+
+
+def make_target(**changes: object) -> SlowTarget:
+    return SlowTarget(describe("target", SCRIPT, **changes), SCRIPT)
+
+
+def make_draft(agreement: float = 0.8, **changes: object) -> ScriptedDraft:
+    return ScriptedDraft(describe("draft", SCRIPT, **changes), SCRIPT, agreement)
+
+
+def request(prompt: tuple[int, ...] = (1, 2, 3), request_id: str = "r", **sampling: object) -> GenerateRequest:
+    params: dict[str, object] = {"seed": 7, "max_tokens": 20}
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**(params | sampling)),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Engine]]:
+    engines = []
+
+    def make(target: ScriptedTarget, draft: ScriptedDraft | None = None, **kwargs: object) -> Engine:
+        engine = Engine(target, draft, **kwargs)  # type: ignore[arg-type]
+        engines.append(engine)
+        engine.start()
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.stop()
+
+
+def ready(engine: Engine) -> Engine:
+    engine.wait_until_ready(10)
+    return engine
+
+
+def test_requests_from_many_threads_get_their_own_tokens(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft()))
+    requests = [request((i % VOCAB, 5), f"r{i}", seed=i, max_tokens=1 + i) for i in range(24)]
+    clients = [Client() for _ in requests]
+    threads = [threading.Thread(target=engine.submit, args=pair) for pair in zip(requests, clients, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    finals = [client.wait() for client in clients]
+    expected = decode_plainly(SCRIPT, requests, eos_token_ids=frozenset(), max_model_len=128)
+    assert [client.token_ids for client in clients] == expected
+    for final, tokens in zip(finals, expected, strict=True):
+        assert final.finish_reason is FinishReason.LENGTH
+        assert final.stats is not None
+        assert final.stats.num_output_tokens == len(tokens)
+        assert final.stats.first_token_time_s is not None
+        assert 0 <= final.stats.queue_time_s <= final.stats.first_token_time_s <= final.stats.total_time_s
+
+
+def test_statistics_count_what_left_the_engine(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft()))
+    clients = [Client() for _ in range(3)]
+    for client in clients:
+        engine.submit(request(tuple(range(9))), client)
+        client.wait()
+    assert engine.drain(5)
+    totals = engine.statistics().totals
+    assert totals.num_finished == {FinishReason.LENGTH: 3}
+    assert totals.num_prompt_tokens == 27
+    assert totals.num_cached_tokens == 16
+    assert totals.num_output_tokens == sum(len(c.token_ids) for c in clients) == 60
+    stats = [c.deltas[-1].stats for c in clients]
+    assert totals.speculation is not None
+    assert totals.speculation.num_spec_steps == sum(s.speculation.num_spec_steps for s in stats if s and s.speculation)
+
+
+def test_no_speculation_statistics_without_speculation(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target()))
+    client = Client()
+    engine.submit(request(), client)
+    final = client.wait()
+    assert final.stats is not None
+    assert final.stats.speculation is None
+
+
+def test_a_seed_is_picked_and_reported(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft()))
+    first, second = Client(), Client()
+    handle = engine.submit(request(seed=None, temperature=1.5), first)
+    final = first.wait()
+    assert final.stats is not None
+    assert final.stats.seed == handle.seed
+    engine.submit(request(seed=handle.seed, temperature=1.5), second)
+    second.wait()
+    assert first.token_ids == second.token_ids
+
+
+def test_a_wrong_request_is_refused_at_once(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target()))
+    with pytest.raises(InvalidRequestError, match=r"temperature: -1 given"):
+        engine.submit(request(temperature=-1), Client())
+    with pytest.raises(InvalidRequestError, match="stop: 1 strings given, none is allowed without a tokenizer"):
+        engine.submit(request(stop=("x",)), Client())
+
+
+def test_a_full_queue_refuses(start: Callable[..., Engine]) -> None:
+    target = make_target()
+    target.gate = threading.Event()
+    engine = ready(start(target, settings=SchedulerSettings(max_num_seqs=1, max_queue_size=2)))
+    clients = [Client() for _ in range(3)]
+    engine.submit(request(), clients[0])
+    wait_for(lambda: engine.statistics().num_running == 1)
+    engine.submit(request(), clients[1])
+    engine.submit(request(), clients[2])
+    with pytest.raises(CapacityError, match="2 requests are waiting, at most 2 may"):
+        engine.submit(request(), Client())
+    target.gate.set()
+    for client in clients:
+        assert client.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_requests_before_the_runners_are_ready_are_told_which_is_loading(start: Callable[..., Engine]) -> None:
+    target, draft = make_target(), make_draft()
+    draft.unavailable = True
+    engine = start(target, draft)
+    wait_for(lambda: "draft" in (engine.statistics().problem or ""))
+    with pytest.raises(ModelUnavailableError, match="runner draft is loading"):
+        engine.submit(request(), Client())
+    assert engine.statistics().state is EngineState.STARTING
+    draft.unavailable = False
+    client = Client()
+    ready(engine).submit(request(), client)
+    assert client.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_a_draft_that_never_comes_does_not_keep_the_engine_from_serving(start: Callable[..., Engine]) -> None:
+    draft = make_draft()
+    draft.unavailable = True
+    engine = ready(start(make_target(), draft, patience=Patience(draft_s=0.0)))
+    client = Client()
+    engine.submit(request(), client)
+    final = client.wait()
+    assert final.finish_reason is FinishReason.LENGTH
+    assert final.stats is not None
+    assert final.stats.speculation is None
+    assert not engine.statistics().is_speculating
+
+
+def test_a_pair_that_does_not_fit_is_refused_with_both_values(start: Callable[..., Engine]) -> None:
+    engine = start(make_target(), make_draft(block_size=8, aux_layer_ids=(1, 29, 57)))
+    with pytest.raises(ModelUnavailableError, match=r"block_size: target 4, draft 8; aux_layer_ids: .*\(1, 29, 57\)"):
+        engine.wait_until_ready(10)
+
+
+def test_cancellation_ends_a_running_request(start: Callable[..., Engine]) -> None:
+    target = make_target()
+    target.step_s = 0.01
+    engine = ready(start(target, make_draft()))
+    client = Client()
+    handle = engine.submit(request(max_tokens=100), client)
+    wait_for(lambda: bool(client.deltas))
+    asked_s = time.monotonic()
+    handle.cancel()
+    final = client.wait()
+    assert time.monotonic() - asked_s < 1.0
+    assert final.finish_reason is FinishReason.CANCELLED
+    assert final.error == "cancelled by the client"
+    assert len(client.token_ids) < 100
+    wait_for(lambda: engine.statistics().num_running == 0)
+    handle.cancel()
+
+
+def test_cancellation_ends_a_waiting_request(start: Callable[..., Engine]) -> None:
+    target = make_target()
+    target.step_s = 0.005
+    engine = ready(start(target, settings=SchedulerSettings(max_num_seqs=1)))
+    first, second, third = Client(), Client(), Client()
+    engine.submit(request(max_tokens=30), first)
+    handle = engine.submit(request(), second)
+    engine.submit(request(), third)
+    handle.cancel()
+    assert second.wait().finish_reason is FinishReason.CANCELLED
+    assert second.token_ids == []
+    assert first.wait().finish_reason is FinishReason.LENGTH
+    assert third.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_a_deadline_cancels(start: Callable[..., Engine]) -> None:
+    target = make_target()
+    target.step_s = 0.02
+    engine = ready(start(target))
+    client = Client()
+    late = GenerateRequest(
+        request_id="late", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=100), deadline_s=0.1
+    )
+    engine.submit(late, client)
+    final = client.wait()
+    assert final.finish_reason is FinishReason.CANCELLED
+    assert final.error == "its deadline of 0.1 s has passed"
+    assert final.stats is not None
+    assert 0.1 <= final.stats.total_time_s < 2.0
+
+
+def test_drain_lets_live_requests_end_and_takes_no_more(start: Callable[..., Engine]) -> None:
+    target = make_target()
+    target.step_s = 0.005
+    engine = ready(start(target, make_draft()))
+    client = Client()
+    engine.submit(request(), client)
+    assert engine.drain(20)
+    assert client.wait().finish_reason is FinishReason.LENGTH
+    with pytest.raises(CapacityError, match="shutting down"):
+        engine.submit(request(), Client())
+
+
+def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
+    target = make_target()
+    target.step_s = 0.01
+    engine = ready(start(target, settings=SchedulerSettings(max_num_seqs=1)))
+    running, waiting = Client(), Client()
+    engine.submit(request(max_tokens=100), running)
+    engine.submit(request(max_tokens=100), waiting)
+    wait_for(lambda: bool(running.deltas))
+    engine.stop()
+    for client in (running, waiting):
+        final = client.wait(0.1)
+        assert final.finish_reason is FinishReason.CANCELLED
+        assert final.error == "the server is shutting down"
+    engine.stop()
+
+
+def test_a_failing_engine_ends_every_request_with_an_error(start: Callable[..., Engine]) -> None:
+    class BrokenTarget(SlowTarget):
+        def verify(self, plan: TargetPlan) -> TargetReply:
+            if self.num_steps == 3:
+                raise RuntimeError("a bug")
+            return super().verify(plan)
+
+    engine = ready(start(BrokenTarget(describe("target", SCRIPT), SCRIPT), settings=SchedulerSettings(max_num_seqs=1)))
+    running, waiting = Client(), Client()
+    engine.submit(request(), running)
+    engine.submit(request(), waiting)
+    for client in (running, waiting):
+        final = client.wait()
+        assert final.finish_reason is FinishReason.ERROR
+        assert final.error == "the engine failed: RuntimeError: a bug"
+    with pytest.raises(ModelUnavailableError, match="the engine has stopped: RuntimeError: a bug"):
+        engine.submit(request(), Client())
+
+
+def test_a_target_that_stays_away_ends_its_requests(start: Callable[..., Engine]) -> None:
+    target = make_target()
+    engine = ready(start(target, patience=Patience(target_s=0.2)))
+    client = Client()
+    target.gate = threading.Event()
+    engine.submit(request(), client)
+    target.unavailable = True
+    target.gate.set()
+    final = client.wait()
+    assert final.finish_reason is FinishReason.ERROR
+    assert final.error is not None
+    assert "runner target" in final.error
+    with pytest.raises(ModelUnavailableError, match="runner target"):
+        engine.submit(request(), Client())
+    target.unavailable = False
+    target.restart()
+    wait_for(lambda: engine.statistics().problem is None)
+    again = Client()
+    engine.submit(request(), again)
+    assert again.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_a_broken_sink_cancels_its_request_and_no_other(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft()))
+    good = Client()
+
+    def broken(delta: TokenDelta) -> None:
+        raise RuntimeError("the connection is gone")
+
+    engine.submit(request(max_tokens=100), broken)
+    engine.submit(request(max_tokens=40), good)
+    assert good.wait().finish_reason is FinishReason.LENGTH
+    wait_for(lambda: engine.statistics().num_running == 0)
+
+
+def test_a_stop_string_ends_the_text_and_counts_nothing_behind_it(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft(1.0), tokenizer=LetterTokenizer(VOCAB)))
+    plain = Client()
+    engine.submit(request(max_tokens=60), plain)
+    plain.wait()
+    stop = plain.text[20:23]
+    cut = plain.text.index(stop)
+    client = Client()
+    engine.submit(request(max_tokens=60, stop=(stop,)), client)
+    final = client.wait()
+    assert client.text == plain.text[:cut]
+    assert client.token_ids == plain.token_ids[: cut + 3]
+    assert (final.finish_reason, final.matched_stop) == (FinishReason.STOP, stop)
+    assert final.stats is not None
+    assert final.stats.num_output_tokens == cut + 3
+    assert final.stats.speculation is not None
+    rounds, accepted = final.stats.speculation.num_spec_steps, final.stats.speculation.num_accepted_draft_tokens
+    truncated = 1 + rounds + accepted - final.stats.num_output_tokens
+    assert 0 <= truncated <= 3
+    wait_for(lambda: engine.statistics().num_running == 0)
+    assert engine.statistics().totals.num_output_tokens == len(plain.token_ids) + cut + 3
+
+
+def test_stop_strings_can_be_kept_and_wait_for_min_tokens(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft(), tokenizer=LetterTokenizer(VOCAB)))
+    plain = Client()
+    engine.submit(request(max_tokens=60), plain)
+    plain.wait()
+    letter = plain.text[2]
+    later = next(i for i in range(10, 60) if plain.text[i] == letter)
+    client = Client()
+    engine.submit(request(max_tokens=60, stop=(letter,), include_stop_in_output=True, min_tokens=later), client)
+    client.wait()
+    assert client.text == plain.text[: later + 1]
+
+
+def test_a_stop_token_is_counted_but_not_shown(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft(), tokenizer=LetterTokenizer(VOCAB)))
+    plain = Client()
+    engine.submit(request(max_tokens=60), plain)
+    plain.wait()
+    stop_id = plain.token_ids[9]
+    end = plain.token_ids.index(stop_id) + 1
+    for include in (False, True):
+        client = Client()
+        engine.submit(request(max_tokens=60, stop_token_ids=(stop_id,), include_stop_in_output=include), client)
+        final = client.wait()
+        assert client.token_ids == plain.token_ids[:end]
+        assert client.text == plain.text[: end if include else end - 1]
+        assert (final.finish_reason, final.matched_stop) == (FinishReason.STOP, stop_id)
+
+
+def test_logprobs_belong_to_the_emitted_tokens(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft()))
+    client, plain = Client(), Client()
+    engine.submit(request(logprobs=3, temperature=1.3), client)
+    engine.submit(request(temperature=1.3), plain)
+    client.wait()
+    plain.wait()
+    entries = [entry for delta in client.deltas for entry in delta.logprobs]
+    assert [entry.token_id for entry in entries] == client.token_ids == plain.token_ids
+    assert not any(delta.logprobs for delta in plain.deltas)
+    prefix = [1, 2, 3]
+    for entry in entries:
+        raw = raw_logprobs(prefix)
+        assert entry.logprob == pytest.approx(raw[entry.token_id], abs=1e-5)
+        best = sorted(range(VOCAB), key=lambda token: (-raw[token], token))[:3]
+        assert [token for token, _ in entry.top] == best
+        prefix.append(entry.token_id)
+
+
+def raw_logprobs(prefix: list[int]) -> list[float]:
+    import numpy as np
+
+    from support.scripted_logits import prefix_hash
+
+    logits = SCRIPT.logits(np.array([prefix_hash(prefix)], np.uint64))[0].astype(np.float64)
+    return (logits - np.log(np.exp(logits).sum())).tolist()  # type: ignore[no-any-return]
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "the condition never held"
+        time.sleep(0.002)

@@ -1,0 +1,83 @@
+"""Decoding without an engine: whole prefixes, no KV, no speculation, every sampling input built from scratch.
+
+What the engine emits must equal this, token for token.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kimi_backend.types.request import GenerateRequest
+from kimi_kernels.sampling.reference import sample_tokens
+from kimi_kernels.sampling_inputs import BANNED_FOREVER
+from support.sampling_cases import SequenceCase, sampling_tensors
+from support.scripted_logits import LogitScript, mix, prefix_hash
+
+
+def decode_plainly(
+    script: LogitScript, requests: Sequence[GenerateRequest], *, eos_token_ids: frozenset[int], max_model_len: int
+) -> list[list[int]]:
+    """Output tokens of each request, a stop token included. Requests must name their seeds."""
+    cases = [_case(request, eos_token_ids) for request in requests]
+    limits = [_max_output(request, max_model_len) for request in requests]
+    stops = [_stop_ids(request, eos_token_ids) for request in requests]
+    hashes = np.array([prefix_hash(list(request.prompt_token_ids)) for request in requests], np.uint64)
+    alive = np.arange(len(requests))
+    while len(alive):
+        live = [cases[index] for index in alive]
+        inputs, rows = sampling_tensors(live, _mask(script.vocab_size, [requests[i] for i in alive]))
+        drawn = sample_tokens(torch.from_numpy(script.logits(hashes[alive])), inputs, rows).token_ids.numpy()
+        hashes[alive] = mix(hashes[alive], drawn)
+        going = []
+        for index, token_id in zip(alive.tolist(), drawn.tolist(), strict=True):
+            cases[index].output.append(token_id)
+            if token_id not in stops[index] and len(cases[index].output) < limits[index]:
+                going.append(index)
+        alive = np.array(going, np.int64)
+    return [case.output for case in cases]
+
+
+def _stop_ids(request: GenerateRequest, eos_token_ids: frozenset[int]) -> set[int]:
+    return set(request.sampling.stop_token_ids) | (set() if request.sampling.ignore_eos else set(eos_token_ids))
+
+
+def _max_output(request: GenerateRequest, max_model_len: int) -> int:
+    room = max_model_len - len(request.prompt_token_ids)
+    wanted = request.sampling.max_tokens
+    return room if wanted is None else min(wanted, room)
+
+
+def _case(request: GenerateRequest, eos_token_ids: frozenset[int]) -> SequenceCase:
+    params = request.sampling
+    assert params.seed is not None
+    bans = dict.fromkeys(
+        sorted(_stop_ids(request, eos_token_ids)) if params.min_tokens else (),
+        len(request.prompt_token_ids) + params.min_tokens,
+    )
+    bans |= {word[0]: BANNED_FOREVER for word in params.bad_words if len(word) == 1}
+    return SequenceCase(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        prompt=list(request.prompt_token_ids),
+        bias=dict(params.logit_bias),
+        bans=bans,
+        bad_words=[list(word) for word in params.bad_words],
+    )
+
+
+def _mask(vocab_size: int, requests: Sequence[GenerateRequest]) -> torch.Tensor | None:
+    if not any(request.sampling.allowed_token_ids for request in requests):
+        return None
+    bits = np.ones((len(requests), -(-vocab_size // 32) * 32), np.uint8)
+    for row, request in enumerate(requests):
+        if request.sampling.allowed_token_ids:
+            bits[row] = 0
+            bits[row, list(request.sampling.allowed_token_ids)] = 1
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
