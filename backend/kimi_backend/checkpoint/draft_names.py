@@ -27,6 +27,8 @@ class DraftTensors:
     """
 
     source: TensorSource
+    subject: str
+    """What errors call the checkpoint, such as its path."""
     _stored_names: dict[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -37,7 +39,7 @@ class DraftTensors:
             if other != name:
                 problems.append(f"tensors {other!r} and {name!r} are the same one, expected only one of them")
         if problems:
-            raise CheckpointError("draft checkpoint", problems)
+            raise CheckpointError(self.subject, problems)
         object.__setattr__(self, "_stored_names", stored)
 
     def names(self) -> frozenset[str]:

@@ -20,6 +20,7 @@ from kimi_backend.config.draft_config import (
     Eagle3MlaDraftConfig,
 )
 from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class TargetCheckpoint:
 
     path: Path
     config: KimiModelConfig
+    stored: TensorSource
+    """The same tensors, values unchecked."""
     tensors: TensorSource
     num_bytes: int
 
@@ -38,10 +41,12 @@ class TargetCheckpoint:
             ConfigError: config.json is absent or says what cannot be served.
             CheckpointError: the files do not fit the config; lists every reason.
         """
+        _require_folder(path)
         config = KimiModelConfig.from_hf_json(path)
         source = SafetensorsSource.open(path)
         validate_target(config, source, str(path))
-        return cls(Path(path), config, CheckedTensors(source, target_tensor_specs(config)), source.num_bytes())
+        checked = CheckedTensors(source, target_tensor_specs(config), str(path))
+        return cls(Path(path), config, source, checked, source.num_bytes())
 
     @contextmanager
     def loading(self, tp_size: int = 1) -> Iterator[TensorSource]:
@@ -56,6 +61,7 @@ class DraftCheckpoint:
 
     path: Path
     config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig
+    stored: TensorSource
     tensors: TensorSource
     num_bytes: int
 
@@ -64,15 +70,22 @@ class DraftCheckpoint:
         cls, path: str | Path, target: KimiModelConfig, overrides: DraftOverrides = NO_OVERRIDES
     ) -> "DraftCheckpoint":
         """Raises as `TargetCheckpoint.open`."""
+        _require_folder(path)
         config = Eagle3DraftConfig.from_hf_json(path, target, overrides)
         source = SafetensorsSource.open(path)
-        tensors = DraftTensors(source)
+        tensors = DraftTensors(source, str(path))
         validate_draft(config, tensors, str(path), overrides)
-        checked = CheckedTensors(tensors, draft_tensor_specs(config, overrides))
-        return cls(Path(path), config, checked, source.num_bytes())
+        checked = CheckedTensors(tensors, draft_tensor_specs(config, overrides), str(path))
+        return cls(Path(path), config, tensors, checked, source.num_bytes())
 
     @contextmanager
     def loading(self, tp_size: int = 1) -> Iterator[TensorSource]:
         """As `TargetCheckpoint.loading`."""
         with byte_progress("loading draft", self.num_bytes // tp_size) as advance:
             yield WatchedTensors(self.tensors, advance)
+
+
+def _require_folder(path: str | Path) -> None:
+    if not Path(path).is_dir():
+        found = "is a file" if Path(path).exists() else "no such folder"
+        raise CheckpointError(str(path), [f"{found}, expected a checkpoint folder"])

@@ -147,7 +147,9 @@ def _weight_files(path: Path, problems: list[str]) -> list[Path]:
             problems.append(f"holds no .safetensors file, expected {SINGLE_FILE} or shards with {INDEX_FILE}")
     for file in files:
         if not file.is_file():
-            problems.append(f"{file.name} is listed in {INDEX_FILE} but absent")
+            reason = "absent" if not file.exists() else "no file"
+            listed = f"listed in {INDEX_FILE} but " if index.exists() else ""
+            problems.append(f"{file.name} is {listed}{reason}")
     return [file for file in files if file.is_file()]
 
 

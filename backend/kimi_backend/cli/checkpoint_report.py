@@ -100,10 +100,10 @@ def check_all_values(target: TargetCheckpoint, draft: DraftCheckpoint | None) ->
         CheckpointError: some are NaN, infinite, or negative where that makes no sense; all are listed.
     """
     checked: list[tuple[str, Specs, TensorSource]] = [
-        (str(target.path), target_tensor_specs(target.config), target.tensors)
+        (str(target.path), target_tensor_specs(target.config), target.stored)
     ]
     if draft is not None:
-        checked.append((str(draft.path), draft_tensor_specs(draft.config), draft.tensors))
+        checked.append((str(draft.path), draft_tensor_specs(draft.config), draft.stored))
     for path, specs, tensors in checked:
         total = sum(spec.num_bytes for spec in specs.values() if spec.role in VALUE_CHECKED_ROLES)
         with byte_progress("checking values", total) as advance:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kimi_backend.config.aux_layers import AUX_LAYER_IDS_FIELD, resolve_aux_layer_ids
-from kimi_backend.config.json_fields import JsonFields, JsonSource, load_json_object
+from kimi_backend.config.json_fields import JsonFields, JsonSource, describe_source, load_json_object
 from kimi_backend.config.mla_dims import MlaDims, kv_item_bytes, read_q_lora_rank, read_rope_head_dim
 from kimi_backend.config.model_config import KimiModelConfig, read_dtype
 from kimi_backend.config.rope_config import RopeConfig
@@ -88,7 +88,7 @@ class Eagle3DraftConfig(ABC):
         Raises:
             ConfigError: a field is missing, of the wrong type, unsupported, or does not fit the target.
         """
-        fields = JsonFields(load_json_object(source), "draft config.json")
+        fields = JsonFields(load_json_object(source), describe_source(source, "draft config.json"))
         names = fields.strings("architectures")
         if len(names) != 1 or names[0] not in ARCHITECTURES:
             raise fields.error("architectures", " or ".join(repr([name]) for name in ARCHITECTURES))

@@ -42,6 +42,13 @@ def load_json_object(source: JsonSource, file_name: str = "config.json") -> Json
     return value
 
 
+def describe_source(source: JsonSource, name: str, file_name: str = "config.json") -> str:
+    """How messages call `source`: by its path where it has one."""
+    if isinstance(source, Mapping):
+        return name
+    return str(Path(source) / file_name if Path(source).is_dir() else source)
+
+
 @dataclass(frozen=True, slots=True)
 class JsonFields:
     """The fields of one JSON object. A field that is null counts as absent."""

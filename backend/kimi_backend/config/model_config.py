@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_backend.config.json_fields import JsonFields, JsonObject, JsonSource, load_json_object
+from kimi_backend.config.json_fields import JsonFields, JsonObject, JsonSource, describe_source, load_json_object
 from kimi_backend.config.mla_dims import MlaDims, kv_item_bytes, read_q_lora_rank, read_rope_head_dim
 from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod
 from kimi_backend.config.rope_config import RopeConfig
@@ -64,7 +64,7 @@ class KimiModelConfig(MlaDims):
         Raises:
             ConfigError: a field is missing, of the wrong type, contradictory or unsupported.
         """
-        top = JsonFields(load_json_object(source), "config.json")
+        top = JsonFields(load_json_object(source), describe_source(source, "config.json"))
         generation = JsonFields(_load_generation_config(source, generation_config), "generation_config.json")
         architecture, text = _text_fields(top)
         _refuse_unsupported(top, text)

@@ -115,7 +115,7 @@ def test_norms_that_the_operator_switched_off_may_stay() -> None:
 @pytest.mark.parametrize("name", ["midlayer.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"])
 def test_draft_names_have_one_canonical_spelling(name: str) -> None:
     assert canonical_draft_name(name) == "layers.0.mlp.up_proj.weight"
-    source = DraftTensors(InMemoryTensors({name: torch.arange(6).reshape(3, 2), "fc.weight": torch.zeros(1)}))
+    source = DraftTensors(InMemoryTensors({name: torch.arange(6).reshape(3, 2), "fc.weight": torch.zeros(1)}), "draft")
     assert source.names() == {"layers.0.mlp.up_proj.weight", "fc.weight"}
     assert source.shape("layers.0.mlp.up_proj.weight") == (3, 2)
     assert source.read("layers.0.mlp.up_proj.weight", 0, 1, 2).tolist() == [[2, 3]]
@@ -126,4 +126,4 @@ def test_draft_names_have_one_canonical_spelling(name: str) -> None:
 def test_two_spellings_of_one_tensor_are_refused() -> None:
     tensors = {"midlayer.hidden_norm.weight": torch.ones(1), "layers.0.hidden_norm.weight": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"'layers\.0.*' and 'midlayer.*' are the same one"):
-        DraftTensors(InMemoryTensors(tensors))
+        DraftTensors(InMemoryTensors(tensors), "draft")
