@@ -29,6 +29,9 @@ class ServingSettings:
     draft: str = _setting("", "Folder of the draft's checkpoint; empty serves without speculation.")
     tokenizer: str = _setting("", "Folder of the tokenizer and chat template; empty takes the checkpoint's.")
     device: str = _setting("auto", "Where both models run.", choices=("auto", "cpu", "cuda"))
+    cpu_threads: int = _setting(
+        1, "Threads of each model on a CPU. Another number may change the last bits of a logit.", minimum=1
+    )
     kernels: str = _setting(
         "auto",
         "Kernel set: `reference` is exact and row-invariant, `triton` is fast on a GPU.",

@@ -37,7 +37,7 @@ class Placement:
 
 
 def place(settings: ServingSettings) -> Placement:
-    """Resolve every "auto".
+    """Resolve every "auto", and take as many CPU threads as the settings say.
 
     Raises:
         ConfigError: a GPU is asked for and there is none, or the kernels cannot run on the device.
@@ -53,6 +53,8 @@ def place(settings: ServingSettings) -> Placement:
     chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "reference")
     if chosen == "triton" and name == "cpu":
         raise ConfigError("setting kernels: triton given, which needs a GPU; on a CPU reference is allowed")
+    if name == "cpu":
+        torch.set_num_threads(settings.cpu_threads)
     kernels = KernelSet.triton() if chosen == "triton" else KernelSet.reference()
     dtype = torch.bfloat16 if chosen == "triton" else torch.float32
     kv_dtype = dtype if settings.kv_cache_dtype == "auto" else getattr(torch, settings.kv_cache_dtype)

@@ -112,7 +112,9 @@ OUTPUT_FIELDS = (
     ResponseField(
         "finish_reason", "TYPE_STRING", "[ 1 ]", "stop, length or cancelled in the last response, else empty."
     ),
-    ResponseField("stop_reason", "TYPE_STRING", "[ 1 ]", "The stop text or token id that matched, else empty."),
+    ResponseField(
+        "stop_reason", "TYPE_STRING", "[ 1 ]", "The stop text or token id that matched, or why it was cancelled."
+    ),
     ResponseField("num_input_tokens", "TYPE_UINT32", "[ 1 ]", "Prompt tokens in the first response, 0 in others."),
     ResponseField("num_output_tokens", "TYPE_UINT32", "[ 1 ]", "Tokens added since the last response."),
     ResponseField("output_ids", "TYPE_INT32", "[ -1 ]", "Their ids, where `return_token_ids` asked for them."),

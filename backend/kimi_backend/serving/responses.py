@@ -1,0 +1,96 @@
+"""Token deltas -> responses of `spec_ensemble`, merged where they could not be sent yet."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kimi_backend.types.request import FinishReason, RequestStats, SpeculationStats, TokenDelta, TokenLogprobs
+
+
+def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """One delta that says what all of them say, in order. Only the last may be final."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return dataclasses.replace(
+        deltas[-1],
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+    )
+
+
+def statistics_json(stats: RequestStats) -> dict[str, Any]:
+    """Usage, times and speculation of a finished request, as JSON values."""
+    values = dataclasses.asdict(stats)
+    values["speculative_decoding"] = speculation_json(stats.speculation)
+    del values["speculation"]
+    return values
+
+
+def speculation_json(stats: SpeculationStats | None) -> dict[str, Any] | None:
+    """AIPerf's `speculative_decoding` object and the counts a position behind it."""
+    if stats is None:
+        return None
+    return {
+        **dataclasses.asdict(stats),
+        "num_spec_tokens": len(stats.drafted_per_position),
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_per_position": list(stats.acceptance_per_position),
+    }
+
+
+def logprobs_json(entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """One object a token: its id and logprob, and the most likely tokens there."""
+    return [
+        {
+            "token_id": entry.token_id,
+            "logprob": entry.logprob,
+            "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+class ResponseBuilder:
+    """Builds the output tensors of one response."""
+
+    def __init__(self, pb_utils: Any) -> None:
+        self._pb = pb_utils
+
+    def build(self, delta: TokenDelta, *, num_input_tokens: int, return_token_ids: bool, with_logprobs: bool) -> Any:
+        """
+        Args:
+            num_input_tokens: 0 in all but a request's first response: clients add them up.
+        """
+        reason = "" if delta.finish_reason is None else delta.finish_reason.value
+        stop = delta.error if delta.matched_stop is None else str(delta.matched_stop)
+        statistics = "" if delta.stats is None else json.dumps(statistics_json(delta.stats))
+        tensors = [
+            self._text("text_output", delta.text),
+            self._text("finish_reason", reason),
+            self._text("stop_reason", stop or ""),
+            self._count("num_input_tokens", num_input_tokens),
+            self._count("num_output_tokens", len(delta.token_ids)),
+            self._text("statistics", statistics),
+        ]
+        if return_token_ids:
+            tensors.append(self._pb.Tensor("output_ids", np.array([delta.token_ids], dtype=np.int32).reshape(1, -1)))
+        if with_logprobs:
+            tensors.append(self._text("logprobs", json.dumps(logprobs_json(delta.logprobs))))
+        return self._pb.InferenceResponse(output_tensors=tensors)
+
+    def build_error(self, delta: TokenDelta) -> Any:
+        """A response that ends a request by an error: the engine's failure, or CANCELLED by a shutdown."""
+        codes = self._pb.TritonError
+        code = codes.CANCELLED if delta.finish_reason is FinishReason.CANCELLED else codes.INTERNAL
+        return self._pb.InferenceResponse(output_tensors=[], error=codes(delta.error or "internal error", code))
+
+    def _text(self, name: str, text: str) -> Any:
+        return self._pb.Tensor(name, np.array([[text.encode("utf-8")]], dtype=np.object_))
+
+    def _count(self, name: str, number: int) -> Any:
+        return self._pb.Tensor(name, np.array([[number]], dtype=np.uint32))

@@ -1,0 +1,134 @@
+"""`spec_ensemble`: requests in, the engine over both runners, responses out. CUDA-free, one process."""
+
+import itertools
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.engine.engine import Engine, RequestHandle
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
+from kimi_backend.serving.boundary import forward_logs
+from kimi_backend.serving.descriptions import model_parameters
+from kimi_backend.serving.request_parser import RequestParser
+from kimi_backend.serving.response_sender import ResponseSender
+from kimi_backend.text.chat_template import load_chat_template
+from kimi_backend.text.tokenizer import load_tokenizer
+
+logger = logging.getLogger("kimi_backend.serving")
+
+HANDSHAKE_PATIENCE_S = 5.0
+"""A request that comes right after the server's start waits so long for the first answer of the runners."""
+DRAIN_WATCH_S = 0.1
+
+
+def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
+    """The engine's part of the server's settings."""
+    return SchedulerSettings(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_queue_size=settings.max_queue_size,
+        num_speculative_tokens=min(settings.num_speculative_tokens, settings.max_speculative_tokens),
+        max_speculative_tokens=settings.max_speculative_tokens,
+    )
+
+
+def make_parser(settings: ServingSettings) -> tuple[RequestParser, Any]:
+    """The request parser and the tokenizer it uses."""
+    folder = settings.tokenizer or settings.checkpoint
+    if not folder:
+        raise InvalidRequestError("setting checkpoint: empty, the folder of a checkpoint is needed")
+    tokenizer = load_tokenizer(folder)
+    template = load_chat_template(folder, tokenizer)
+
+    def encode_chat(messages: Any, *, tools: Any, template_kwargs: dict[str, Any]) -> list[int]:
+        assert template is not None
+        return template.render(messages, tools=tools, template_kwargs=template_kwargs).token_ids
+
+    parser = RequestParser(tokenizer, None if template is None else encode_chat, settings.default_max_tokens)
+    return parser, tokenizer
+
+
+class SpecEnsembleServer:
+    """Takes the server's requests and answers each with one or more responses, the last of them final."""
+
+    def __init__(self, settings: ServingSettings, pb_utils: Any) -> None:
+        self._pb = pb_utils
+        self._settings = settings
+        self._parser, tokenizer = make_parser(settings)
+        self._ids = itertools.count()
+        self._handles: dict[str, RequestHandle] = {}
+        self._sender = ResponseSender(pb_utils, self._cancel)
+        self._engine = Engine(
+            BlsTarget(pb_utils, "kimi_target"),
+            BlsDraft(pb_utils, "eagle3_draft") if settings.draft else None,
+            settings=scheduler_settings(settings),
+            eos_token_ids=tokenizer.eos_token_ids,
+            tokenizer=tokenizer,
+        )
+        self._engine.start()
+        self._closed = threading.Event()
+        if settings.drain_file:
+            threading.Thread(target=self._watch_drain_file, name="drain-watch", daemon=True).start()
+
+    @classmethod
+    def from_model_args(cls, args: dict[str, str]) -> "SpecEnsembleServer":
+        """Read the settings and the tokenizer; the runners are met from the engine's thread."""
+        import triton_python_backend_utils as pb_utils
+
+        settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
+        forward_logs(pb_utils, settings.log_level)
+        return cls(settings, pb_utils)
+
+    def accept(self, requests: list[Any]) -> None:
+        """Start each request; a bad one is answered at once and disturbs no other."""
+        for request in requests:
+            sender = request.get_response_sender()
+            request_id = f"{request.request_id() or 'request'}#{next(self._ids)}"
+            try:
+                self._start(request_id, request, sender)
+            except Exception as error:
+                self._sender.refuse(request_id, sender, error)
+
+    def close(self) -> None:
+        """Cancel what is live, send every final response, end the threads."""
+        self._closed.set()
+        self._sender.is_draining = True
+        self._engine.stop()
+        self._sender.close(self._settings.drain_timeout_s)
+
+    def _start(self, request_id: str, request: Any, sender: Any) -> None:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        parsed = self._parser.parse(request_id, tensors, _parameters(request))
+        self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
+        self._sender.register(request_id, sender, parsed)
+        self._handles[request_id] = self._engine.submit(parsed.generate, self._on_delta)
+
+    def _on_delta(self, delta: Any) -> None:
+        if delta.finish_reason is not None:
+            self._handles.pop(delta.request_id, None)
+        self._sender.put(delta)
+
+    def _cancel(self, request_id: str) -> None:
+        handle = self._handles.get(request_id)
+        if handle is not None:
+            handle.cancel()
+
+    def _watch_drain_file(self) -> None:
+        path = Path(self._settings.drain_file)
+        while not self._closed.wait(DRAIN_WATCH_S):
+            if path.exists():
+                logger.info("draining: live requests are cancelled, new ones refused")
+                self._sender.is_draining = True
+                self._engine.stop()
+                return
+
+
+def _parameters(request: Any) -> dict[str, Any]:
+    text = request.parameters()
+    return dict(json.loads(text)) if text else {}
