@@ -95,8 +95,7 @@ def _target_specs(config: KimiModelConfig) -> Iterator[tuple[str, TensorSpec]]:
     for layer in range(config.num_hidden_layers):
         yield from _layer_specs(config, layer)
     yield "model.norm.weight", _norm(config.dtype, config.hidden_size)
-    if not config.tie_word_embeddings:
-        yield "lm_head.weight", _matrix(config.dtype, config.vocab_size, config.hidden_size)
+    yield "lm_head.weight", _matrix(config.dtype, config.vocab_size, config.hidden_size)
 
 
 def _layer_specs(config: KimiModelConfig, layer: int) -> Iterator[tuple[str, TensorSpec]]:

@@ -31,7 +31,7 @@ class MemorySettings:
     """Compute dtype of linear layers; torch's name."""
     keeps_quantized_experts: bool = True
     max_model_len: int = 0
-    """0 takes the target's max_position_embeddings."""
+    """0 takes the longest that both models have positions for."""
     max_num_batched_tokens: int = 2048
     max_num_sampled_rows: int = 512
     """Rows of logits in a step: sequences * (draft tokens + 1)."""
@@ -103,17 +103,17 @@ def plan_memory(
             does not fit both pools.
     """
     _check_divisible(target, draft, settings)
-    max_model_len = settings.max_model_len or target.max_position_embeddings
-    if max_model_len > target.max_position_embeddings:
+    longest = min(model.max_position_embeddings for model in (target, draft) if model is not None)
+    max_model_len = settings.max_model_len or longest
+    if max_model_len > longest:
+        whose = "target" if longest == target.max_position_embeddings else "draft"
         raise ConfigError(
-            f"max_model_len is {max_model_len}, expected at most {target.max_position_embeddings},"
-            " the target's max_position_embeddings"
+            f"max_model_len is {max_model_len}, expected at most {longest}, the {whose}'s max_position_embeddings"
         )
     weights = WeightFormat(
         tp_size=settings.tp_size,
         item_bytes=kv_item_bytes(settings.weight_dtype),
         keeps_quantized_experts=settings.keeps_quantized_experts,
-        max_positions=max_model_len,
     )
     target_bytes = target_weight_bytes(target, weights)
     draft_bytes = draft_kv = 0

@@ -48,8 +48,6 @@ class KimiModelConfig(MlaDims):
     """Of config.json and generation_config.json together."""
     bos_token_id: int | None
     pad_token_id: int | None
-    tie_word_embeddings: bool
-    """The head is the embedding; the file has no lm_head."""
     dtype: str
     """torch's name of the dtype that weights which are not quantised were saved in."""
     quantization: QuantizationConfig
@@ -115,6 +113,8 @@ def _text_fields(top: JsonFields) -> tuple[str, JsonFields]:
 
 
 def _refuse_unsupported(top: JsonFields, text: JsonFields) -> None:
+    for fields in (top, text):
+        fields.require("tie_word_embeddings", False)
     text.require("hidden_act", "silu")
     text.require("scoring_func", "sigmoid")
     text.require("topk_method", "noaux_tc")
@@ -164,7 +164,6 @@ def _build(
         eos_token_ids=tuple(eos_token_ids),
         bos_token_id=_token_id("bos_token_id", top, text, last_token),
         pad_token_id=_token_id("pad_token_id", top, text, last_token),
-        tie_word_embeddings=text.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", False)),
         dtype=read_dtype(top, text),
         quantization=QuantizationConfig.from_fields(_quantization_fields(top, text)),
     )

@@ -24,8 +24,6 @@ class WeightFormat:
     """Of the compute dtype."""
     keeps_quantized_experts: bool = True
     """False: routed experts too are in the compute dtype, as the reference kernels keep them."""
-    max_positions: int = 0
-    """Rows of the rope table, float32; 0 counts none."""
 
 
 def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
@@ -37,15 +35,9 @@ def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
     shared = 3 * hidden * config.n_shared_experts * config.moe_intermediate_size // weights.tp_size
     router = (hidden + 1) * config.n_routed_experts * _FLOAT32_BYTES
     vocabulary = config.vocab_size * hidden // weights.tp_size
-    elements = (
-        config.num_hidden_layers * layer
-        + num_dense * dense
-        + num_moe * shared
-        + vocabulary * (1 if config.tie_word_embeddings else 2)
-        + hidden
-    )
+    elements = config.num_hidden_layers * layer + num_dense * dense + num_moe * shared + 2 * vocabulary + hidden
     moe_bytes = router + config.n_routed_experts * expert_bytes(config, weights)
-    return elements * item + num_moe * moe_bytes + _rope_bytes(weights, config.qk_rope_head_dim)
+    return elements * item + num_moe * moe_bytes + _rope_bytes(config.max_position_embeddings, config.qk_rope_head_dim)
 
 
 def expert_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
@@ -88,7 +80,7 @@ def draft_weight_bytes(
         q_width = config.num_attention_heads * config.head_dim
         elements += hidden * (2 * q_width + 2 * 2 * kv_width + q_width) // tp_size
         rope_dim = config.head_dim
-    return elements * weights.item_bytes + _rope_bytes(weights, rope_dim)
+    return elements * weights.item_bytes + _rope_bytes(config.max_position_embeddings, rope_dim)
 
 
 def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int) -> int:
@@ -104,5 +96,6 @@ def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int
     return queries + latent + up + heads * dims.v_head_dim * output_size
 
 
-def _rope_bytes(weights: WeightFormat, rope_dim: int) -> int:
-    return weights.max_positions * rope_dim * _FLOAT32_BYTES
+def _rope_bytes(max_positions: int, rope_dim: int) -> int:
+    """Of the float32 table of cosines and sines."""
+    return max_positions * rope_dim * _FLOAT32_BYTES

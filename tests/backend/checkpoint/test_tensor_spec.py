@@ -66,9 +66,6 @@ def test_k2_stores_every_linear_layer_in_fp8_blocks() -> None:
 
 
 def test_variants_change_the_list() -> None:
-    plain = set(target_tensor_specs(KimiModelConfig.from_hf_json(text_config(num_hidden_layers=1))))
-    tied = target_tensor_specs(KimiModelConfig.from_hf_json(text_config(num_hidden_layers=1, tie_word_embeddings=True)))
-    assert plain - set(tied) == {"lm_head.weight"}
     whole_queries = target_tensor_specs(
         KimiModelConfig.from_hf_json(text_config(num_hidden_layers=1, q_lora_rank=None))
     )

@@ -40,7 +40,7 @@ POSITIVE_INTEGERS = [
 OPTIONAL_POSITIVE_INTEGERS = ["n_group", "topk_group", "moe_layer_freq", "q_lora_rank", "num_key_value_heads"]
 COUNTS = ["n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"]
 POSITIVE_NUMBERS = ["rms_norm_eps", "routed_scaling_factor", "rope_theta"]
-BOOLEANS = ["norm_topk_prob", "tie_word_embeddings"]
+BOOLEANS = ["norm_topk_prob", "rope_interleave"]
 
 NOT_POSITIVE_INTEGERS = st.one_of(
     st.integers(max_value=0),
@@ -227,6 +227,7 @@ def test_a_missing_field_is_named(field: str) -> None:
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63, expected an even integer"),
         ({"first_k_dense_replace": 62}, "first_k_dense_replace is 62, expected .* at most 61"),
         ({"attention_bias": True}, "attention_bias is True, expected False"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True, expected False"),
         ({"attention_bias": 0}, "attention_bias is 0, expected False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),

@@ -1,0 +1,262 @@
+"""The memory plan against what the models really allocate, and its rules."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset, draft_config_json, target_config_json
+from kimi_backend.checkpoint.random_tensors import RandomTensors
+from kimi_backend.checkpoint.tensor_spec import draft_tensor_specs, target_tensor_specs
+from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.memory_plan import GIB, MemoryPlan, MemorySettings, plan_memory
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.quantization_config import QuantizationMethod
+from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, expert_bytes, target_weight_bytes
+from kimi_backend.errors import ConfigError
+from kimi_backend.layers.expert_weights import load_experts
+from kimi_backend.layers.weight_loader import WeightLoader
+from kimi_backend.models.eagle3_draft import Eagle3Draft
+from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
+from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
+from kimi_backend.models.kimi_k25 import KimiTarget
+from kimi_backend.parallel import SingleRank
+from kimi_kernels.kernel_set import KernelSet
+from support.checkpoint_folders import make_tiny
+from support.family_configs import DRAFT_FAMILIES, kimi_k25, mha_draft, text_config
+from support.reachable_tensors import storage_bytes
+
+CPU = torch.device("cpu")
+KERNELS = KernelSet.reference()
+K25 = KimiModelConfig.from_hf_json(kimi_k25())
+MLA_DRAFT = Eagle3DraftConfig.from_hf_json(DRAFT_FAMILIES["k2.5-eagle3-mla"], K25)
+MHA_DRAFT = Eagle3DraftConfig.from_hf_json(mha_draft([2, 30, 58]), K25)
+CPU_FORMAT = WeightFormat(item_bytes=4, keeps_quantized_experts=False)
+
+
+def tiny_target(quantization: QuantizationMethod, **changes: Any) -> KimiModelConfig:
+    json = target_config_json(Preset.TINY, 3, quantization, Architecture.DEEPSEEK_V3, {})
+    return KimiModelConfig.from_hf_json(json | changes)
+
+
+def build_target(config: KimiModelConfig, group: Any = None) -> KimiTarget:
+    source = RandomTensors(target_tensor_specs(config))
+    return KimiTarget(config, source, KERNELS, group or SingleRank(), CPU, torch.float32)
+
+
+def build_draft(config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig) -> Eagle3Draft:
+    source = RandomTensors(draft_tensor_specs(config))
+    if isinstance(config, Eagle3MlaDraftConfig):
+        return Eagle3MlaDraft(config, source, KERNELS, SingleRank(), CPU, torch.float32)
+    return Eagle3MhaDraft(config, source, KERNELS, SingleRank(), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("quantization", QuantizationMethod)
+def test_target_weights_are_what_the_model_allocates(quantization: QuantizationMethod) -> None:
+    config = tiny_target(quantization)
+    assert storage_bytes(build_target(config)) == target_weight_bytes(config, CPU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"q_lora_rank": None}, {"n_shared_experts": 2}, {"first_k_dense_replace": 3}],
+    ids=str,
+)
+def test_variants_are_counted_too(changes: dict[str, Any]) -> None:
+    config = tiny_target(QuantizationMethod.NONE, **changes)
+    assert storage_bytes(build_target(config)) == target_weight_bytes(config, CPU_FORMAT)
+
+
+@pytest.mark.parametrize("kind", DraftKind)
+def test_draft_weights_are_what_the_model_allocates(kind: DraftKind) -> None:
+    target = tiny_target(QuantizationMethod.NONE)
+    config = Eagle3DraftConfig.from_hf_json(draft_config_json(kind, Preset.TINY, 3), target)
+    draft = build_draft(config)
+    draft.vocabulary_map = None  # a few kilobytes that the plan's overhead covers
+    assert storage_bytes(draft) == draft_weight_bytes(config, CPU_FORMAT)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("quantization", QuantizationMethod)
+def test_experts_are_as_large_as_their_stored_slices(quantization: QuantizationMethod, size: int) -> None:
+    config = tiny_target(quantization)
+    source = RandomTensors(target_tensor_specs(config))
+    loader = WeightLoader(
+        source, KERNELS, SingleRank(rank=size - 1, size=size), CPU, torch.bfloat16, fp8_block_size=128
+    ).scoped("model.layers.1.mlp.experts")
+    weights = load_experts(loader, config.n_routed_experts, config.hidden_size, config.moe_intermediate_size)
+    assert storage_bytes(weights) == config.n_routed_experts * expert_bytes(config, WeightFormat(tp_size=size))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_of_several_ranks_holds_its_part(size: int) -> None:
+    config = tiny_target(QuantizationMethod.NONE, num_attention_heads=8)
+    expected = target_weight_bytes(config, WeightFormat(tp_size=size, item_bytes=4))
+    for rank in (0, size - 1):
+        assert storage_bytes(build_target(config, SingleRank(rank=rank, size=size))) == expected
+
+
+@pytest.mark.parametrize("kind", DraftKind)
+def test_pools_are_as_large_as_planned(kind: DraftKind, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "out", QuantizationMethod.INT4, kind)
+    target = TargetCheckpoint.open(folder)
+    draft = DraftCheckpoint.open(folder / "draft", target.config)
+    settings = MemorySettings(
+        gpu_bytes=64 << 20,
+        weight_dtype="float32",
+        kv_cache_dtype="float32",
+        keeps_quantized_experts=False,
+        overhead_bytes=0,
+        max_num_batched_tokens=64,
+        max_num_sampled_rows=64,
+    )
+    plan = plan_memory(target.config, draft.config, settings)
+    models = build_target(target.config), build_draft(draft.config)
+    pools = [
+        torch.empty(models[0].kv_pool_shape(plan.num_target_blocks, 64)),
+        torch.empty(models[1].kv_pool_shape(plan.num_draft_blocks, 64)),
+    ]
+    assert pools[0].nbytes == plan.target_kv_bytes
+    assert pools[1].nbytes == plan.draft_kv_bytes
+    used = storage_bytes(*models, *pools) + plan.activation_bytes
+    maps = 0 if kind is not DraftKind.MHA else (2048 + 512) * 8
+    assert used == plan.total_bytes + maps
+    a_block = plan.block_size * (plan.target_kv_bytes_per_token + plan.draft_kv_bytes_per_token)
+    assert 0 <= settings.gpu_bytes - plan.total_bytes < a_block
+
+
+def test_k25_on_eight_large_cards() -> None:
+    plan = plan_memory(K25, MLA_DRAFT, MemorySettings(gpu_bytes=140 * GIB, tp_size=8))
+    down_projections, routers, rope = 61 * 2112 * 7168 * 2, 60 * 385 * 7168 * 4, 262144 * 64 * 4
+    # 594.2 GB over eight cards, and what every card holds whole.
+    whole = (down_projections + routers) * 7 // 8 + rope
+    assert plan.target_weight_bytes == pytest.approx(594.2e9 / 8 + whole, rel=0.003)
+    assert plan.target_kv_bytes_per_token == 70_272
+    assert plan.draft_kv_bytes_per_token == 1_152
+    assert plan.num_draft_blocks == plan.num_target_blocks
+    assert plan.num_kv_tokens > 900_000
+
+
+def test_k25_does_not_fit_one_card() -> None:
+    with pytest.raises(ConfigError, match=r"the weights do not fit: 5\d\d\.\d\d GiB .* expected less than 140\.00 GiB"):
+        plan_memory(K25, MLA_DRAFT, MemorySettings(gpu_bytes=140 * GIB))
+
+
+def test_an_mha_draft_costs_tokens() -> None:
+    settings = MemorySettings(gpu_bytes=140 * GIB, tp_size=8)
+    with_mla, with_mha = (plan_memory(K25, draft, settings).num_kv_tokens for draft in (MLA_DRAFT, MHA_DRAFT))
+    without = plan_memory(K25, None, settings)
+    assert with_mha < with_mla < without.num_kv_tokens
+    assert (without.num_draft_blocks, without.draft_weight_bytes) == (0, 0)
+
+
+def test_one_sequence_must_fit_both_pools() -> None:
+    with pytest.raises(ConfigError, match=r"one sequence of max_model_len 262144 needs 4096 blocks in the target's KV"):
+        plan_memory(K25, MLA_DRAFT, MemorySettings(gpu_bytes=90 * GIB, tp_size=8))
+    shorter = MemorySettings(gpu_bytes=90 * GIB, tp_size=8, max_model_len=32768)
+    assert plan_memory(K25, MLA_DRAFT, shorter).num_kv_tokens >= 32768
+    with pytest.raises(ConfigError, match=r"needs 512 blocks in the draft's KV pool, found room for 100; lower max_mo"):
+        plan_memory(
+            K25,
+            MLA_DRAFT,
+            MemorySettings(gpu_bytes=90 * GIB, tp_size=8, max_model_len=32768, num_draft_blocks=100),
+        )
+
+
+@given(
+    gib=st.integers(85, 200),
+    block_size=st.sampled_from([16, 32, 64, 128]),
+    draft=st.sampled_from([MLA_DRAFT, MHA_DRAFT]),
+    dtype=st.sampled_from(["bfloat16", "float8_e4m3fn"]),
+    num_draft_blocks=st.one_of(st.none(), st.integers(2048, 5000)),
+)
+def test_every_plan_keeps_its_rules(
+    gib: int,
+    block_size: int,
+    draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig,
+    dtype: str,
+    num_draft_blocks: int | None,
+) -> None:
+    settings = MemorySettings(
+        gpu_bytes=gib * GIB,
+        tp_size=8,
+        block_size=block_size,
+        kv_cache_dtype=dtype,
+        max_model_len=16384,
+        num_draft_blocks=num_draft_blocks,
+    )
+    try:
+        plan = plan_memory(K25, draft, settings)
+    except ConfigError as error:
+        assert "max_model_len" in str(error) or "do not fit" in str(error)
+        return
+    assert plan.total_bytes <= settings.gpu_bytes
+    assert plan.num_kv_tokens >= 16384
+    assert plan.num_draft_blocks == (num_draft_blocks or plan.num_target_blocks)
+    assert plan == plan_memory(K25, draft, settings)  # both runners come to the same plan
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "settings", "message"),
+    [
+        (K25, None, {"tp_size": 3}, r"tp_size is 3, expected a divisor of num_attention_heads \(64\)"),
+        (K25, None, {"tp_size": 64, "max_model_len": 16}, None),
+        (
+            KimiModelConfig.from_hf_json(kimi_k25(moe_intermediate_size=2080)),
+            None,
+            {"tp_size": 2},
+            r"tp_size is 2, expected a divisor of moe_intermediate_size \(2080\) in multiples of 32",
+        ),
+        (K25, MHA_DRAFT, {"tp_size": 128}, r"tp_size is 128, expected a divisor of num_attention_heads"),
+        (
+            K25,
+            Eagle3DraftConfig.from_hf_json(mha_draft([2, 30, 58], num_key_value_heads=4), K25),
+            {"tp_size": 8},
+            r"tp_size is 8, expected a divisor of draft num_key_value_heads \(4\)",
+        ),
+        (K25, None, {"max_model_len": 262145}, "max_model_len is 262145, expected at most 262144"),
+        (
+            K25,
+            Eagle3DraftConfig.from_hf_json(mha_draft([2, 30, 58], max_position_embeddings=131072), K25),
+            {"max_model_len": 131073},
+            "max_model_len is 131073, expected at most 131072, the draft's",
+        ),
+        (K25, None, {"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', expected one of"),
+        (
+            K25,
+            None,
+            {"num_target_blocks": 10**6, "tp_size": 8},
+            "num_target_blocks 1000000 and num_draft_blocks 0 take",
+        ),
+        (K25, None, {"block_size": 0}, "block_size is 0, expected an integer of at least 1"),
+        (K25, None, {"gpu_bytes": -1}, "gpu_bytes is -1, expected an integer"),
+        (K25, None, {"num_draft_blocks": True}, "num_draft_blocks is True, expected an integer"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(
+    target: KimiModelConfig,
+    draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig | None,
+    settings: dict[str, Any],
+    message: str | None,
+) -> None:
+    def plan() -> MemoryPlan:
+        return plan_memory(target, draft, MemorySettings(**{"gpu_bytes": 140 * GIB, **settings}))
+
+    if message is None:
+        assert plan().num_target_blocks > 0
+        return
+    with pytest.raises(ConfigError, match=message):
+        plan()
+
+
+def test_dense_layers_may_be_of_any_number() -> None:
+    config = KimiModelConfig.from_hf_json(text_config(first_k_dense_replace=61))
+    one_less = KimiModelConfig.from_hf_json(text_config(first_k_dense_replace=60))
+    weights = WeightFormat()
+    grown = target_weight_bytes(one_less, weights) - target_weight_bytes(config, weights)
+    experts = 384 * (expert_bytes(config, weights) + (7168 + 1) * 4)
+    assert grown == experts + 3 * 7168 * (2048 - 18432) * 2
