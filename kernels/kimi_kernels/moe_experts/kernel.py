@@ -10,6 +10,7 @@ from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel, sum_choices_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
+from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
 from kimi_kernels.moe_experts.launch import (
     FEW_CHOICES,
     FewLaunch,
@@ -28,8 +29,11 @@ from kimi_kernels.weights import ExpertWeights, PackedExperts, Weight
 
 PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "fp8", "float")}
 FEW_COLUMNS = 8
-CHUNK = 512
+MAX_CHUNK = 512
+"""Choices that one program sorts."""
 SUM_BLOCK = 1024
+TALL_LIMITS = {(128, 8): {"maxnreg": 128}}
+"""Registers a thread by (columns, warps), where one or two fewer let a second program run on the multiprocessor."""
 MAX_EXPERTS = 1 << 15
 
 
@@ -189,12 +193,13 @@ class _Order:
 def sort_choices(layer: _Layer, columns: int) -> _Order:
     """Tiles of `columns` choices of one expert each."""
     bins = max(16, triton.next_power_of_2(layer.num_experts))
-    num_chunks = triton.cdiv(layer.num_choices, CHUNK)
+    chunk = min(MAX_CHUNK, max(32, triton.next_power_of_2(layer.num_choices)))
+    num_chunks = triton.cdiv(layer.num_choices, chunk)
     limit = max_tiles(layer.num_choices, layer.num_experts, columns)
     counts = layer.empty(num_chunks if num_chunks > 1 else 0, bins, dtype=torch.int32)
     entries, choices, num_tiles = (layer.empty(size, dtype=torch.int32) for size in (limit, limit * columns, 1))
     sizes = (layer.num_choices, layer.first_expert, layer.num_experts)
-    shape = dict(CHUNK=CHUNK, BINS=bins, num_warps=8)
+    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4}
     if num_chunks > 1:
         count_kernel[(num_chunks,)](layer.topk_ids, counts, *sizes, **shape)
     place_kernel[(num_chunks,)](
@@ -215,6 +220,27 @@ def sort_choices(layer: _Layer, columns: int) -> _Order:
 def gate_up_sorted(layer: _Layer, launch: SortedLaunch, order: _Order) -> Tensor:
     """[choices, intermediate_size] activations; rows of experts held elsewhere are not written."""
     hidden = layer.empty(layer.num_choices, layer.intermediate_size)
+    if launch.gate_up_tall:
+        gate_up_tall_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
+            layer.x,
+            layer.gate_up,
+            layer.gate_up_scales,
+            hidden,
+            order.entries,
+            order.choices,
+            order.num_tiles,
+            layer.x.stride(0),
+            layer.top_k,
+            layer.intermediate_size,
+            layer.gate_up_row_tiles,
+            layer.gate_up_steps,
+            COLUMNS=launch.columns,
+            STAGES=launch.gate_up_stages,
+            WARPS=launch.gate_up_warps,
+            num_warps=launch.gate_up_warps,
+            **TALL_LIMITS.get((launch.columns, launch.gate_up_warps), {}),
+        )
+        return hidden
     gate_up_sorted_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
         layer.x,
         layer.gate_up,
@@ -241,6 +267,26 @@ def gate_up_sorted(layer: _Layer, launch: SortedLaunch, order: _Order) -> Tensor
 def down_sorted(layer: _Layer, launch: SortedLaunch, order: _Order, hidden: Tensor) -> Tensor:
     """[choices, hidden_size] products; rows of experts held elsewhere are not written."""
     products = layer.empty(layer.num_choices, layer.hidden_size)
+    if launch.down_tall:
+        down_tall_kernel[(order.entries.numel() * layer.down_row_tiles,)](
+            hidden,
+            layer.down,
+            layer.down_scales,
+            products,
+            order.entries,
+            order.choices,
+            order.num_tiles,
+            layer.intermediate_size,
+            layer.hidden_size,
+            layer.down_row_tiles,
+            layer.down_steps,
+            COLUMNS=launch.columns,
+            STAGES=launch.down_stages,
+            WARPS=launch.down_warps,
+            num_warps=launch.down_warps,
+            **TALL_LIMITS.get((launch.columns, launch.down_warps), {}),
+        )
+        return products
     num_groups = triton.cdiv(layer.down_row_tiles, launch.tiles_a_group)
     down_sorted_kernel[(order.entries.numel() * num_groups,)](
         hidden,

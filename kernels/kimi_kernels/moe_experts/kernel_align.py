@@ -29,6 +29,21 @@ def count_kernel(TOPK_IDS, COUNTS, num_choices, first_expert, num_experts, CHUNK
 
 
 @triton.jit
+def _sum_chunks(COUNTS, chunk, num_chunks, BINS: tl.constexpr):
+    """Each expert's choices in all chunks, and in those before this one: two [BINS] int32."""
+    BLOCK: tl.constexpr = 8
+    expert = tl.arange(0, BINS)
+    totals = tl.zeros([BLOCK, BINS], tl.int32)
+    before = tl.zeros([BLOCK, BINS], tl.int32)
+    for first in range(0, num_chunks, BLOCK):
+        part = first + tl.arange(0, BLOCK)
+        counts = tl.load(COUNTS + part[:, None] * BINS + expert[None, :], mask=(part < num_chunks)[:, None], other=0)
+        totals += counts
+        before += tl.where((part < chunk)[:, None], counts, 0)
+    return tl.sum(totals, axis=0), tl.sum(before, axis=0)
+
+
+@triton.jit
 def place_kernel(
     TOPK_IDS,
     COUNTS,
@@ -52,33 +67,29 @@ def place_kernel(
         NUM_TILES: [1] int32.
     """
     chunk = tl.program_id(0)
-    choice = chunk * CHUNK + tl.arange(0, CHUNK)
+    place = tl.arange(0, CHUNK)
     expert = tl.arange(0, BINS)
-    local, is_held = _local_experts(TOPK_IDS, choice, num_choices, first_expert, num_experts)
-    totals = tl.zeros([BINS], tl.int32)
-    before = tl.zeros([BINS], tl.int32)
+    local, is_held = _local_experts(TOPK_IDS, chunk * CHUNK + place, num_choices, first_expert, num_experts)
     if SINGLE:
-        totals += tl.histogram(local, BINS, mask=is_held)
+        counts = tl.histogram(local, BINS, mask=is_held)
+        totals = counts
+        before = tl.zeros([BINS], tl.int32)
     else:
-        for part in range(num_chunks):
-            counts = tl.load(COUNTS + part * BINS + expert)
-            totals += counts
-            before += tl.where(part < chunk, counts, 0)
+        counts = tl.load(COUNTS + chunk * BINS + expert)
+        totals, before = _sum_chunks(COUNTS, chunk, num_chunks, BINS)
     num_tiles = (totals + COLUMNS - 1) // COLUMNS
     first_tile = tl.cumsum(num_tiles, 0) - num_tiles
 
-    rank = tl.zeros([CHUNK], tl.int32)
-    BLOCK: tl.constexpr = 32
-    for block in range(0, CHUNK, BLOCK):
-        earlier = chunk * CHUNK + block + tl.arange(0, BLOCK)
-        other, other_is_held = _local_experts(TOPK_IDS, earlier, num_choices, first_expert, num_experts)
-        same = (local[:, None] == other[None, :]) & other_is_held[None, :] & (earlier[None, :] < choice[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
-    slot = tl.gather(first_tile * COLUMNS + before, local, 0) + rank
-    tl.store(TILE_CHOICES + slot, choice, mask=is_held)
+    # Sorted by expert, then by choice; choices of experts held elsewhere come last.
+    order = tl.sort(tl.where(is_held, local, BINS) * CHUNK + place)
+    sorted_local = order // CHUNK
+    # A sorted place, less the places of smaller experts, is the rank among this chunk's choices of the expert.
+    base = first_tile * COLUMNS + before - (tl.cumsum(counts, 0) - counts)
+    slot = tl.gather(base, tl.minimum(sorted_local, BINS - 1), 0) + place
+    tl.store(TILE_CHOICES + slot, chunk * CHUNK + order % CHUNK, mask=sorted_local < BINS)
 
     if chunk == 0:
         tl.store(NUM_TILES, tl.sum(num_tiles, 0))
-        for place in range(tl.max(num_tiles, 0)):
-            count = tl.minimum(totals - place * COLUMNS, COLUMNS)
-            tl.store(TILE_ENTRIES + first_tile + place, (count << TILE_COUNT_SHIFT) | expert, mask=place < num_tiles)
+        for rank in range(tl.max(num_tiles, 0)):
+            count = tl.minimum(totals - rank * COLUMNS, COLUMNS)
+            tl.store(TILE_ENTRIES + first_tile + rank, (count << TILE_COUNT_SHIFT) | expert, mask=rank < num_tiles)

@@ -33,6 +33,9 @@ class SortedLaunch:
     down_warps: int
     tiles_a_group: int
     """Row tiles of the second product that one program walks through."""
+    gate_up_tall: bool = False
+    """The first product by the kernel that overlaps tensor cores and dequantisation."""
+    down_tall: bool = False
     resident: bool
     """The second product's activations stay on the multiprocessor meanwhile; for at most two steps of columns."""
 

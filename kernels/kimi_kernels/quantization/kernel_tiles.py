@@ -195,6 +195,8 @@ def multiply_steps(
     PORTABLE: tl.constexpr,
 ):
     """(row tile of the weight) x (activation rows) over the steps [first_step, end_step): [ROWS, COLUMNS] float32."""
+    # Else a path around the loop would set the accumulators too, and ptxas would serialise the asynchronous products.
+    tl.assume(first_step < end_step)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in tl.range(first_step, end_step, num_stages=STAGES):
         planes = load_planes(x_rows, is_valid, step, in_features, KIND, EVEN)
