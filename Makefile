@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 
-.PHONY: setup lint fmt test test-gpu generated clean
+.PHONY: demo setup lint fmt test test-gpu generated clean
 
 setup: $(STAMP)  ## make the virtual environment and install everything the tests need
 
 $(STAMP): pyproject.toml
 	PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ./scripts/setup.sh
 	@touch $(STAMP)
+
+demo: $(STAMP)  ## the real Triton Server, one prompt with speculation and without
+	$(BIN)/kimi demo
 
 fmt: $(STAMP)
 	$(BIN)/ruff format .

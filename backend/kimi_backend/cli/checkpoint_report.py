@@ -36,17 +36,14 @@ _NOT_PARAMETERS = (
 def report_target(checkpoint: TargetCheckpoint) -> Report:
     config = checkpoint.config
     specs = target_tensor_specs(config)
-    expert_parameters = sum(n for name, n in _parameters(specs).items() if ".mlp.experts." in name)
-    total = sum(_parameters(specs).values())
-    idle = expert_parameters * (config.n_routed_experts - config.num_experts_per_tok) // config.n_routed_experts
     return {
         "path": str(checkpoint.path),
         "architecture": config.architecture,
         "format": describe_format(config),
         "num_tensors": len(checkpoint.tensors.names()),
         "num_bytes": checkpoint.num_bytes,
-        "num_parameters": total,
-        "num_active_parameters": total - idle,
+        "num_parameters": num_parameters(specs),
+        "num_active_parameters": active_parameters(config, specs),
         "num_hidden_layers": config.num_hidden_layers,
         "num_moe_layers": config.num_moe_layers,
         "experts": {
@@ -75,7 +72,7 @@ def report_draft(checkpoint: DraftCheckpoint, tp_size: int) -> Report:
         "aux_layer_ids": list(config.aux_layer_ids),
         "num_tensors": len(names),
         "num_bytes": checkpoint.num_bytes,
-        "num_parameters": sum(_parameters(specs).values()),
+        "num_parameters": num_parameters(specs),
         "draft_vocab_size": config.draft_vocab_size,
         "embedding": "own" if "embed_tokens.weight" in names else "the target's",
         "head": "own" if "lm_head.weight" in names else "the target's",
@@ -131,8 +128,20 @@ def describe_rope(rope: RopeConfig) -> str:
     return f"yarn, theta {rope.theta:g}, factor {rope.factor:g} over {original}, {betas}, {pairing}"
 
 
+def num_parameters(specs: Specs) -> int:
+    """Weights of the model, however they are packed."""
+    return sum(_parameters(specs).values())
+
+
+def active_parameters(config: KimiModelConfig, specs: Specs) -> int:
+    """Weights that one token meets."""
+    parameters = _parameters(specs)
+    in_experts = sum(count for name, count in parameters.items() if ".mlp.experts." in name)
+    idle = in_experts * (config.n_routed_experts - config.num_experts_per_tok) // config.n_routed_experts
+    return sum(parameters.values()) - idle
+
+
 def _parameters(specs: Specs) -> Mapping[str, int]:
-    """Weights of the model under each name, however they are packed."""
     return {
         name: spec.num_elements * (NIBBLES_PER_WORD if spec.role is TensorRole.INT4_CODES else 1)
         for name, spec in specs.items()

@@ -13,7 +13,7 @@ _GIB = 1 << 30
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Folder of the target's checkpoint.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the target's checkpoint.")],
     draft: Annotated[Path | None, typer.Option(help="Folder of the draft's checkpoint.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(help="GiB of one GPU to plan for.", min=0.001)] = None,
     tp: Annotated[int, typer.Option(help="GPUs that share the models.", min=1)] = 1,

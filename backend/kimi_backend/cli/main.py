@@ -9,6 +9,7 @@ import typer
 
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
+from kimi_backend.cli.server_commands import chat_command, demo_command, generate_command, serve_command
 from kimi_backend.errors import KimiError
 
 EXIT_BAD_INPUT = 2
@@ -22,6 +23,10 @@ app = typer.Typer(
 )
 app.command("inspect")(inspect)
 app.command("make-checkpoint")(make_checkpoint_command)
+app.command("serve")(serve_command)
+app.command("generate")(generate_command)
+app.command("chat")(chat_command)
+app.command("demo")(demo_command)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ DRAFT_FOLDER = "draft"
 
 
 def make_checkpoint_command(
-    out: Annotated[Path, typer.Argument(help="New folder; the draft goes into its `draft` folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder; the draft goes into its `draft` folder.")],
     preset: Annotated[Preset, typer.Option(help="Size of the model.")] = Preset.TINY,
     layers: Annotated[int | None, typer.Option(help="Layers of the target; by default 4 (tiny) or 2.", min=1)] = None,
     quantization: Annotated[QuantizationMethod, typer.Option(help="Format of the weights.")] = QuantizationMethod.INT4,

@@ -2,11 +2,14 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 
-from kimi_client import Chunk, Completion, KimiClient, Stream
+from kimi_backend.errors import KimiError
+from kimi_client import Chunk, Completion, KimiClient, KimiClientError, Stream
 
 _notes = Console(stderr=True, highlight=False)
 
@@ -44,6 +47,16 @@ def _write(chunk: Chunk) -> None:
     sys.stdout.flush()
 
 
+@contextmanager
+def client_errors() -> Iterator[None]:
+    """Turn the client's errors into the command line's."""
+    try:
+        yield
+    except KimiClientError as error:
+        raise KimiError(str(error)) from error
+
+
+@client_errors()
 def generate(url: str, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
     """Stream one completion to stdout, or print it as one JSON object."""
     client = KimiClient(url)
@@ -69,6 +82,7 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
+@client_errors()
 def chat(url: str, system: str | None, fields: dict[str, Any]) -> None:
     """Read a line, stream the answer, repeat. Ctrl-C cancels an answer; Ctrl-D or /exit leaves, /reset starts over."""
     client = KimiClient(url)

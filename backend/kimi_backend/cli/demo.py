@@ -1,0 +1,192 @@
+"""`kimi demo`: one prompt with speculation and without, side by side, ending with one line of JSON."""
+
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import KimiError
+from kimi_backend.serving.responses import speculation_json
+from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
+
+PROMPT = "def fibonacci(n):\n    "
+DEMO_MODEL_LEN = 1024
+SEED = 1
+
+_console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRun:
+    """One completion."""
+
+    text: str
+    tokens_per_second: float
+    speculation: dict[str, Any] | None
+
+
+Generate = Callable[[str, int, int], DemoRun]
+"""generate(prompt, max_tokens, num_speculative_tokens), writing the text to stdout as it comes."""
+
+
+def find_checkpoint(folder: Path) -> tuple[Path, bool]:
+    """The trained checkpoint that ships with the project, or a random one made in `folder`; and which it is."""
+    import kimi_backend
+
+    trained = Path(kimi_backend.__file__).parents[2] / "demo" / "kimi-nano"
+    if (trained / "config.json").exists():
+        return trained, False
+    from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset, default_num_layers
+    from kimi_backend.cli.make_checkpoint import make_checkpoint
+    from kimi_backend.config.quantization_config import QuantizationMethod
+
+    random = folder / "checkpoint"
+    make_checkpoint(
+        random,
+        preset=Preset.TINY,
+        num_layers=default_num_layers(Preset.TINY),
+        quantization=QuantizationMethod.INT4,
+        draft=DraftKind.MLA,
+        architecture=Architecture.KIMI_K25,
+    )
+    return random, True
+
+
+@contextmanager
+def through_server(settings: ServingSettings) -> Iterator[Generate]:
+    """Start the real Triton Server, talk to it through the client, stop it."""
+    from kimi_backend.cli.serve import make_server
+    from kimi_client import KimiClient
+
+    with tempfile.TemporaryDirectory(prefix="kimi_demo_") as folder:
+        server = make_server(settings, log_file=Path(folder) / "server.log")
+        server.start()
+        try:
+            with _console.status("starting Triton Server ..."):
+                server.wait_until_ready()
+            client = KimiClient(f"localhost:{server.ports.grpc}")
+
+            def generate(prompt: str, max_tokens: int, k: int) -> DemoRun:
+                fields = {"max_tokens": max_tokens, "num_speculative_tokens": k, "seed": SEED}
+                with client.stream(text_input=prompt, **fields) as stream:
+                    for chunk in stream:
+                        _write(chunk.text)
+                    done = stream.result()
+                speed = done.num_output_tokens / done.statistics["total_time_s"]
+                return DemoRun(done.text, speed, done.speculation)
+
+            yield generate
+        finally:
+            with _console.status("stopping Triton Server ..."):
+                server.stop()
+
+
+@contextmanager
+def in_process(settings: ServingSettings) -> Iterator[Generate]:
+    """The same engine and models in this process, for machines that the server wheel does not support."""
+    from kimi_backend.engine.engine import Engine
+    from kimi_backend.runners.loading import load_pair
+    from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+    from kimi_backend.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(settings.tokenizer or settings.checkpoint)
+    target, draft = load_pair(settings)
+    engine = Engine(
+        target,
+        draft,
+        settings=scheduler_settings(settings),
+        eos_token_ids=tokenizer.eos_token_ids,
+        tokenizer=tokenizer,
+    )
+    engine.start()
+    try:
+        engine.wait_until_ready(60)
+
+        def generate(prompt: str, max_tokens: int, k: int) -> DemoRun:
+            request = GenerateRequest(
+                request_id=f"demo-{k}",
+                prompt_token_ids=tuple(tokenizer.encode(prompt)),
+                sampling=SamplingParams(max_tokens=max_tokens, seed=SEED),
+                num_speculative_tokens=k,
+            )
+            deltas, done = list[TokenDelta](), threading.Event()
+
+            def sink(delta: TokenDelta) -> None:
+                deltas.append(delta)
+                _write(delta.text)
+                if delta.finish_reason is not None:
+                    done.set()
+
+            engine.submit(request, sink)
+            done.wait()
+            stats = deltas[-1].stats
+            if stats is None or deltas[-1].error is not None:
+                raise KimiError(deltas[-1].error or "the engine gave no statistics")
+            speed = stats.num_output_tokens / stats.total_time_s
+            return DemoRun("".join(d.text for d in deltas), speed, speculation_json(stats.speculation))
+
+        yield generate
+    finally:
+        engine.stop()
+
+
+def run_demo(*, prompt: str, max_tokens: int, num_speculative_tokens: int, is_in_process: bool) -> int:
+    """Show both completions and how they compare. Returns the exit code: 0 when the texts are equal."""
+    with tempfile.TemporaryDirectory(prefix="kimi_demo_") as folder:
+        checkpoint, is_random = find_checkpoint(Path(folder))
+        if is_random:
+            _console.print("[yellow]No trained checkpoint here: this one is random, so the text is noise and the")
+            _console.print("[yellow]draft is rarely right. What it shows is that speculation changes no token.")
+        settings = ServingSettings(
+            checkpoint=str(checkpoint),
+            draft=str(checkpoint / "draft"),
+            max_model_len=DEMO_MODEL_LEN,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        runs = {}
+        with (in_process if is_in_process else through_server)(settings) as generate:
+            generate(prompt, 8, num_speculative_tokens)  # the first tokens pay for warming up
+            _write("\n")
+            for name, k in (("speculative", num_speculative_tokens), ("plain", 0)):
+                _console.rule(f"{name}, k = {k}")
+                _write(prompt)
+                runs[name] = generate(prompt, max_tokens, k)
+                _write("\n")
+    return _report(runs)
+
+
+def _report(runs: dict[str, DemoRun]) -> int:
+    speculative, plain = runs["speculative"], runs["plain"]
+    is_equal = speculative.text == plain.text
+    acceptance = speculative.speculation or {}
+    per_position = acceptance.get("acceptance_per_position", [])
+    table = Table(title=f"texts are {'equal' if is_equal else 'DIFFERENT'}")
+    for column in ("", "speculative", "plain"):
+        table.add_column(column, justify="right")
+    table.add_row("tokens/s", f"{speculative.tokens_per_second:.1f}", f"{plain.tokens_per_second:.1f}")
+    table.add_row("acceptance length", f"{acceptance.get('mean_acceptance_length') or 1:.2f}", "1.00")
+    for position, rate in enumerate(per_position, 1):
+        table.add_row(f"accepted at position {position}", "-" if rate is None else f"{rate:.0%}", "")
+    _console.print(table)
+    summary = {
+        "texts_equal": is_equal,
+        "acceptance_length": acceptance.get("mean_acceptance_length"),
+        "acceptance_per_position": per_position,
+        "tokens_per_second": {name: round(run.tokens_per_second, 2) for name, run in runs.items()},
+    }
+    _write(json.dumps(summary) + "\n")
+    return 0 if is_equal else 1
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
