@@ -1,0 +1,113 @@
+"""`kimi inspect` says what is in the files and what fits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_backend.checkpoint.presets import Architecture, DraftKind
+from kimi_backend.checkpoint.tensor_spec import target_tensor_specs
+from kimi_backend.cli.checkpoint_report import active_parameters, num_parameters
+from kimi_backend.cli.main import app
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.quantization_config import QuantizationMethod
+from support.checkpoint_folders import copy_folder, edit_weights, make_tiny
+from support.family_configs import TARGET_FAMILIES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("inspected") / "out", QuantizationMethod.INT4, DraftKind.MHA)
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    app(["inspect", *arguments, "--json"], standalone_mode=False)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_reports_both_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = inspect(capsys, str(folder), "--draft", str(folder / "draft"))
+    target, draft = report["target"], report["draft"]
+    assert "memory_plan" not in report
+    assert target["architecture"] == "KimiK25ForConditionalGeneration"
+    assert target["format"] == "routed experts int4 in groups of 32, the rest bfloat16"
+    assert target["num_hidden_layers"] == 2
+    assert target["eos_token_ids"] == [1793, 1794]
+    assert target["kv_bytes_per_token"] == {"bfloat16": 2 * 80 * 2, "float8_e4m3fn": 2 * 80}
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert weight_bytes - 100_000 < target["num_bytes"] < weight_bytes
+    assert (draft["attention"], draft["algorithm"]) == ("MHA", "EAGLE3")
+    assert draft["aux_layer_ids"] == [0, 1, 2]
+    assert draft["draft_vocab_size"] == 512
+    assert (draft["embedding"], draft["head"]) == ("own", "own")
+    assert draft["kv_bytes_per_token"]["bfloat16"] == 2 * 2 * 32 * 2
+
+
+def test_it_plans_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(folder), "--draft", str(folder / "draft"), "--tp", "2", "--block-size", "32"]
+    plan = inspect(capsys, *arguments, "--gpu-memory", "2.5")["memory_plan"]
+    assert plan["fits"]
+    assert plan["tp_size"] == 2
+    assert plan["num_kv_tokens"] == plan["num_target_blocks"] * 32
+    assert plan["draft_kv_bytes_per_token"] == 2 * 1 * 32 * 2
+    none = inspect(capsys, *arguments, "--gpu-memory", "1")["memory_plan"]
+    assert none == {
+        "fits": False,
+        "reason": none["reason"],
+        "gpu_bytes": 1 << 30,
+        "tp_size": 2,
+    }
+    assert none["reason"].startswith("the weights do not fit: 2.")
+
+
+def test_a_draft_that_borrows_says_so(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = copy_folder(folder / "draft", tmp_path / "draft")
+    edit_weights(draft, lambda tensors: tensors.pop("embed_tokens.weight"))
+    assert inspect(capsys, str(folder), "--draft", str(draft))["draft"]["embedding"] == "the target's"
+
+
+def test_values_need_not_be_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoilt = copy_folder(folder, tmp_path / "spoilt")
+    edit_weights(spoilt, lambda tensors: tensors["language_model.model.norm.weight"].fill_(float("nan")))
+    assert inspect(capsys, str(spoilt), "--no-values")["target"]["num_hidden_layers"] == 2
+
+
+def test_the_tables_say_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    app(["inspect", str(folder), "--draft", str(folder / "draft"), "--gpu-memory", "3"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    for text in ("KimiK25ForConditionalGeneration", "aux layer ids", "0, 1, 2", "3,221,225,472 (3.000 GiB)", "MHA"):
+        assert text in shown
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        (QuantizationMethod.NONE, "bfloat16"),
+        (QuantizationMethod.FP8, "linear layers fp8 in blocks of 128 x 128, the rest bfloat16"),
+    ],
+)
+def test_formats_are_described(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    architecture: Architecture,
+    quantization: QuantizationMethod,
+    text: str,
+) -> None:
+    folder = make_tiny(tmp_path / "out", quantization, DraftKind.MLA31, architecture)
+    report = inspect(capsys, str(folder), "--draft", str(folder / "draft"))
+    assert report["target"]["format"] == text
+    assert report["draft"]["algorithm"] == "EAGLE3.1"
+
+
+@pytest.mark.parametrize("family", TARGET_FAMILIES)
+def test_every_family_has_a_trillion_parameters(family: str) -> None:
+    config = KimiModelConfig.from_hf_json(TARGET_FAMILIES[family])
+    specs = target_tensor_specs(config)
+    total = num_parameters(specs)
+    assert total == pytest.approx(1.027e12, rel=0.001)
+    assert active_parameters(config, specs) == pytest.approx(32.9e9, rel=0.02)  # "32B activated"

@@ -1,0 +1,93 @@
+"""The command itself: quick to answer, one message for an error, exit code 2 for bad input."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kimi_backend.cli import main
+from kimi_backend.errors import KimiError
+
+HEAVY_MODULES = ("torch", "transformers", "safetensors", "numpy", "triton")
+
+
+def run_kimi(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kimi_backend.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = f"import sys, kimi_backend.cli.main; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_lists_the_commands() -> None:
+    done = run_kimi("--help")
+    assert done.returncode == 0
+    assert "inspect" in done.stdout
+    assert "make-checkpoint" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect"], "Missing argument 'PATH'"),
+        (["inspect", "/nowhere", "--tp", "0"], "'--tp'"),
+        (["inspect", "/nowhere", "--gpu-memory", "many"], "'--gpu-memory'"),
+        (["make-checkpoint", "/nowhere", "--preset", "huge"], "'tiny', 'kimi-k2.5'"),
+        (["make-checkpoint", "/nowhere", "--quantization", "int3"], "'none', 'int4', 'fp8'"),
+        (["unknown"], "No such command 'unknown'"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kimi", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == main.EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_bad_checkpoint_exits_with_2(tmp_path: Path) -> None:
+    done = run_kimi("inspect", str(tmp_path))
+    assert done.returncode == main.EXIT_BAD_INPUT
+    assert done.stdout == ""
+    assert done.stderr.strip() == (
+        f"error: {tmp_path}/config.json: no such file; expected a checkpoint folder or its config.json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (KimiError("what is wrong"), "error: what is wrong\n"),
+        (FileNotFoundError(2, "No such file or directory", "/x"), "error: /x: No such file or directory\n"),
+        (OSError(28, "No space left on device"), "error: No space left on device\n"),
+    ],
+)
+def test_errors_that_a_user_can_act_on_are_one_line(
+    error: Exception, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", fail)
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == main.EXIT_BAD_INPUT
+    assert capsys.readouterr().err == shown
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(main, "app", fail)
+    with pytest.raises(ZeroDivisionError):
+        main.main()
