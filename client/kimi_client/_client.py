@@ -15,6 +15,7 @@ from kimi_client._types import Chunk, Completion, join_chunks
 
 # Without it the server reports stream errors as bare text, without a status.
 STATUS_HEADER = {"triton_grpc_error": "true"}
+_CAUSE_WAIT_S = 1.0
 
 
 class Stream:
@@ -62,6 +63,15 @@ class Stream:
         if not self.chunks or self.chunks[-1].finish_reason is None:
             raise RequestCancelled("the stream was cancelled before the request ended")
         return join_chunks(self.chunks)
+
+    def _why_it_failed(self, error: InferenceServerException) -> KimiClientError:
+        """The stream's own error, which says more than that of the call that found it broken."""
+        try:
+            _, cause = self._arrived.get(timeout=_CAUSE_WAIT_S)
+        except queue.Empty:
+            cause = None
+        self._close(cancel=True)
+        return ServerUnreachable(error.message()) if cause is None else from_server(cause)
 
     def cancel(self) -> None:
         """Stop the request on the server; does nothing when it has ended."""
@@ -123,7 +133,7 @@ class KimiClient:
         try:
             stream._start({"stream": True, "timeout_s": limit, **fields})
         except InferenceServerException as error:
-            raise ServerUnreachable(error.message()) from error
+            raise stream._why_it_failed(error) from error
         return stream
 
     def generate(self, *, timeout_s: float | None = None, **fields: Any) -> Completion:
