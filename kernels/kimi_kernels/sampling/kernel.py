@@ -21,13 +21,26 @@ from kimi_kernels.sampling.processors_reference import ColumnOrder
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-TILE_COLUMNS = 64 if INTERPRETED else 2048
-SELECT_COLUMNS = 64 if INTERPRETED else 4096
-PROCESS_ENTRIES = 16 if INTERPRETED else 256
-MAX_SPLITS = 64
-WANTED_PROGRAMS = 1024
-"""A row is cut until there are about eight programs a multiprocessor of an H100."""
 VERIFY_SEQUENCES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Sizes that change the time and nothing else."""
+
+    tile_columns: int = 1024
+    num_warps: int = 4
+    stages: int = 4
+    wanted_programs: int = 1024
+    """A row is cut until there are about this many programs: eight a multiprocessor of an H100."""
+    max_splits: int = 64
+    select_columns: int = 4096
+    process_entries: int = 256
+
+
+TUNING = Tuning()
+if INTERPRETED:  # small, so that tests cross every border with small vocabularies
+    TUNING = Tuning(tile_columns=32, wanted_programs=8, select_columns=64, process_entries=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +52,9 @@ class _Splits:
 
     @staticmethod
     def of(num_rows: int, num_columns: int) -> "_Splits":
-        tiles = triton.cdiv(num_columns, TILE_COLUMNS)
-        count = min(triton.next_power_of_2(triton.cdiv(WANTED_PROGRAMS, num_rows)), MAX_SPLITS, tiles)
-        columns = triton.cdiv(tiles, count) * TILE_COLUMNS
+        tiles = triton.cdiv(num_columns, TUNING.tile_columns)
+        count = min(triton.next_power_of_2(triton.cdiv(TUNING.wanted_programs, num_rows)), TUNING.max_splits, tiles)
+        columns = triton.cdiv(tiles, count) * TUNING.tile_columns
         return _Splits(triton.cdiv(num_columns, columns), columns)
 
 
@@ -128,7 +141,9 @@ class _Call:
             "SPLITS": self.splits.count,
             "SPLIT_COLUMNS": self.splits.columns,
             "SPLITS_P2": triton.next_power_of_2(self.splits.count),
-            "BLOCKS": TILE_COLUMNS // 4,
+            "BLOCKS": TUNING.tile_columns // 4,
+            "STAGES": TUNING.stages,
+            "num_warps": TUNING.num_warps,
         }
 
     @property
@@ -160,7 +175,7 @@ class _Call:
             logit_mask.stride(0),
             SPLITS=self.splits.count,
             SPLIT_COLUMNS=self.splits.columns,
-            BLOCK=TILE_COLUMNS,
+            BLOCK=TUNING.tile_columns,
             HAS_MAP=self.vocabulary_map is not None,
             HAS_MASK=has_mask,
         )
@@ -193,7 +208,7 @@ class _Call:
             self.num_columns,
             window_width,
             inputs.history_tail.shape[1],
-            BLOCK=PROCESS_ENTRIES,
+            BLOCK=TUNING.process_entries,
             WINDOW_P2=triton.next_power_of_2(max(window_width, 1)),
             HAS_MAP=self.vocabulary_map is not None,
             enable_fp_fusion=False,
@@ -275,7 +290,7 @@ class _Call:
             self.logits.stride(0),
             self.num_columns,
             self._num_tokens,
-            BLOCK=SELECT_COLUMNS,
+            BLOCK=TUNING.select_columns,
             num_warps=16,
             **self._kind,
         )

@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """Second pass, for rows with top-p or min-p and no top-k: which candidate is the first that survives.
 
 One reading of the row sums its weights, and the weights above each candidate, in integers. A row whose four
@@ -50,6 +52,7 @@ def check_kernel(
     SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
     SPLITS_P2: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_WORK: tl.constexpr,
@@ -77,23 +80,23 @@ def check_kernel(
         c1, y1 = _candidate(source, CANDIDATE, 1, first_token, inverse, HAS_MAP, HAS_WORK)
         c2, y2 = _candidate(source, CANDIDATE, 2, first_token, inverse, HAS_MAP, HAS_WORK)
         c3, y3 = _candidate(source, CANDIDATE, 3, first_token, inverse, HAS_MAP, HAS_WORK)
-        mass = tl.zeros((BLOCKS, 4), tl.int64)
-        above_0 = tl.zeros((BLOCKS, 4), tl.int64)
-        above_1 = tl.zeros((BLOCKS, 4), tl.int64)
-        above_2 = tl.zeros((BLOCKS, 4), tl.int64)
-        above_3 = tl.zeros((BLOCKS, 4), tl.int64)
+        mass = tl.zeros((BLOCKS,), tl.int64)
+        above_0 = tl.zeros((BLOCKS,), tl.int64)
+        above_1 = tl.zeros((BLOCKS,), tl.int64)
+        above_2 = tl.zeros((BLOCKS,), tl.int64)
+        above_3 = tl.zeros((BLOCKS,), tl.int64)
         start = split * SPLIT_COLUMNS
         stop = tl.minimum(start + SPLIT_COLUMNS, num_columns)
-        for at in tl.range(start, stop, BLOCKS * 4):
+        for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
             column = _tile_columns(at, BLOCKS)
             y = inverse * load_columns(source, column, column < stop, HAS_WORK)
             weight = token_weight(y, best)
             weight = tl.where(weight >= least, weight, 0).to(tl.int64)
-            mass += weight
-            above_0 += tl.where(y > y0, weight, 0)
-            above_1 += tl.where(y > y1, weight, 0)
-            above_2 += tl.where(y > y2, weight, 0)
-            above_3 += tl.where(y > y3, weight, 0)
+            mass += tl.sum(weight, 1)
+            above_0 += tl.sum(tl.where(y > y0, weight, 0), 1)
+            above_1 += tl.sum(tl.where(y > y1, weight, 0), 1)
+            above_2 += tl.sum(tl.where(y > y2, weight, 0), 1)
+            above_3 += tl.sum(tl.where(y > y3, weight, 0), 1)
         part = PART_MASS + (row * SPLITS + split) * 5
         tl.store(part, tl.sum(mass))
         tl.store(part + 1, tl.sum(above_0))

@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """First pass over the logits: the best tokens of each row by score, before any filter.
 
 A row is cut into splits, one program each. The program that finishes a row last merges its splits. Rows that filter
@@ -107,6 +109,7 @@ def draw_kernel(
     SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
     SPLITS_P2: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_WORK: tl.constexpr,
@@ -150,7 +153,7 @@ def draw_kernel(
     best_y = tl.full((BLOCKS, 4), minus_inf, tl.float32)
     if is_greedy:
         best_token = tl.full((BLOCKS, 4), NO_TOKEN, tl.int32)
-        for at in tl.range(start, stop, BLOCKS * 4):
+        for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
             column = _tile_columns(at, BLOCKS)
             mask = column < stop
             y = load_columns(source, column, mask, HAS_WORK)
@@ -166,7 +169,7 @@ def draw_kernel(
         best, t0 = _best_of(best_y, best_token)
         s0 = best.to(tl.float64)
     else:
-        for at in tl.range(start, stop, BLOCKS * 4):
+        for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
             column = _tile_columns(at, BLOCKS)
             mask = column < stop
             raw = load_columns(source, column, mask, HAS_WORK)

@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """Device functions behind every sampling kernel: noise, weights, keys, the same bits as the reference's.
 
 Launches pass `enable_fp_fusion=False`: a fused multiply-add would round once where the definition rounds twice.

@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """Penalties, bias and bans, for rows that use any: into a float32 working copy, which the other kernels then read."""
 
 import triton

@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """The general way, for rows with top-k and those whose candidates all fell: find the thresholds, then draw.
 
 One program a row. top-k: radix selection of the k-th largest y, a byte at a time, then one pass in the order of token
@@ -64,7 +66,7 @@ def _kth_key(source, num_tokens, rules, top_k, BLOCK: tl.constexpr, HAS_MAP: tl.
     for digit in tl.static_range(4):
         shift = 24 - 8 * digit
         counts = tl.zeros((256,), tl.int32)
-        for at in tl.range(0, num_tokens, BLOCK):
+        for at in tl.range(0, num_tokens, BLOCK, num_stages=2):
             _, key, alive = _load_alive(source, at, num_tokens, rules, BLOCK, HAS_MAP, HAS_WORK)
             if digit > 0:
                 alive = alive & ((key >> (shift + 8)) == (key_k >> (shift + 8)))
@@ -87,7 +89,7 @@ def _list_top_k(
     num_kept = tl.full((), 0, tl.int32)
     num_ties = tl.full((), 0, tl.int32)
     cut_token = tl.full((), -1, tl.int32)
-    for at in tl.range(0, num_tokens, BLOCK):
+    for at in tl.range(0, num_tokens, BLOCK, num_stages=2):
         token, key, alive = _load_alive(source, at, num_tokens, rules, BLOCK, HAS_MAP, HAS_WORK)
         is_tie = (alive & (key == key_k)).to(tl.int32)
         is_tie_kept = (is_tie > 0) & (num_ties + tl.cumsum(is_tie, 0) <= num_equal)

@@ -12,34 +12,9 @@ from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling.reference import sample_tokens
 from kimi_kernels.sampling.weights_reference import token_weights
-from kimi_kernels.sampling_inputs import VocabularyMap
 from support import sampling_definition as definition
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
-
-
-def random_logits(rng: random.Random, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Few distinct values, so that ties are common, in some rows; some rows with bans, NaN, +inf, all -inf."""
-    logits = torch.tensor([[rng.gauss(0, 3) for _ in range(num_columns)] for _ in range(num_rows)])
-    for row in range(num_rows):
-        kind = rng.random()
-        if kind < 0.4:
-            logits[row] = logits[row].round()
-        elif kind < 0.5:
-            logits[row] = 1.5
-        elif kind < 0.6:
-            logits[row, rng.randrange(num_columns)] = float("-inf")
-        elif kind < 0.65:
-            logits[row, rng.randrange(num_columns)] = rng.choice((float("nan"), float("inf")))
-        elif kind < 0.67:
-            logits[row] = float("-inf")
-        elif kind < 0.7:
-            logits[row] *= 1e37
-    return logits
-
-
-def random_mask(rng: random.Random, num_rows: int, vocab_size: int) -> torch.Tensor:
-    words = [[rng.randrange(-(2**31), 2**31) for _ in range((vocab_size + 31) // 32)] for _ in range(num_rows)]
-    return torch.tensor(words, dtype=torch.int32)
+from support.sampling_logits import random_logits, random_mask, vocabulary_map
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -78,12 +53,6 @@ def check_batch(rng: random.Random, vocab_size: int, num_sequences: int, has_map
             got = (int(result.token_ids[row]), int(result.status[row]))
             assert got == expected, f"row {row}, window_len {window_len}, {case}"
             row += 1
-
-
-def vocabulary_map(columns: list[int], vocab_size: int) -> VocabularyMap:
-    column_of_token_id = torch.full((vocab_size,), -1, dtype=torch.int64)
-    column_of_token_id[torch.tensor(columns)] = torch.arange(len(columns))
-    return VocabularyMap(token_id_of_column=torch.tensor(columns), column_of_token_id=column_of_token_id)
 
 
 def test_bits_gumbel_and_weights_bit_for_bit() -> None:

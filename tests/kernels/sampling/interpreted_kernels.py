@@ -1,0 +1,161 @@
+"""The sampling kernels under Triton-language's interpreter; `test_interpreter.py` runs this file.
+
+Tiles are a few columns wide here, so that small vocabularies have many splits, tiles and borders.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kimi_kernels.sampling import kernel, kernel_noise, reference
+from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
+from kimi_kernels.sampling.kernel_draw import STATE_SELECT
+from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_kernels.sampling.weights_reference import token_weights
+from support.sampling_cases import SequenceCase, sampling_tensors
+from support.sampling_logits import assert_draws_as_reference, vocabulary_map
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, where the device would make an infinity
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+]
+
+
+def test_interpreted() -> None:
+    assert kernel.INTERPRETED
+
+
+@triton.jit
+def _noise_kernel(BITS, TOKEN_BITS, NOISE, index, seed, N: tl.constexpr):
+    key_low, key_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    bits = kernel_noise.bits_of_blocks(index.to(tl.uint32), 0, key_low, key_high, N // 4)
+    at = tl.arange(0, N // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(BITS + at, bits.to(tl.int64))
+    tl.store(NOISE + at, kernel_noise.gumbel(bits))
+    token = tl.arange(0, N)
+    tl.store(
+        TOKEN_BITS + token, kernel_noise.bits_of_tokens(index.to(tl.uint32), token, key_low, key_high).to(tl.int64)
+    )
+
+
+def test_noise_bit_for_bit() -> None:
+    bits, token_bits = torch.zeros(2, 256, dtype=torch.int64)
+    noise = torch.zeros(256)
+    _noise_kernel[(1,)](bits, token_bits, noise, 2**31 + 9, -(2**62) + 12345, N=256)
+    expected = noise_bits(torch.tensor([-(2**62) + 12345]), torch.tensor([2**31 + 9]), 256)[0]
+    assert torch.equal(bits, expected)
+    assert torch.equal(token_bits, expected)
+    assert torch.equal(noise, gumbel_from_bits(expected))
+
+
+@triton.jit
+def _values_kernel(BITS, NOISE, Y, WEIGHT, KEY, BOUNDS, best, N: tl.constexpr):
+    at = tl.arange(0, N)
+    bits = tl.load(BITS + at).to(tl.uint32)
+    y = tl.load(Y + at)
+    noise = kernel_noise.gumbel(bits)
+    tl.store(NOISE + at, noise)
+    tl.store(WEIGHT + at, kernel_noise.token_weight(y, best).to(tl.int64))
+    tl.store(KEY + at, kernel_noise.order_key(y).to(tl.int64))
+    # A score is not above a bound that `may_reach` says it cannot reach.
+    tl.store(BOUNDS + at, kernel_noise.may_reach(bits, y, (y.to(tl.float64) + noise.to(tl.float64)).to(tl.float32)))
+
+
+def test_noise_weights_and_keys_at_the_edges() -> None:
+    edges = [0, 1, 2**24 + 1, 2**31 - 1, 2**31, 2**31 + 1, 3 * 2**30, 2**32 - 2, 2**32 - 1, 2**32 - 513]
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.cat((torch.tensor(edges), torch.randint(0, 2**32, (1014,), generator=generator)))
+    y = torch.cat((torch.tensor([0.0, -0.0, -1e-10, -27.7, -28.0, -1e30]), -torch.rand(1018, generator=generator) * 30))
+    noise, weight, key, reached = torch.zeros(1024), *torch.zeros(2, 1024, dtype=torch.int64), torch.zeros(1024)
+    _values_kernel[(1,)](bits, noise, y, weight, key, reached, 0.0, N=1024)
+    assert torch.equal(noise, gumbel_from_bits(bits))
+    assert torch.equal(weight, token_weights(y[None])[0])
+    order = np.argsort(y.numpy(), kind="stable")
+    assert (np.diff(key.numpy()[order]) >= 0).all()
+    assert key[0] == key[1]
+    assert reached.all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed: int) -> None:
+    vocab_size = random.Random(seed).choice([5, 33, 64, 65, 130])
+    assert_draws_as_reference(kernel.sample_tokens, seed, vocab_size, num_sequences=2)
+
+
+def test_all_candidates_fall() -> None:
+    """A flat tail that top-p cuts wins the noise, so none of the candidates survives and the general way is taken."""
+    logits = torch.zeros(1, 150)
+    logits[:, 77], logits[:, 78] = 0.5, 0.4
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.011, seed=8)])
+    call = kernel._Call(logits, inputs, rows, None)
+    call.draw()
+    call.check()
+    assert call.state.item() == STATE_SELECT.value
+    call.select()
+    expected = reference.sample_tokens(logits, inputs, rows).token_ids.item()
+    assert call.token_ids.item() == expected
+    assert expected in (77, 78)
+
+
+def test_bans_of_everything_and_rows_that_are_not_finite() -> None:
+    banned = SequenceCase(bans=dict.fromkeys(range(70), 10**6), top_p=0.5)
+    cases = [SequenceCase(top_p=0.9), banned, SequenceCase(temperature=0.0), SequenceCase(bias={3: 1.0})]
+    logits = torch.randn(4, 70, generator=torch.Generator().manual_seed(1))
+    logits[2, 69] = float("nan")
+    logits[3, 0] = float("inf")
+    inputs, rows = sampling_tensors(cases)
+    got = kernel.sample_tokens(logits, inputs, rows)
+    assert got.status.tolist() == [0, 1, 1, 1]
+    assert got.token_ids.tolist() == reference.sample_tokens(logits, inputs, rows).token_ids.tolist()
+
+
+def test_ties_across_splits_take_the_lowest_target_id() -> None:
+    columns = list(range(200, 0, -1))
+    inputs, rows = sampling_tensors([SequenceCase(temperature=0.0), SequenceCase(temperature=0.0)])
+    logits = torch.zeros(2, 200)
+    logits[1, [3, 60, 190]] = 1.0
+    got = kernel.sample_tokens(logits, inputs, rows, vocabulary_map(columns, 256))
+    assert got.token_ids.tolist() == [1, columns[190]]
+    assert kernel.sample_tokens(logits, inputs, rows).token_ids.tolist() == [0, 3]
+
+
+def test_strided_logits_and_logprobs() -> None:
+    wide = torch.randn(2, 80, generator=torch.Generator().manual_seed(4))
+    inputs, rows = sampling_tensors([SequenceCase(rows=[0, 0], top_k=9)])
+    for logits in (wide[:, :50], wide[:, ::2]):
+        got = kernel.sample_tokens(logits, inputs, rows, num_logprobs=3)
+        expected = reference.sample_tokens(logits, inputs, rows, num_logprobs=3)
+        assert torch.equal(got.token_ids, expected.token_ids)
+        assert got.logprobs is not None and expected.logprobs is not None
+        torch.testing.assert_close(got.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+        assert got.top_logprob_ids is not None and expected.top_logprob_ids is not None
+        assert torch.equal(got.top_logprob_ids, expected.top_logprob_ids)
+
+
+def test_no_rows() -> None:
+    inputs, rows = sampling_tensors([SequenceCase(rows=[])])
+    assert kernel.sample_tokens(torch.zeros(0, 9), inputs, rows).token_ids.shape == (0,)
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 7])
+def test_verify(width: int) -> None:
+    rng = random.Random(width)
+    num_draft = [rng.randrange(width + 1) for _ in range(13)]
+    lengths = torch.tensor(num_draft) + 1
+    first_row = lengths.cumsum(0) - lengths
+    num_rows = int(lengths.sum())
+    arguments = (
+        torch.tensor([rng.randrange(2) for _ in range(num_rows)]),
+        torch.tensor([int(rng.random() < 0.1) for _ in range(num_rows)], dtype=torch.int32),
+        first_row,
+        torch.tensor([[rng.randrange(2) for _ in range(width)] for _ in num_draft], dtype=torch.int32).view(13, width),
+        torch.tensor(num_draft, dtype=torch.int32),
+    )
+    got, expected = kernel.verify_draft_tokens(*arguments), reference.verify_draft_tokens(*arguments)
+    for name in ("output_token_ids", "num_accepted_tokens", "last_row", "status"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        assert getattr(got, name).dtype == getattr(expected, name).dtype
