@@ -59,14 +59,18 @@ class ScriptedRunner:
         self.unavailable = False
         self.fail_at_steps: set[int] = set()
         self.store = self._empty_store()
+        self._is_known = True
 
     def describe(self) -> RunnerDescription:
         if self.unavailable:
             raise ModelUnavailableError("not there")
+        self._is_known = True
         return self.description
 
     def restart(self, num_blocks: int | None = None) -> None:
-        """Lose all KV and come back under a new epoch."""
+        """Lose all KV and come back under a new epoch. Steps are answered with garbage until somebody asks who is
+        there."""
+        self._is_known = False
         values = {f.name: getattr(self.description, f.name) for f in fields(self.description)}
         values["runner_epoch"] += 1
         values["num_blocks"] = num_blocks or values["num_blocks"]
@@ -88,6 +92,8 @@ class ScriptedTarget(ScriptedRunner):
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         self._begin_step()
+        if not self._is_known:
+            return self._garbage(plan)
         rows, store = RowGrid(plan.rows), self.store
         last = store.read_prefixes(plan.rows.block_table, rows.starts)
         hashes = rows.chain(last)
@@ -118,6 +124,17 @@ class ScriptedTarget(ScriptedRunner):
             num_accepted_tokens=num_accepted,
             aux=AuxHandle(tensor=np.where(plan.wants_aux[:, None], hashes, NO_AUX)[rows.real]),
             **_logprobs(samples, first_row, num_drafts),
+        )
+
+    def _garbage(self, plan: TargetPlan) -> TargetReply:
+        counts = plan.num_sampled_rows[plan.num_sampled_rows > 0]
+        return TargetReply(
+            step_id=plan.step_id,
+            runner_epoch=self.description.runner_epoch,
+            seq_status=np.zeros(len(plan.num_sampled_rows), np.int32),
+            output_token_ids=np.zeros((len(counts), int(counts.max(initial=1))), np.int64),
+            num_accepted_tokens=np.zeros(len(counts), np.int32),
+            aux=AuxHandle(),
         )
 
     def _sample(
@@ -171,6 +188,8 @@ class ScriptedDraft(ScriptedRunner):
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         self._begin_step()
+        if not self._is_known:
+            return self._garbage(plan)
         rows, store = RowGrid(plan.rows), self.store
         aux = np.zeros(rows.real.shape, np.uint64)
         aux[rows.real] = plan.aux.tensor[plan.aux_rows]
@@ -191,6 +210,15 @@ class ScriptedDraft(ScriptedRunner):
             runner_epoch=self.description.runner_epoch,
             seq_status=status,
             draft_token_ids=proposals,
+        )
+
+    def _garbage(self, plan: DraftPlan) -> DraftReply:
+        counts = plan.num_proposals[plan.num_proposals > 0]
+        return DraftReply(
+            step_id=plan.step_id,
+            runner_epoch=self.description.runner_epoch,
+            seq_status=np.zeros(len(plan.num_proposals), np.int32),
+            draft_token_ids=np.zeros((len(counts), int(counts.max(initial=0))), np.int64),
         )
 
     def _propose_all(self, plan: DraftPlan, last: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:

@@ -107,6 +107,10 @@ class KvManager:
         blocks.num_published_target = max(blocks.num_published_target, num_target)
         blocks.num_published_draft = max(blocks.num_published_draft, num_draft)
 
+    def withdraw(self, blocks: SequenceBlocks) -> None:
+        """Let nobody find this sequence's blocks any more: what it computed cannot be trusted."""
+        self.prefix_cache.withdraw(blocks.target_ids, blocks.draft_ids)
+
     def drop_draft(self, blocks: SequenceBlocks) -> None:
         """Give the draft blocks back and never use the draft for this sequence again."""
         if blocks.draft_ids:

@@ -70,6 +70,18 @@ class PrefixCache:
             self._successors.setdefault(target_key, set()).add(successor)
             self._draft_pool.set_cached(block_id)
 
+    def withdraw(self, target_ids: Sequence[int], draft_ids: Sequence[int]) -> None:
+        """Forget held blocks whose content turned out to be bad; their holders keep them."""
+        for block_id in draft_ids:
+            if block_id in self._draft_keys:
+                assert self._draft_pool is not None
+                self._draft_pool.clear_cached(block_id)
+                self._on_draft_evicted(block_id)
+        for block_id in target_ids:
+            if block_id in self._target_keys:
+                self._target_pool.clear_cached(block_id)
+                self._on_target_evicted(block_id)
+
     def clear_draft(self, draft_pool: BlockPool | None) -> None:
         """Forget every draft block and use another pool from now on."""
         self._draft_blocks.clear()

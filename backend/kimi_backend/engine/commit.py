@@ -57,14 +57,14 @@ def commit_step(batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: 
         num_rows, num_proposals = batch.num_rows[index], 0
         is_sampling = num_sampled[index] > 0
         token_ids = next(emitted) if is_sampling else []
-        if status[index] != 0:
-            sequence.finish = Finish(FinishReason.ERROR, error=_status_text(status[index]))
-            commit.outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
-        elif is_sampling:
-            num_rows, output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, time_s)
+        if is_sampling:
+            num_rows, output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, status[index], time_s)
             output.logprobs = _logprob_rows(sequence, reply, sample_index)
             commit.outputs.append(output)
             num_proposals = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens)
+        elif status[index] != 0:
+            sequence.finish = Finish(FinishReason.ERROR, error=_status_text(status[index]))
+            commit.outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
         else:
             sequence.target_len += num_rows
         if sequence.finish is None and sequence.uses_draft:
@@ -81,14 +81,22 @@ def commit_step(batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: 
 
 
 def _append(
-    sequence: Sequence, num_rows: int, num_draft_tokens: int, token_ids: list[int], time_s: float
+    sequence: Sequence, num_rows: int, num_draft_tokens: int, token_ids: list[int], status: int, time_s: float
 ) -> tuple[int, StepOutput]:
-    """Returns how many of the rows hold accepted tokens, and the output."""
+    """Returns how many of the rows hold accepted tokens, and the output.
+
+    Where the last row failed, the tokens accepted before it still count, as they would without speculation; if one of
+    them ends the sequence, nobody needed the row.
+    """
     num_accepted = len(token_ids) - 1
     num_valid_rows = num_rows - num_draft_tokens + num_accepted
+    if status != 0:
+        token_ids = token_ids[:-1]
     num_kept = sequence.append(token_ids)
     if num_kept < len(token_ids):
         token_ids = token_ids[:num_kept]
+    if status != 0 and sequence.finish is None:
+        sequence.finish = Finish(FinishReason.ERROR, error=_status_text(status))
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
     sequence.num_draft_tokens = 0
     if num_draft_tokens:

@@ -99,8 +99,8 @@ class EngineCore:
             return True
         commit = commit_step(batch, plan, reply, self._clock())
         self._settle(commit.outputs)
-        self._emit(commit.outputs)
         draft_plan = self._plan_draft(commit.draft_work, reply.aux)
+        self._emit(commit.outputs)  # last before the call, so that the emitter works while the draft does
         self.times.lap("commit")
         self._propose(draft_plan, commit.draft_work)
         self.times.lap("draft")
@@ -131,13 +131,18 @@ class EngineCore:
 
     def _settle(self, outputs: list[StepOutput]) -> None:
         """Free what ended; let the others' last token be the next step's first row."""
-        table = self.scheduler.table
-        going = [output.sequence for output in outputs if output.finish is None]
         for output in outputs:
-            if output.finish is not None:
-                self._publish([output.sequence])
-                self.scheduler.finish(output.sequence)
-        table.set_last_tokens(going)
+            sequence, finish = output.sequence, output.finish
+            if finish is None:
+                continue
+            if finish.reason is FinishReason.ERROR:
+                # Its KV may hold what made the logits bad, and an earlier chunk of it may be published already.
+                assert sequence.blocks is not None
+                self.kv.withdraw(sequence.blocks)
+            else:
+                self._publish([sequence])
+            self.scheduler.finish(sequence)
+        self.scheduler.table.set_last_tokens([output.sequence for output in outputs if output.finish is None])
 
     def _plan_draft(self, work: list[DraftWork], aux: AuxHandle) -> DraftPlan | None:
         return self._plans.draft_plan(self._step_id, work, aux) if work else None
@@ -150,9 +155,9 @@ class EngineCore:
         try:
             reply = self._draft.propose(plan)
             if reply.runner_epoch != self._draft_link.epoch:
-                raise ModelUnavailableError(
-                    f"it answers with epoch {reply.runner_epoch}, {self._draft_link.epoch} was expected"
-                )
+                self._lose_draft(f"it answers with epoch {reply.runner_epoch}, {self._draft_link.epoch} was expected")
+                self._draft_link.retry_now()
+                return
             store_proposals(self.scheduler.table, sequences, plan, reply, self.geometry.vocab_size)
         except Exception as error:
             self._lose_draft(f"{type(error).__name__}: {error}")

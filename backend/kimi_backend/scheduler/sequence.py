@@ -142,6 +142,8 @@ class Sequence:
                 self.finish = Finish(FinishReason.STOP, matched_stop=token_id)
                 kept = index + 1
                 break
+        if not kept:
+            return 0
         start, end = self.num_tokens, self.num_tokens + kept
         assert end <= self.max_num_tokens, f"request {self.request.request_id}: {end} tokens, more than planned for"
         if end > len(self._tokens):

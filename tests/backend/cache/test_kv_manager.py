@@ -143,6 +143,20 @@ def test_dropping_the_draft_gives_its_blocks_back() -> None:
     assert not blocks.draft_ids
 
 
+def test_withdrawn_blocks_are_found_no_more() -> None:
+    kv = manager()
+    bad = start(kv, tokens(9))
+    kv.publish(bad, tokens(9), 8, 8)
+    sharer = start(kv, tokens(9))
+    assert sharer.num_cached_tokens == 8
+    kv.withdraw(bad)
+    kv.check_invariants()
+    assert start(kv, tokens(9)).num_cached_tokens == 0
+    for blocks in (bad, sharer):
+        kv.release(blocks)
+    kv.check_invariants()
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_prefix_cache_can_be_off(enabled: bool) -> None:
     kv = KvManager(block_size=SIZE, num_target_blocks=8, num_draft_blocks=8, enable_prefix_cache=enabled)
