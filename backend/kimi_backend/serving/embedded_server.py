@@ -27,7 +27,7 @@ SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
 _MIN_SHM_BYTES = 64 * 2**20
 _POLL_S = 0.1
-_EXIT_S = 3.0
+_EXIT_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)

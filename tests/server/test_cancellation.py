@@ -1,0 +1,69 @@
+"""A request that nobody waits for ends within a step and gives its blocks back."""
+
+import http.client
+import json
+import time
+
+import numpy as np
+import pytest
+
+from kimi_client import KimiClient
+from support.raw_streams import RawStream, raw_input, text_input
+from support.server_process import MAX_MODEL_LEN
+
+LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture
+def client(url):
+    return KimiClient(url)
+
+
+def assert_everything_is_free(client):
+    """As many longest sequences as the pool holds run at once, without one of them being preempted."""
+    streams = [client.stream(text_input=f"{i}", max_tokens=4, seed=i) for i in range(16)]
+    statistics = [s.result().statistics for s in streams]
+    assert [s["num_preemptions"] for s in statistics] == [0] * 16
+    assert max(s["queue_time_s"] for s in statistics) < 5
+
+
+def test_leaving_a_stream_ends_its_request(client):
+    streams = [client.stream(text_input=f"tell {i}", **LONG) for i in range(24)]
+    for stream in streams:
+        next(iter(stream))
+    for stream in streams:
+        stream.cancel()
+    assert_everything_is_free(client)
+
+
+def test_stop_stream_with_cancel_ends_all_of_a_streams_requests(client, url):
+    stream = RawStream(url)
+    for i in range(8):
+        inputs = [
+            text_input("tell"),
+            raw_input("stream", np.array([[True]]), "BOOL"),
+            raw_input("max_tokens", np.array([[LONG["max_tokens"]]], np.int32), "INT32"),
+            raw_input("ignore_eos", np.array([[True]]), "BOOL"),
+        ]
+        stream.send(f"c{i}", inputs)
+    stream.next()
+    stream.close(cancel=True)
+    assert_everything_is_free(client)
+
+
+def test_dropping_an_http_stream_ends_its_request(client, server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=60)
+    body = json.dumps({"text_input": "tell", "stream": True, **LONG})
+    connection.request("POST", "/v2/models/spec_ensemble/generate_stream", body)
+    connection.getresponse().read(64)
+    connection.close()
+    assert_everything_is_free(client)
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(client):
+    start = time.monotonic()
+    completion = client.stream(text_input="tell", timeout_s=0.5, **LONG).result()
+    assert completion.finish_reason == "cancelled"
+    assert "deadline" in completion.stop_reason
+    assert 0.4 < time.monotonic() - start < 5
+    assert_everything_is_free(client)

@@ -1,0 +1,142 @@
+"""Many requests at once: in order, one end each, the same text as without a server."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from kimi_backend.engine.engine import Engine
+from kimi_backend.runners.loading import load_pair
+from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_client import KimiClient
+from support.raw_streams import RawStream, raw_input, text_input
+from support.server_process import serving_settings
+
+NUM_STREAMS = 64
+MAX_TOKENS = 12
+
+
+def is_final(result):
+    return result.get_response().parameters["triton_final_response"].bool_param
+
+
+def joined_text(results):
+    return b"".join(r.as_numpy("text_output").reshape(-1)[0] for r in results if r.as_numpy("text_output") is not None)
+
+
+def test_64_streams_in_order_with_one_end_each(url):
+    stream = RawStream(url)
+    for i in range(NUM_STREAMS):
+        inputs = [
+            text_input(f"prompt {i}"),
+            raw_input("stream", np.array([[True]]), "BOOL"),
+            raw_input("seed", np.array([[i]], np.uint64), "UINT64"),
+            raw_input("max_tokens", np.array([[MAX_TOKENS]], np.int32), "INT32"),
+            raw_input("ignore_eos", np.array([[True]]), "BOOL"),
+        ]
+        stream.send(f"id-{i}", inputs)
+    results, errors = stream.until_final(NUM_STREAMS)
+    assert not errors
+    assert set(results) == {f"id-{i}" for i in range(NUM_STREAMS)}
+    for responses in results.values():
+        assert [is_final(r) for r in responses] == [False] * (len(responses) - 1) + [True]
+        counts = [int(r.as_numpy("num_output_tokens").reshape(-1)[0]) for r in responses]
+        assert sum(counts) == MAX_TOKENS
+        assert responses[-1].as_numpy("finish_reason").reshape(-1)[0] == b"length"
+    assert stream.is_quiet(), "a request answered after its end"
+    stream.close()
+    # In order: what arrived piece by piece is what one response holds.
+    client = KimiClient(url)
+    for i in (0, 17, 63):
+        fields = {"seed": i, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": False}
+        whole = client.generate(text_input=f"prompt {i}", **fields)
+        assert whole.text.encode() == joined_text(results[f"id-{i}"])
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    settings = serving_settings(checkpoint)
+    tokenizer = load_tokenizer(settings.checkpoint)
+    target, draft = load_pair(settings)
+    running = Engine(
+        target,
+        draft,
+        settings=scheduler_settings(settings),
+        eos_token_ids=tokenizer.eos_token_ids,
+        tokenizer=tokenizer,
+    )
+    running.start()
+    running.wait_until_ready(60)
+    yield running, tokenizer
+    running.stop()
+
+
+@pytest.mark.parametrize("k", [0, 3, 7])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_text_equals_that_of_the_engine_in_process(url, engine, k, seed):
+    running, tokenizer = engine
+    prompt = "class Stack:\n    def push(self, item):"
+    done = threading.Event()
+    deltas = []
+
+    def sink(delta):
+        deltas.append(delta)
+        if delta.finish_reason is not None:
+            done.set()
+
+    request = GenerateRequest(
+        request_id="in-process",
+        prompt_token_ids=tuple(tokenizer.encode(prompt)),
+        sampling=SamplingParams(seed=seed, max_tokens=24, temperature=0.8, top_p=0.9, frequency_penalty=0.3),
+        num_speculative_tokens=k,
+    )
+    running.submit(request, sink)
+    assert done.wait(60)
+    completion = KimiClient(url).generate(
+        text_input=prompt,
+        seed=seed,
+        max_tokens=24,
+        temperature=0.8,
+        top_p=0.9,
+        frequency_penalty=0.3,
+        num_speculative_tokens=k,
+        return_token_ids=True,
+    )
+    assert completion.token_ids == tuple(t for d in deltas for t in d.token_ids)
+    assert completion.text == "".join(d.text for d in deltas)
+
+
+def test_the_last_response_carries_usage_and_speculation(url):
+    completion = KimiClient(url).generate(
+        text_input="hello", max_tokens=9, seed=3, num_speculative_tokens=2, logprobs=2
+    )
+    statistics = completion.statistics
+    assert statistics["num_output_tokens"] == completion.num_output_tokens == len(completion.logprobs)
+    assert statistics["seed"] == 3
+    speculation = completion.speculation
+    assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
+    assert statistics["num_output_tokens"] >= 1 + speculation["num_accepted_draft_tokens"]
+    for entry in completion.logprobs:
+        assert len(entry.top) == 2
+        assert entry.logprob <= entry.top[0][1]
+
+
+def test_without_a_seed_the_reported_one_repeats_the_text(url):
+    client = KimiClient(url)
+    first = client.generate(text_input="hello", max_tokens=16)
+    again = client.generate(text_input="hello", max_tokens=16, seed=first.statistics["seed"])
+    assert again.text == first.text
+
+
+def test_chat_messages_and_stop_strings(url):
+    client = KimiClient(url)
+    messages = [{"role": "user", "content": "hi <|im_end|> there"}]
+    whole = client.generate(messages=messages, max_tokens=24, seed=5)
+    assert whole.num_output_tokens > 4
+    stop = whole.text[6:8]
+    cut = client.generate(messages=messages, max_tokens=24, seed=5, stop=[stop])
+    assert cut.finish_reason == "stop"
+    assert cut.stop_reason == stop
+    assert cut.text == whole.text[: whole.text.index(stop)]

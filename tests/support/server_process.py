@@ -1,0 +1,81 @@
+"""A real Triton Server over a random tiny checkpoint, and what can be seen of its processes from outside."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset
+from kimi_backend.cli.make_checkpoint import make_checkpoint
+from kimi_backend.cli.serve import make_server
+from kimi_backend.config.quantization_config import QuantizationMethod
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.serving.embedded_server import EmbeddedServer
+
+MAX_MODEL_LEN = 512
+KV_TOKENS = 64 * 128
+READY_WITHIN_S = 180
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """A random tiny target in `folder`, its draft in `folder`/draft."""
+    make_checkpoint(
+        folder,
+        preset=Preset.TINY,
+        num_layers=3,
+        quantization=QuantizationMethod.INT4,
+        draft=DraftKind.MLA,
+        architecture=Architecture.KIMI_K25,
+    )
+    return folder
+
+
+def serving_settings(checkpoint: Path, **changes: object) -> ServingSettings:
+    """Small pools, the reference kernels, both models."""
+    values: dict[str, object] = {
+        "checkpoint": str(checkpoint),
+        "draft": str(checkpoint / "draft"),
+        "device": "cpu",
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_tokens": KV_TOKENS,
+    }
+    return ServingSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@contextmanager
+def running_server(settings: ServingSettings, folder: Path) -> Iterator[EmbeddedServer]:
+    """A server that is ready; its log is `folder`/server.log."""
+    server = make_server(settings, log_file=folder / "server.log", drain_folder=folder)
+    server.start()
+    try:
+        server.wait_until_ready(READY_WITHIN_S)
+        yield server
+    finally:
+        server.stop()
+
+
+def stub_pids(server: EmbeddedServer) -> dict[str, int]:
+    """Model name -> process id of its Python backend stub."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"triton_python_backend_stub" in command[0] and any(server.shm_prefix.encode() in c for c in command):
+            path = next(c.decode() for c in command if c.endswith(b"model.py"))
+            found[Path(path).parent.parent.name] = int(entry.name)
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def regions(server: EmbeddedServer) -> dict[str, int]:
+    """Shared-memory regions of this server: name -> size."""
+    return {path.name: path.stat().st_size for path in Path("/dev/shm").glob(f"{server.shm_prefix}*")}
