@@ -117,6 +117,18 @@ def test_bf16_queries_are_multiplied_in_float32() -> None:
     assert torch.equal(out, expected.bfloat16())
 
 
+def test_block_ids_beyond_16_bits() -> None:
+    last = 70_000 - 1
+    cache = torch.full((last + 1, 4, 6), torch.nan)
+    cache[last], cache[last - 65_536] = torch.randn(4, 6), 0
+    table = torch.tensor([[last]], dtype=torch.int32)
+    batch = dataclasses.replace(paged_case([1], [4], 4).batch, block_table=table)
+    near = dataclasses.replace(batch, block_table=torch.zeros_like(table))
+    q = torch.randn(1, 2, 6)
+    expected, _ = mla_decode(q, cache[last:], near, 4, SCALE)
+    assert torch.equal(mla_decode(q, cache, batch, 4, SCALE)[0], expected)
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = paged_case([1], [40])
     contents = [random_contents([40], 6)[0] * 1e4]
