@@ -194,7 +194,9 @@ def print_comparison(report: dict[str, object], earlier: dict[str, object]) -> N
         before = old.get((row["op"], row["name"]))
         if before and before["time_us"] and row["time_us"]:
             change = row["time_us"] / before["time_us"] - 1
-            print(f"{row['op']:16} {row['name']:34} {before['time_us']:9.1f} -> {row['time_us']:9.1f} us {change:+7.1%}")
+            print(
+                f"{row['op']:16} {row['name']:34} {before['time_us']:9.1f} -> {row['time_us']:9.1f} us {change:+7.1%}"
+            )
 
 
 def plot(results: list[Result], path: Path, title: str) -> None:

@@ -54,7 +54,9 @@ def cases(kernels: KernelSet) -> list[Case]:
     for heads in (8, 16):
         for seqs, context in ((64, 8192), (128, 4096), (128, 32768)):
             for num_rows in (1, 2, 4) if context == 8192 else (1, 4):
-                peer = {(64, 1): "FlashMLA 211", (64, 4): "FlashMLA 215"}.get((seqs, num_rows), "") if heads == 8 else ""
+                peer = (
+                    {(64, 1): "FlashMLA 211", (64, 4): "FlashMLA 215"}.get((seqs, num_rows), "") if heads == 8 else ""
+                )
                 rows.append((Shape(seqs=seqs, context=context, rows=num_rows, heads=heads), None, 1.18, peer))
     rows += [
         (Shape(seqs=64, context=8192, rows=8, heads=8), None, 1.35, "FlashInfer 223"),

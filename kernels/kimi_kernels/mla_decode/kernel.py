@@ -17,6 +17,8 @@ from kimi_kernels.mla_decode.kernel_plan import ENTRY, RECORD, plan_balanced_ker
 
 SEGMENT_COST = 3
 """A segment costs about as much as this many key tiles besides its own: start, query rows, result."""
+MERGE_ELEMENTS = 4096
+"""Numbers a merging program reads at a time."""
 INTERPRETER_PROCESSORS = 5
 """Thread blocks on a CPU: few, so that tests cut sequences in the middle."""
 
@@ -42,7 +44,7 @@ def _math_dtype(q_dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
 
 
 def plan_mla_decode(batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0) -> DecodePlan | None:
-    """`signatures.PlanMlaDecode`: one small kernel; grid and sizes follow from host values, so a CUDA graph may hold it.
+    """`signatures.PlanMlaDecode`: one small kernel, its grid from host values, so that a CUDA graph may hold it.
 
     With `split_tokens` the scratch of `mla_decode` grows with `batch.max_seq_len`; balanced plans need a fixed amount.
 
@@ -65,12 +67,12 @@ def plan_mla_decode(batch: AttentionBatch, num_heads: int, block_size: int, spli
     records = torch.empty(geometry.num_records, RECORD.value, dtype=torch.int32, device=device)
     entries = torch.empty(1 + geometry.max_items, ENTRY.value, dtype=torch.int32, device=device)
     arguments = (batch.cu_seqlens_q, batch.seq_lens, records, entries, num_seqs, num_heads, geometry.num_teams)
-    shape = dict(
-        SEQS=triton.next_power_of_2(num_seqs),
-        ROWS=geometry.tile_rows,
-        KEYS=geometry.tile_keys,
-        TEAM=geometry.team_size,
-    )
+    shape = {
+        "SEQS": triton.next_power_of_2(num_seqs),
+        "ROWS": geometry.tile_rows,
+        "KEYS": geometry.tile_keys,
+        "TEAM": geometry.team_size,
+    }
     if split_tokens:
         plan_fixed_kernel[(geometry.num_teams,)](*arguments, **shape, SPLIT=split_tokens // TILE_KEYS, num_warps=1)
     else:
@@ -93,7 +95,7 @@ def mla_decode(
         ValueError: a shape, dtype or layout that the kernels do not take, or a plan made for another problem.
     """
     _check(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale)
-    num_tokens, num_heads, latent_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     out = torch.empty(num_tokens, num_heads, kv_lora_rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device) if return_lse else None
     plan = batch.decode_plan or plan_mla_decode(batch, num_heads, latent_cache.shape[1])
@@ -116,12 +118,7 @@ def mla_decode(
         q, latent_cache, batch.block_table, records, out, lse, part_out, part_lse, geometry, kv_lora_rank,
         softmax_scale * kv_scale * math.log2(math.e), kv_scale,
     )  # fmt: skip
-    columns = min(kv_lora_rank, 128 if geometry.max_items <= 4 else 512)
-    merge_kernel[(geometry.max_items, geometry.team_size * geometry.tile_rows, kv_lora_rank // columns)](
-        part_out, part_lse, entries, batch.cu_seqlens_q, out, lse, batch.seq_lens.shape[0], num_tokens, num_heads,
-        geometry.team_size, L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows,
-        SLOTS=16 if columns == 128 else 4, BALANCED=geometry.split_tokens == 0, LSE=return_lse, num_warps=4,
-    )  # fmt: skip
+    _launch_merge(part_out, part_lse, entries, batch, out, lse, geometry)
     return out, lse
 
 
@@ -153,6 +150,30 @@ def _launch_attend(
         L=kv_lora_rank, P=latent_dim - kv_lora_rank, PAGE=block_size, R=geometry.tile_rows, K=TILE_KEYS,
         SWAP=swapped, LSE=lse is not None,
         MATH=_math_dtype(q.dtype, latent_cache.dtype), STAGES=2, num_warps=4 if swapped else 8, num_stages=2,
+    )  # fmt: skip
+
+
+def _launch_merge(
+    part_out: Tensor,
+    part_lse: Tensor,
+    entries: Tensor,
+    batch: AttentionBatch,
+    out: Tensor,
+    lse: Tensor | None,
+    geometry: DecodeGeometry,
+) -> None:
+    num_tokens, num_heads, kv_lora_rank = out.shape
+    # Few sequences are cut into many pieces: read them all at once, and share a row's columns among programs.
+    # Fixed splits are always merged in the same order.
+    pieces = 8 if geometry.split_tokens or geometry.max_items > 16 else 32 if geometry.max_items > 4 else 128
+    pieces = min(pieces, triton.next_power_of_2(max(8, geometry.num_teams)))
+    columns = min(kv_lora_rank, MERGE_ELEMENTS // pieces)
+    early = out.is_cuda and torch.cuda.get_device_capability(out.device) >= (9, 0)
+    merge_kernel[(geometry.max_items, geometry.team_size * geometry.tile_rows, kv_lora_rank // columns)](
+        part_out, part_lse, entries, batch.cu_seqlens_q, out, lse, batch.seq_lens.shape[0], num_tokens, num_heads,
+        geometry.team_size, L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows, SLOTS=pieces,
+        BALANCED=geometry.split_tokens == 0, LSE=lse is not None, PDL=early, num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ both as keys and as values.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RECORD = tl.constexpr(16)
 ENTRY = tl.constexpr(8)
@@ -179,8 +180,12 @@ def merge_kernel(
     SLOTS: tl.constexpr,  # read at a time
     BALANCED: tl.constexpr,
     LSE: tl.constexpr,
+    PDL: tl.constexpr,  # started before the kernel that it reads from has finished
 ):
     """One program a (item, row, COLUMNS of the result): sum of the pieces, weighted by their share of the softmax."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     item = tl.program_id(0)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     # Padding rows, which no sequence owns, become 0, so that nothing downstream meets stale memory.

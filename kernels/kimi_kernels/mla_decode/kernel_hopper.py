@@ -1,7 +1,9 @@
 """Attention of packed query rows over paged latents on Hopper (sm_90), in Gluon: the fast path of `attend_kernel`.
 
-Triton-language cannot say two things that this needs: which warps hold which part of a product (two warpgroups would
-compute the same scores twice), and when a tile of latents may be overwritten. Notation as in kernel_attend.py.
+Triton-language cannot say three things that this needs: which warps hold which part of a product (two warpgroups would
+compute the same scores twice), when a product is waited for, and when a tile of latents may be overwritten. Latents lie
+in shared memory as two halves of their columns, so that half a tile is being loaded again while the other half is still
+multiplied. Notation as in kernel_attend.py; H = L / 2.
 """
 
 import functools
@@ -18,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry
 
@@ -25,58 +28,93 @@ RECORD = gl.constexpr(16)
 NO_SCORE = gl.constexpr(-1e30)
 LN2 = gl.constexpr(0.6931471805599453)
 NUM_WARPS = {16: 4, 32: 4, 64: 8}
-"""Warps by rows of a tile."""
+"""Warps by rows of a tile, for 16-bit latents."""
+NUM_WARPS_FLOAT8 = 8
+"""Twice as many where they also widen the latents."""
 
 
 @gluon.jit
-def _issue_tile(latents, rope_keys, block, tile, buffer, rope_buffer, ready, PAGE: gl.constexpr, K: gl.constexpr,
-                L: gl.constexpr, P: gl.constexpr, pred):  # fmt: skip
-    """Start copying a tile of latents to shared memory; `ready` completes when all of it has arrived."""
-    row = block * PAGE + tile * K % PAGE
-    mbarrier.expect(ready, K * (L + P) * latents.dtype.primitive_bitwidth // 8, pred=pred)
-    tma.async_copy_global_to_shared(rope_keys, [row, L], ready, rope_buffer, pred=pred)
-    tma.async_copy_global_to_shared(latents, [row, 0], ready, buffer, pred=pred)
+def _load_first(latents, rope_keys, row, half, rope, ready, L: gl.constexpr, there):
+    """Start copying the first half of a tile's columns and its rope part."""
+    mbarrier.expect(ready, latents.block_type.nbytes + rope_keys.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(latents, [row, 0], ready, half, pred=there)
+    tma.async_copy_global_to_shared(rope_keys, [row, L], ready, rope, pred=there)
 
 
 @gluon.jit
-def _clear_unused(buffer, num_used, K: gl.constexpr, L: gl.constexpr, WARPS: gl.constexpr):
+def _load_second(latents, row, half, ready, H: gl.constexpr, there):
+    """Start copying the second half."""
+    mbarrier.expect(ready, latents.block_type.nbytes, pred=there)
+    tma.async_copy_global_to_shared(latents, [row, H], ready, half, pred=there)
+
+
+@gluon.jit
+def _clear_unused(half, num_used, WARPS: gl.constexpr):
     """Zero the rows of a tile past the end of its sequence: 0 * NaN would spoil the values."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    used = gl.arange(0, K, gl.SliceLayout(1, layout)) < num_used
-    for chunk in gl.static_range(L // 64):
-        part = buffer.slice(chunk * 64, 64, dim=1)
+    used = gl.arange(0, half.shape[0], gl.SliceLayout(1, layout)) < num_used
+    for chunk in gl.static_range(half.shape[1] // 64):
+        part = half.slice(chunk * 64, 64, dim=1)
         values = part.load(layout)
         part.store(gl.where(used[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
-def _widen_tile(raw, wide, num_used, WIDTH: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr):
-    """Copy float8 rows to 16-bit ones (exact in float16), with 0 past the end of the sequence."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // STEP, STEP // 16], [WARPS, 1], [1, 0])
-    used = gl.arange(0, raw.shape[0], gl.SliceLayout(1, layout)) < num_used
-    for chunk in gl.static_range(WIDTH // STEP):
-        values = raw.slice(chunk * STEP, STEP, dim=1).load(layout).to(wide.dtype)
-        wide.slice(chunk * STEP, STEP, dim=1).store(gl.where(used[:, None], values, gl.zeros_like(values)))
+def _widen(raw, wide, WARPS: gl.constexpr):
+    """Copy float8 rows to 16-bit ones: exact in float16."""
+    step: gl.constexpr = 128 if raw.shape[1] >= 128 else raw.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // step, step // 16], [WARPS, 1], [1, 0])
+    for chunk in gl.static_range(raw.shape[1] // step):
+        values = raw.slice(chunk * step, step, dim=1).load(layout)
+        wide.slice(chunk * step, step, dim=1).store(values.to(wide.dtype))
 
 
 @gluon.jit
-def _copy_queries(q, row, num_used, wide, FIRST: gl.constexpr, ROW: gl.constexpr, WIDTH: gl.constexpr,
-                  R: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+def _copy_queries(q, row, num_used, wide, FIRST: gl.constexpr, ROW: gl.constexpr, WARPS: gl.constexpr):
     """Queries to shared memory, converted to the type of the products."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    index = gl.arange(0, R, gl.SliceLayout(1, layout))
-    place = (row + index).to(gl.int64)[:, None] * ROW + FIRST + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    for chunk in gl.static_range(WIDTH // 64):
-        values = gl.load(q + place + chunk * 64, mask=(index < num_used)[:, None], other=0.0)
+    index = gl.arange(0, wide.shape[0], gl.SliceLayout(1, layout))
+    first = q + row.to(gl.int64) * ROW + FIRST
+    place = index[:, None] * ROW + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    for chunk in gl.static_range(wide.shape[1] // 64):
+        values = gl.load(first + chunk * 64 + place, mask=(index < num_used)[:, None], other=0.0)
         wide.slice(chunk * 64, 64, dim=1).store(values.to(wide.dtype))
+
+
+@gluon.jit
+def _multiply(queries, keys, scores, FRESH: gl.constexpr, SWAP: gl.constexpr):
+    """scores += queries . keys over some columns, not waited for: [R, K], or [K, R] if SWAP."""
+    if SWAP:
+        return warpgroup_mma(keys, queries.permute((1, 0)), scores, use_acc=not FRESH, is_async=True)
+    else:
+        return warpgroup_mma(queries, keys.permute((1, 0)), scores, use_acc=not FRESH, is_async=True)
+
+
+@gluon.jit
+def _accumulate(weights, values, acc, SWAP: gl.constexpr):
+    """acc += weights . values over some columns, not waited for: [R, H], or [H, R] if SWAP."""
+    if SWAP:
+        return warpgroup_mma(values.permute((1, 0)), weights, acc, is_async=True)
+    else:
+        return warpgroup_mma(weights, values, acc, is_async=True)
+
+
+@gluon.jit
+def _store_half(acc, factor, out, base, tile_row, exists, FIRST: gl.constexpr, L: gl.constexpr,
+                key_axis: gl.constexpr, row_axis: gl.constexpr, out_column: gl.constexpr):  # fmt: skip
+    H: gl.constexpr = L // 2
+    column = FIRST + gl.expand_dims(gl.arange(0, H, out_column), row_axis)
+    place = gl.expand_dims(base + tile_row, key_axis) * L + column
+    values = acc * gl.expand_dims(factor, key_axis)
+    gl.store(out + place, values.to(out.dtype.element_ty), mask=gl.expand_dims(exists, key_axis))
 
 
 @gluon.jit
 def attend_hopper_kernel(
     q,  # [tokens * heads, L + P], read if latents are float8
-    queries,  # [tokens * heads, L + P]: descriptor of [R, L] boxes
+    queries,  # the same: descriptor of [R, H] boxes
     rope_queries,  # the same: descriptor of [R, P] boxes
-    latents,  # [cache rows, L + P]: descriptor of [K, L] boxes
+    latents,  # [cache rows, L + P]: descriptor of [K, H] boxes
     rope_keys,  # the same: descriptor of [K, P] boxes
     block_table,  # [seqs, max blocks] int32
     records,
@@ -100,22 +138,23 @@ def attend_hopper_kernel(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    groups: gl.constexpr = WARPS // 4
     NARROW: gl.constexpr = latents.dtype.primitive_bitwidth == 8
     dtype: gl.constexpr = gl.float16 if NARROW else latents.dtype
+    H: gl.constexpr = L // 2
+    groups: gl.constexpr = WARPS // 4
     if SWAP:
         score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, R // groups, 16])
         out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, R, 16])
         key_axis: gl.constexpr = 0
         row_axis: gl.constexpr = 1
-        acc_shape: gl.constexpr = [L, R]
+        acc_shape: gl.constexpr = [H, R]
         score_shape: gl.constexpr = [K, R]
     else:
         score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, K // groups, 16])
-        out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, 256, 16])
+        out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, H // groups, 16])
         key_axis: gl.constexpr = 1
         row_axis: gl.constexpr = 0
-        acc_shape: gl.constexpr = [R, L]
+        acc_shape: gl.constexpr = [R, H]
         score_shape: gl.constexpr = [R, K]
     score_row: gl.constexpr = gl.SliceLayout(key_axis, score_layout)
     score_key: gl.constexpr = gl.SliceLayout(row_axis, score_layout)
@@ -124,20 +163,27 @@ def attend_hopper_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     weight_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for(score_shape, dtype)
 
-    q_shared = gl.allocate_shared_memory(dtype, [R, L], wide)
-    q_rope_shared = gl.allocate_shared_memory(dtype, [R, P], wide)
-    k_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, L], latents.layout)
-    k_rope_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, P], rope_keys.layout)
+    q1_shared = gl.allocate_shared_memory(dtype, [R, H], wide)
+    q2_shared = gl.allocate_shared_memory(dtype, [R, H], wide)
+    qr_shared = gl.allocate_shared_memory(dtype, [R, P], wide)
+    k1_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, H], latents.layout)
+    k2_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, H], latents.layout)
+    kr_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, P], rope_keys.layout)
     if NARROW:
-        k_wide = gl.allocate_shared_memory(dtype, [K, L], wide)
-        k_rope_wide = gl.allocate_shared_memory(dtype, [K, P], wide)
+        k1_wide = gl.allocate_shared_memory(dtype, [K, H], wide)
+        k2_wide = gl.allocate_shared_memory(dtype, [K, H], wide)
+        kr_wide = gl.allocate_shared_memory(dtype, [K, P], wide)
     weights_shared = gl.allocate_shared_memory(dtype, score_shape, weight_shared)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready2 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(STAGES):
-        mbarrier.init(ready.index(buffer), count=1)
+        mbarrier.init(ready1.index(buffer), count=1)
+        mbarrier.init(ready2.index(buffer), count=1)
     mbarrier.init(q_ready, count=1)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()
 
     team = gl.program_id(0) // team_size
     member = gl.program_id(0) % team_size
@@ -168,60 +214,76 @@ def attend_hopper_kernel(
         gl.thread_barrier()  # nobody reads the buffers any more
         for ahead in gl.static_range(STAGES):
             free = (done + ahead) % STAGES
-            block = gl.load(table + (begin + ahead) * K // PAGE, mask=ahead < num_tiles, other=0)
-            _issue_tile(
-                latents, rope_keys, block, begin + ahead, k_shared.index(free), k_rope_shared.index(free),
-                ready.index(free), PAGE, K, L, P, ahead < num_tiles,
-            )  # fmt: skip
+            there = ahead < num_tiles
+            block = gl.load(table + (begin + ahead) * K // PAGE, mask=there, other=0)
+            row = block * PAGE + (begin + ahead) * K % PAGE
+            _load_first(latents, rope_keys, row, k1_shared.index(free), kr_shared.index(free), ready1.index(free), L,
+                        there)  # fmt: skip
+            _load_second(latents, row, k2_shared.index(free), ready2.index(free), H, there)
         q_row = first_row * num_heads + first_tile_row
         if NARROW:
             num_used = num_rows * num_heads - first_tile_row
-            _copy_queries(q, q_row, num_used, q_shared, 0, L + P, L, R, WARPS)
-            _copy_queries(q, q_row, num_used, q_rope_shared, L, L + P, P, R, WARPS)
+            _copy_queries(q, q_row, num_used, q1_shared, 0, L + P, WARPS)
+            _copy_queries(q, q_row, num_used, q2_shared, H, L + P, WARPS)
+            _copy_queries(q, q_row, num_used, qr_shared, L, L + P, WARPS)
             fence_async_shared()
         else:
             mbarrier.expect(q_ready, R * (L + P) * 2)
-            tma.async_copy_global_to_shared(queries, [q_row, 0], q_ready, q_shared)
-            tma.async_copy_global_to_shared(rope_queries, [q_row, L], q_ready, q_rope_shared)
+            tma.async_copy_global_to_shared(queries, [q_row, 0], q_ready, q1_shared)
+            tma.async_copy_global_to_shared(queries, [q_row, H], q_ready, q2_shared)
+            tma.async_copy_global_to_shared(rope_queries, [q_row, L], q_ready, qr_shared)
 
         token = (first_tile_row + gl.arange(0, R, score_row)) // num_heads
         last_key = length - num_rows + gl.minimum(token, num_rows - 1)
         key_in_tile = gl.arange(0, K, score_key)
         row_max = gl.full([R], NO_SCORE, gl.float32, score_row)
         row_sum = gl.zeros([R], gl.float32, score_row)
-        acc = gl.zeros(acc_shape, gl.float32, out_layout)
+        acc1 = gl.zeros(acc_shape, gl.float32, out_layout)
+        acc2 = gl.zeros(acc_shape, gl.float32, out_layout)
         if not NARROW:
             mbarrier.wait(q_ready, segment & 1)
         for index in range(num_tiles):
             stage = (done + index) % STAGES
+            phase = (done + index) // STAGES & 1
             tile = begin + index
             there = index + STAGES < num_tiles
             next_block = gl.load(table + (tile + STAGES) * K // PAGE, mask=there, other=0)
-            k_tile = k_shared.index(stage)
-            k_rope_tile = k_rope_shared.index(stage)
-            mbarrier.wait(ready.index(stage), (done + index) // STAGES & 1)
-            if NARROW:
-                _widen_tile(k_tile, k_wide, length - tile * K, L, 128, WARPS)
-                _widen_tile(k_rope_tile, k_rope_wide, length - tile * K, P, 64, WARPS)
-                fence_async_shared()
-                gl.thread_barrier()  # every warp has read this tile
-                _issue_tile(
-                    latents, rope_keys, next_block, tile + STAGES, k_tile, k_rope_tile, ready.index(stage),
-                    PAGE, K, L, P, there,
-                )  # fmt: skip
-                k_tile = k_wide
-                k_rope_tile = k_rope_wide
-            elif (tile + 1) * K > length:
-                _clear_unused(k_tile, length - tile * K, K, L, WARPS)
-                fence_async_shared()
+            next_row = next_block * PAGE + (tile + STAGES) * K % PAGE
+            k1 = k1_shared.index(stage)
+            k2 = k2_shared.index(stage)
+            kr = kr_shared.index(stage)
+            ready_first = ready1.index(stage)
+            ready_second = ready2.index(stage)
             scores = gl.zeros(score_shape, gl.float32, score_layout)
-            if SWAP:
-                scores = warpgroup_mma(k_tile, q_shared.permute((1, 0)), scores, use_acc=False, is_async=True)
-                scores = warpgroup_mma(k_rope_tile, q_rope_shared.permute((1, 0)), scores, is_async=True)
+            mbarrier.wait(ready_first, phase)
+            if NARROW:
+                _widen(k1, k1_wide, WARPS)
+                _widen(kr, kr_wide, WARPS)
+                fence_async_shared()
+                gl.thread_barrier()
+                _load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
+                scores = _multiply(q1_shared, k1_wide, scores, True, SWAP)
+                scores = _multiply(qr_shared, kr_wide, scores, False, SWAP)
+                mbarrier.wait(ready_second, phase)
+                _widen(k2, k2_wide, WARPS)
+                fence_async_shared()
+                gl.thread_barrier()
+                _load_second(latents, next_row, k2, ready_second, H, there)
+                scores = _multiply(q2_shared, k2_wide, scores, False, SWAP)
             else:
-                scores = warpgroup_mma(q_shared, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
-                scores = warpgroup_mma(q_rope_shared, k_rope_tile.permute((1, 0)), scores, is_async=True)
+                scores = _multiply(q1_shared, k1, scores, True, SWAP)
+                scores = _multiply(qr_shared, kr, scores, False, SWAP)
+                mbarrier.wait(ready_second, phase)
+                scores = _multiply(q2_shared, k2, scores, False, SWAP)
             scores = warpgroup_mma_wait(0, deps=[scores])
+            if (tile + 1) * K > length:
+                if NARROW:
+                    _clear_unused(k1_wide, length - tile * K, WARPS)
+                    _clear_unused(k2_wide, length - tile * K, WARPS)
+                else:
+                    _clear_unused(k1, length - tile * K, WARPS)
+                    _clear_unused(k2, length - tile * K, WARPS)
+                fence_async_shared()
             visible = gl.expand_dims(tile * K + key_in_tile, row_axis) <= gl.expand_dims(last_key, key_axis)
             scores = gl.where(visible, scores, NO_SCORE)
             new_max = gl.maximum(row_max, gl.max(scores, key_axis) * scale)
@@ -232,18 +294,23 @@ def attend_hopper_kernel(
             row_max = new_max
             weights_shared.store(weights.to(dtype))
             fence_async_shared()
-            acc = acc * gl.expand_dims(gl.convert_layout(shrink, out_row), key_axis)
-            if SWAP:
-                acc = warpgroup_mma(k_tile.permute((1, 0)), weights_shared, acc, is_async=True)
+            out_shrink = gl.expand_dims(gl.convert_layout(shrink, out_row), key_axis)
+            acc1 = acc1 * out_shrink
+            acc2 = acc2 * out_shrink
+            if NARROW:
+                acc1 = _accumulate(weights_shared, k1_wide, acc1, SWAP)
+                acc2 = _accumulate(weights_shared, k2_wide, acc2, SWAP)
+                acc1, acc2 = warpgroup_mma_wait(0, deps=[acc1, acc2])
+                gl.thread_barrier()
             else:
-                acc = warpgroup_mma(weights_shared, k_tile, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            gl.thread_barrier()  # every warp has read this tile
-            if not NARROW:
-                _issue_tile(
-                    latents, rope_keys, next_block, tile + STAGES, k_tile, k_rope_tile, ready.index(stage),
-                    PAGE, K, L, P, there,
-                )  # fmt: skip
+                acc1 = _accumulate(weights_shared, k1, acc1, SWAP)
+                acc2 = _accumulate(weights_shared, k2, acc2, SWAP)
+                acc1 = warpgroup_mma_wait(1, deps=[acc1])
+                gl.thread_barrier()  # every warp has read the first half
+                _load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
+                acc2 = warpgroup_mma_wait(0, deps=[acc2])
+                gl.thread_barrier()
+                _load_second(latents, next_row, k2, ready_second, H, there)
         done += num_tiles
 
         tile_row = first_tile_row + gl.arange(0, R, score_row)
@@ -252,20 +319,18 @@ def attend_hopper_kernel(
         safe_sum = gl.where(seen, row_sum, 1.0)
         log_sum = gl.where(seen, row_max + gl.log2(safe_sum), float("-inf"))
         factor = gl.convert_layout(gl.where(seen, kv_scale / safe_sum, 0.0), out_row)
-        acc = acc * gl.expand_dims(factor, key_axis)
         out_tile_row = first_tile_row + gl.arange(0, R, out_row)
-        out_exists = gl.expand_dims(out_tile_row < num_rows * num_heads, key_axis)
-        column = gl.expand_dims(gl.arange(0, L, out_column), row_axis)
+        out_exists = out_tile_row < num_rows * num_heads
         if slot < 0:
             base = first_row.to(gl.int64) * num_heads
-            place = gl.expand_dims(base + out_tile_row, key_axis) * L + column
-            gl.store(out + place, acc.to(out.dtype.element_ty), mask=out_exists)
+            _store_half(acc1, factor, out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
+            _store_half(acc2, factor, out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
             if LSE:
                 gl.store(lse + base + tile_row, log_sum * LN2, mask=exists)
         else:
             base = (slot.to(gl.int64) * team_size + member) * R - first_tile_row
-            place = gl.expand_dims(base + out_tile_row, key_axis) * L + column
-            gl.store(part_out + place, acc, mask=out_exists)
+            _store_half(acc1, factor, part_out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
+            _store_half(acc2, factor, part_out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
             gl.store(part_lse + base + tile_row, log_sum, mask=exists)
 
 
@@ -301,6 +366,7 @@ def launch_hopper(
     """Launch `attend_hopper_kernel`; arguments as `attend_kernel` takes them."""
     block_size, latent_dim = latent_cache.shape[1:]
     rope_dim = latent_dim - kv_lora_rank
+    half = kv_lora_rank // 2
     rows = geometry.tile_rows
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     queries = q.contiguous().view(-1, latent_dim)
@@ -309,16 +375,16 @@ def launch_hopper(
     # A box of the copy engine's 128-byte swizzle: 64 rope columns fill only half of one in float8.
     latent_layout = gl.NVMMASharedLayout(128, 8, 2) if narrow else layout
     rope_layout = gl.NVMMASharedLayout(64, 8, 2) if narrow else layout
-    num_warps = NUM_WARPS[rows]
+    num_warps = NUM_WARPS_FLOAT8 if narrow else NUM_WARPS[rows]
     attend_hopper_kernel[(geometry.num_teams * geometry.team_size,)](
         queries,
-        TensorDescriptor.from_tensor(queries, [rows, kv_lora_rank], layout),
+        TensorDescriptor.from_tensor(queries, [rows, half], layout),
         TensorDescriptor.from_tensor(queries, [rows, rope_dim], layout),
-        TensorDescriptor.from_tensor(cache_rows, [TILE_KEYS, kv_lora_rank], latent_layout),
+        TensorDescriptor.from_tensor(cache_rows, [TILE_KEYS, half], latent_layout),
         TensorDescriptor.from_tensor(cache_rows, [TILE_KEYS, rope_dim], rope_layout),
         block_table, records, out, lse, part_out, part_lse,
         block_table.stride(0), geometry.num_heads, geometry.num_teams, geometry.team_size,
         scale, kv_scale,
         L=kv_lora_rank, P=rope_dim, PAGE=block_size, R=rows, K=TILE_KEYS, SWAP=rows < 64,
-        LSE=lse is not None, STAGES=2, WARPS=num_warps, num_warps=num_warps,
+        LSE=lse is not None, STAGES=2, WARPS=num_warps, num_warps=num_warps, launch_pdl=True,
     )  # fmt: skip

@@ -1,0 +1,13 @@
+"""Programmatic dependent launch (compute capability 9.0 and up): a kernel's blocks start while the kernel before it in
+the stream still runs, and wait inside (`gdc_wait`) before they touch memory. Hides a launch's latency in a graph.
+"""
+
+import functools
+
+import torch
+
+
+@functools.lru_cache(maxsize=16)
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels on this device are launched so; False on a CPU, in Triton-language's interpreter."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

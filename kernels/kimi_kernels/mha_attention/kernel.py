@@ -1,0 +1,128 @@
+"""`mha_attention` and `store_kv` in Triton-language: checks, scratch and launches around the kernels."""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.attention_batch import AttentionBatch
+from kimi_kernels.early_start import starts_early
+from kimi_kernels.mha_attention.kernel_attend import attend_kernel, merge_kernel, store_kv_kernel
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+TILE_KEYS = 64
+MAX_SPLITS = 64
+INTERPRETER_PROCESSORS = 4
+
+
+def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """`signatures.StoreKv`; a slot of -1 writes nothing.
+
+    Raises:
+        ValueError: k, v and kv_cache differ in heads, width or dtype, or have a layout the kernel does not take.
+    """
+    require_shape("kv_cache", kv_cache, 2, None, None, None, None)
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    require_shape("k", k, None, num_kv_heads, head_dim)
+    require_shape("v", v, *k.shape)
+    require_shape("slot_mapping", slot_mapping, k.shape[0])
+    require_dtype("slot_mapping", slot_mapping, torch.int64)
+    require(kv_cache[0].is_contiguous(), "kv_cache", f"strides {kv_cache.stride()}", "contiguous keys and values")
+    for name, rows in (("k", k), ("v", v)):
+        require_dtype(name, rows, kv_cache.dtype)
+        require(rows.stride(2) == 1, name, f"last stride {rows.stride(2)}", "1")
+    if not k.numel():
+        return
+    early = starts_early(k.device)
+    store_kv_kernel[(k.shape[0], 2)](
+        k, v, kv_cache[0], kv_cache[1], slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        num_kv_heads, head_dim, HEADS=triton.next_power_of_2(num_kv_heads), D=triton.next_power_of_2(head_dim),
+        PDL=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def mha_attention(
+    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+) -> Tensor:
+    """`signatures.MhaAttention`; 0 for rows of empty sequences and of none.
+
+    Raises:
+        ValueError: a shape, dtype or layout that the kernels do not take.
+    """
+    _check(q, kv_cache, batch, softmax_scale, sliding_window)
+    num_tokens, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = kv_cache.shape[2:4]
+    num_seqs = batch.seq_lens.shape[0]
+    if not num_seqs or not num_tokens:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    rows = num_heads // num_kv_heads * max(1, batch.max_query_len)
+    tile_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
+    num_tiles = triton.cdiv(rows, tile_rows)
+    splits = _num_splits(num_seqs * num_tiles * num_kv_heads, batch.max_seq_len, sliding_window, q.device)
+    if splits == 1:
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        part_out = part_lse = None
+    else:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        part_out = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=q.device)
+    early = starts_early(q.device)
+    launch = {"launch_pdl": True} if early else {}
+    attend_kernel[(num_seqs * num_tiles, num_kv_heads, splits)](
+        q, kv_cache[0], kv_cache[1], batch.block_table, batch.cu_seqlens_q, batch.seq_lens, out, part_out, part_lse,
+        q.stride(0), q.stride(1), batch.block_table.stride(0), num_tokens, num_heads, num_kv_heads, num_tiles,
+        sliding_window or 1 << 30, softmax_scale * math.log2(math.e), D=head_dim, PAGE=block_size, R=tile_rows,
+        K=TILE_KEYS, SPLITS=splits, MATH=_math_dtype(q.dtype), STAGES=3, PDL=early,
+        num_warps=8 if tile_rows == 128 else 4, num_stages=3, **launch,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(num_tokens * num_heads,)](
+            part_out, part_lse, batch.cu_seqlens_q, out, num_seqs, num_tokens * num_heads, num_heads,
+            D=head_dim, SPLITS=splits, PDL=early, num_warps=4, **launch,
+        )  # fmt: skip
+    return out
+
+
+@functools.lru_cache(maxsize=16)
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETER_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _num_splits(num_programs: int, max_seq_len: int, sliding_window: int | None, device: torch.device) -> int:
+    """Shares of a sequence's keys: enough programs for two on each multiprocessor, each with a few tiles."""
+    keys = max_seq_len if sliding_window is None else min(max_seq_len, sliding_window)
+    wanted = min(2 * _num_processors(device) // max(1, num_programs), keys // (2 * TILE_KEYS), MAX_SPLITS)
+    return 1 << max(0, wanted.bit_length() - 1) if wanted > 1 else 1
+
+
+def _math_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Operands of the products; the interpreter cannot multiply bf16."""
+    if dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16):
+        return tl.float32
+    return tl.float16 if dtype == torch.float16 else tl.bfloat16
+
+
+def _check(
+    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+) -> None:
+    require(q.is_cuda or INTERPRETED, "q", f"on {q.device}", "a CUDA device")
+    require_shape("kv_cache", kv_cache, 2, None, None, None, None)
+    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
+    require_shape("q", q, batch.num_tokens, None, head_dim)
+    require_dtype("q", q, torch.bfloat16, torch.float16, *([torch.float32] if INTERPRETED else []))
+    require_dtype("kv_cache", kv_cache, q.dtype)
+    require_dtype("batch.block_table", batch.block_table, torch.int32)
+    require(q.shape[1] % num_kv_heads == 0, "q", f"{q.shape[1]} heads", f"a multiple of num_kv_heads {num_kv_heads}")
+    require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")
+    require(batch.block_table.stride(1) == 1, "batch.block_table", f"last stride {batch.block_table.stride(1)}", "1")
+    require(kv_cache[0].is_contiguous(), "kv_cache", f"strides {kv_cache.stride()}", "contiguous keys and values")
+    require(sliding_window is None or sliding_window > 0, "sliding_window", sliding_window, "None or at least 1")
+    require(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number")
+    for name, width in (("q", head_dim), ("kv_cache", block_size)):
+        require(width >= 16 and width & (width - 1) == 0, name, f"width {width}", "a power of two from 16 up")

@@ -1,0 +1,163 @@
+"""`mla_prefill` in Triton-language: per chunk of keys gather latents, up-project them (cuBLAS), attend, carry on."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.attention_batch import AttentionBatch
+from kimi_kernels.early_start import starts_early
+from kimi_kernels.mla_prefill.kernel_attend import attend_kernel
+from kimi_kernels.mla_prefill.kernel_gather import gather_latents_kernel
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+CHUNK_ROWS = 1 << 19 if not INTERPRETED else 1024
+"""Rows of all heads and sequences up-projected at a time: 0.27 GB of keys and values."""
+TILE_ROWS = 128
+TILE_KEYS = 128
+GATHER_ROWS = 16
+MAX_ROWS = 2**31 - 1
+"""Descriptor coordinates are int32."""
+
+
+def mla_prefill(
+    q: Tensor,
+    latent_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    kv_scale: float = 1.0,
+) -> Tensor:
+    """`signatures.MlaPrefill`. Chunks are as long for every sequence, so a batch of like lengths wastes least.
+
+    Raises:
+        ValueError: a shape, dtype or layout that the kernels do not take.
+    """
+    _check(q, latent_cache, w_uk, w_uv, batch, softmax_scale, kv_scale)
+    num_tokens, num_heads, _ = q.shape
+    out = torch.empty(num_tokens, num_heads, w_uv.shape[2], dtype=q.dtype, device=q.device)
+    num_seqs = batch.seq_lens.shape[0]
+    if not num_tokens or not num_seqs or not batch.max_seq_len:
+        return out.zero_()
+    most = max(TILE_KEYS, CHUNK_ROWS // (num_seqs * num_heads) // TILE_KEYS * TILE_KEYS)
+    chunk = min(most, triton.cdiv(batch.max_seq_len, TILE_KEYS) * TILE_KEYS)
+    num_chunks = triton.cdiv(batch.max_seq_len, chunk)
+    state_out = state_lse = None
+    if num_chunks > 1:
+        state_out = torch.empty(out.shape, dtype=torch.float32, device=q.device)
+        state_lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
+    for index in range(num_chunks):
+        latents, k_rope = _gather(latent_cache, w_uk.shape[2], batch, index * chunk, chunk, kv_scale, out)
+        _attend(
+            q, latents, k_rope, w_uk, w_uv, batch, softmax_scale, index * chunk, chunk, state_out, state_lse, out,
+            first=index == 0, last=index == num_chunks - 1,
+        )  # fmt: skip
+    return out
+
+
+def _gather(
+    latent_cache: Tensor,
+    kv_lora_rank: int,
+    batch: AttentionBatch,
+    start: int,
+    chunk: int,
+    kv_scale: float,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Latents [seqs * chunk, L] and rope keys [seqs * chunk, R] of a chunk; clears `out`'s rows of no sequence."""
+    num_seqs, rope_dim = batch.seq_lens.shape[0], latent_cache.shape[2] - kv_lora_rank
+    latents = torch.empty(num_seqs * chunk, kv_lora_rank, dtype=out.dtype, device=out.device)
+    rope_keys = torch.empty(num_seqs * chunk, rope_dim, dtype=out.dtype, device=out.device)
+    out_width = out.shape[1] * out.shape[2]
+    early = starts_early(out.device)
+    gather_latents_kernel[(triton.cdiv(chunk, GATHER_ROWS), num_seqs)](
+        latent_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens, latents, rope_keys, out,
+        batch.block_table.stride(0), start, chunk, num_seqs, out.shape[0] if start == 0 else 0, out_width, kv_scale,
+        L=kv_lora_rank, P=rope_dim, PAGE=latent_cache.shape[1], K=GATHER_ROWS,
+        OUT_BLOCK=min(2048, triton.next_power_of_2(out_width)), PDL=early, num_warps=4,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return latents, rope_keys
+
+
+def _attend(
+    q: Tensor,
+    latents: Tensor,
+    rope_keys: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    start: int,
+    chunk: int,
+    state_out: Tensor | None,
+    state_lse: Tensor | None,
+    out: Tensor,
+    *,
+    first: bool,
+    last: bool,
+) -> None:
+    num_heads, nope_dim, _ = w_uk.shape
+    num_seqs, rope_dim, v_dim = batch.seq_lens.shape[0], rope_keys.shape[1], w_uv.shape[2]
+    require(
+        num_heads * latents.shape[0] <= MAX_ROWS, "q", f"{num_heads} heads over {latents.shape[0]} rows", "fewer rows"
+    )
+    every_head = latents.unsqueeze(0).expand(num_heads, -1, -1)
+    k_nope = torch.bmm(every_head, w_uk.transpose(1, 2)).view(-1, nope_dim)
+    values = torch.bmm(every_head, w_uv).view(-1, v_dim)
+    num_tiles = triton.cdiv(max(1, batch.max_query_len), TILE_ROWS)
+    early = starts_early(q.device)
+    attend_kernel[(num_heads, num_tiles, num_seqs)](
+        q,
+        TensorDescriptor.from_tensor(k_nope, [TILE_KEYS, nope_dim]),
+        TensorDescriptor.from_tensor(rope_keys, [TILE_KEYS, rope_dim]),
+        TensorDescriptor.from_tensor(values, [TILE_KEYS, v_dim]),
+        batch.cu_seqlens_q, batch.seq_lens, state_out, state_lse, out, q.stride(0), q.stride(1), start, chunk,
+        num_seqs, num_heads, num_tiles, softmax_scale * math.log2(math.e),
+        P=nope_dim, Q=rope_dim, V=v_dim, R=TILE_ROWS, K=TILE_KEYS, FIRST=first, LAST=last,
+        MATH=_math_dtype(q.dtype), STAGES=2, PDL=early, num_warps=8, num_stages=2,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def _math_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Operands of the products; the interpreter cannot multiply bf16."""
+    if dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16):
+        return tl.float32
+    return tl.float16 if dtype == torch.float16 else tl.bfloat16
+
+
+def _check(
+    q: Tensor,
+    latent_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    kv_scale: float,
+) -> None:
+    require(q.is_cuda or INTERPRETED, "q", f"on {q.device}", "a CUDA device")
+    require_shape("latent_cache", latent_cache, None, None, None)
+    require_shape("w_uk", w_uk, None, None, None)
+    num_heads, nope_dim, kv_lora_rank = w_uk.shape
+    rope_dim = latent_cache.shape[2] - kv_lora_rank
+    require_shape("w_uv", w_uv, num_heads, kv_lora_rank, None)
+    require_shape("q", q, batch.num_tokens, num_heads, nope_dim + rope_dim)
+    require_dtype("q", q, torch.bfloat16, torch.float16, *([torch.float32] if INTERPRETED else []))
+    require_dtype("latent_cache", latent_cache, q.dtype, torch.float8_e4m3fn)
+    require_dtype("w_uk", w_uk, q.dtype)
+    require_dtype("w_uv", w_uv, q.dtype)
+    require_dtype("batch.block_table", batch.block_table, torch.int32)
+    require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")
+    require(latent_cache.is_contiguous(), "latent_cache", f"strides {latent_cache.stride()}", "a contiguous tensor")
+    require(batch.block_table.stride(1) == 1, "batch.block_table", f"last stride {batch.block_table.stride(1)}", "1")
+    widths = {"w_uk": nope_dim, "kv_lora_rank": kv_lora_rank, "rope width": rope_dim, "w_uv": w_uv.shape[2]}
+    for name, width in {**widths, "block_size": latent_cache.shape[1]}.items():
+        require(width >= 16 and width & (width - 1) == 0, name, f"width {width}", "a power of two from 16 up")
+    require(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number")
+    require(kv_scale > 0, "kv_scale", kv_scale, "a positive number")

@@ -1,0 +1,192 @@
+"""The norms in Triton-language: one program a row (or a chunk of one), read once, float32 inside."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.argument_checks import require, require_float, require_shape
+from kimi_kernels.early_start import starts_early
+
+
+@triton.jit
+def _normalize(x, weight, width, eps):
+    """x: [BLOCK] float32, 0 past `width`. weight: [BLOCK] float32."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,  # [T, chunks * width], chunk c of row t at t * x_stride + c * width
+    weights,  # [chunks, width]
+    out,  # [T, ...], chunk c of row t at t * out_stride + c * width
+    x_stride,
+    out_stride,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    chunk = tl.program_id(1) * width
+    weight = tl.load(weights + chunk + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    values = tl.load(x + row * x_stride + chunk + column, mask=inside, other=0.0).to(tl.float32)
+    normed = _normalize(values, weight, width, eps)
+    tl.store(out + row * out_stride + chunk + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x,  # [T, width]
+    residual,  # [T, width]
+    weight,  # [width]
+    out,  # [T, width]
+    total,  # [T, width]
+    x_stride,
+    residual_stride,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    added = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32) + added
+    rounded = values.to(total.dtype.element_ty)
+    tl.store(total + row * width + column, rounded, mask=inside)
+    normed = _normalize(rounded.to(tl.float32), scale, width, eps)
+    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def concat_rms_norm_kernel(
+    a,  # [T, a_width]
+    a_weight,  # [a_width]
+    b,  # [T, b_width]
+    b_weight,  # [b_width]
+    out,  # [T, a_width + b_width]
+    a_stride,
+    b_stride,
+    a_width,
+    b_width,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    target = out + row * (a_width + b_width) + column
+    if tl.program_id(1) == 0:
+        inside = column < a_width
+        weight = tl.load(a_weight + column, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(a + row * a_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, _normalize(values, weight, a_width, eps).to(out.dtype.element_ty), mask=inside)
+    else:
+        inside = column < b_width
+        weight = tl.load(b_weight + column, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(b + row * b_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + a_width, _normalize(values, weight, b_width, eps).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`signatures.RmsNorm`.
+
+    Raises:
+        ValueError: x is not [T, H] for a weight [H], or its columns are not contiguous.
+    """
+    require_shape("weight", weight, None)
+    return _norm_chunks(x, weight.unsqueeze(0), eps)
+
+
+def chunked_rms_norm(x: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """`signatures.ChunkedRmsNorm`.
+
+    Raises:
+        ValueError: x is not [T, C * H] for weights [C, H], or its columns are not contiguous.
+    """
+    require_shape("weights", weights, None, None)
+    require(weights.shape[0] > 0, "weights", f"shape {list(weights.shape)}", "at least one chunk")
+    return _norm_chunks(x, weights, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`signatures.AddRmsNorm`. The norm is of the sum as returned, rounded to the residual's dtype.
+
+    Raises:
+        ValueError: x and residual are not both [T, H] for a weight [H], or their columns are not contiguous.
+    """
+    require_shape("weight", weight, None)
+    _check_rows("x", x, weight.shape[0])
+    _check_rows("residual", residual, weight.shape[0])
+    require_shape("residual", residual, *x.shape)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    if x.shape[0]:
+        add_rms_norm_kernel[(x.shape[0],)](
+            x, residual, weight.contiguous(), out, total, x.stride(0), residual.stride(0), x.shape[1], eps,
+            **_options(x.shape[1], x.device),
+        )  # fmt: skip
+    return out, total
+
+
+def concat_rms_norm(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float) -> Tensor:
+    """`signatures.ConcatRmsNorm`.
+
+    Raises:
+        ValueError: a width does not fit its weight, a and b differ in rows, or columns are not contiguous.
+    """
+    require_shape("a_weight", a_weight, None)
+    require_shape("b_weight", b_weight, None)
+    _check_rows("a", a, a_weight.shape[0])
+    _check_rows("b", b, b_weight.shape[0])
+    require_shape("b", b, a.shape[0], None)
+    a_width, b_width = a.shape[1], b.shape[1]
+    out = torch.empty(a.shape[0], a_width + b_width, dtype=a.dtype, device=a.device)
+    if a.shape[0]:
+        concat_rms_norm_kernel[(a.shape[0], 2)](
+            a, a_weight.contiguous(), b, b_weight.contiguous(), out, a.stride(0), b.stride(0), a_width, b_width, eps,
+            **_options(max(a_width, b_width), a.device),
+        )  # fmt: skip
+    return out
+
+
+def _norm_chunks(x: Tensor, weights: Tensor, eps: float) -> Tensor:
+    num_chunks, width = weights.shape
+    _check_rows("x", x, num_chunks * width)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[0]:
+        rms_norm_kernel[(x.shape[0], num_chunks)](
+            x, weights.contiguous(), out, x.stride(0), out.stride(0), width, eps, **_options(width, x.device)
+        )
+    return out
+
+
+def _check_rows(name: str, x: Tensor, width: int) -> None:
+    require_shape(name, x, None, width)
+    require_float(name, x)
+    require(width > 0, name, "no columns", "at least one")
+    require(x.stride(1) == 1 or width == 1, name, f"column stride {x.stride(1)}", "1")
+
+
+def _options(width: int, device: torch.device) -> dict[str, int | bool]:
+    block = triton.next_power_of_2(width)
+    early = starts_early(device)
+    options: dict[str, int | bool] = {"BLOCK": block, "PDL": early, "num_warps": min(16, max(1, block // 512))}
+    return options | {"launch_pdl": True} if early else options

@@ -1,0 +1,55 @@
+"""The gated activation in Triton-language, float32 inside."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.argument_checks import require, require_float, require_shape
+from kimi_kernels.early_start import starts_early
+
+MAX_BLOCK = 2048
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up,  # [T, 2 * width]
+    out,  # [T, width]
+    stride,
+    width,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`signatures.SiluMul`.
+
+    Raises:
+        ValueError: gate_up is not [T, 2 * I], or its columns are not contiguous.
+    """
+    require_shape("gate_up", gate_up, None, None)
+    num_tokens, doubled = gate_up.shape
+    require(doubled % 2 == 0, "gate_up", f"{doubled} columns", "an even number")
+    require_float("gate_up", gate_up)
+    require(gate_up.stride(1) == 1, "gate_up", f"column stride {gate_up.stride(1)}", "1")
+    width = doubled // 2
+    out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        block = min(MAX_BLOCK, triton.next_power_of_2(width))
+        early = starts_early(gate_up.device)
+        silu_mul_kernel[(num_tokens, triton.cdiv(width, block))](
+            gate_up, out, gate_up.stride(0), width, BLOCK=block, PDL=early, num_warps=min(8, max(1, block // 256)),
+            **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return out

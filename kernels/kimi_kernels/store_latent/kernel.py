@@ -1,0 +1,110 @@
+"""Norm, rotate and scatter a step's compressed KV in one Triton-language kernel: a program a few tokens."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.early_start import starts_early
+from kimi_kernels.quantization.reference import FP8_MAX
+from kimi_kernels.rope.kernel import load_pairs, store_pairs
+from kimi_kernels.rope.reference import check_rotation
+
+MANY_TOKENS = 1024
+
+
+@triton.jit
+def store_latent_kernel(
+    kv_a,  # [T, width + 2 * pairs], last dimension contiguous
+    norm_weight,  # [width]
+    cos_sin,  # [max positions, 2 * pairs] float32
+    positions,  # [T] int64
+    cache,  # [cache rows, width + 2 * pairs]
+    slot_mapping,  # [T] int64
+    num_tokens,
+    stride,
+    width,
+    num_pairs,
+    eps,
+    inverse_scale,
+    limit,  # largest value the cache's type holds
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    column = tl.arange(0, WIDTH)[None, :]
+    pair = tl.arange(0, PAIRS)[None, :]
+    weight = tl.load(norm_weight + column, mask=column < width, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
+    kept = slot >= 0
+    source = kv_a + token * stride
+    target = cache + slot * (width + 2 * num_pairs)
+
+    angles = cos_sin + tl.load(positions + token, mask=kept, other=0) * (2 * num_pairs) + pair
+    there = kept & (pair < num_pairs)
+    cos = tl.load(angles, mask=there, other=0.0)
+    sin = tl.load(angles + num_pairs, mask=there, other=0.0)
+    first, second = load_pairs(source + width, pair, INTERLEAVED, num_pairs, there)
+    kv_c = tl.load(source + column, mask=kept & (column < width), other=0.0).to(tl.float32)
+
+    normed = kv_c * tl.rsqrt(tl.sum(kv_c * kv_c, 1) / width + eps)[:, None] * weight * inverse_scale
+    normed = tl.minimum(tl.maximum(normed, -limit), limit)
+    tl.store(target + column, normed.to(cache.dtype.element_ty), mask=kept & (column < width))
+    turned = tl.minimum(tl.maximum((first * cos - second * sin) * inverse_scale, -limit), limit)
+    other = tl.minimum(tl.maximum((second * cos + first * sin) * inverse_scale, -limit), limit)
+    store_pairs(target + width, pair, turned, other, INTERLEAVED, num_pairs, there)
+
+
+def store_latent(
+    kv_a: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    latent_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: float = 1.0,
+) -> None:
+    """`signatures.StoreLatent`.
+
+    Raises:
+        ValueError: the widths of kv_a, norm_weight, cos_sin and latent_cache do not fit, or the cache is not
+            contiguous.
+    """
+    require_shape("norm_weight", norm_weight, None)
+    require_shape("kv_a", kv_a, None, None)
+    require_float("kv_a", kv_a)
+    require(kv_a.stride(1) == 1, "kv_a", f"column stride {kv_a.stride(1)}", "1")
+    num_tokens, latent_dim = kv_a.shape
+    width = norm_weight.shape[0]
+    rope_dim = latent_dim - width
+    require(
+        rope_dim > 0 and rope_dim % 2 == 0, "kv_a", f"{latent_dim} columns", f"norm_weight's {width} and an even rest"
+    )
+    check_rotation("cos_sin", cos_sin, rope_dim, positions, num_tokens)
+    require(cos_sin.is_contiguous(), "cos_sin", f"strides {cos_sin.stride()}", "a contiguous tensor")
+    require_shape("slot_mapping", slot_mapping, num_tokens)
+    require_dtype("slot_mapping", slot_mapping, torch.int64)
+    require_shape("latent_cache", latent_cache, None, None, latent_dim)
+    require(latent_cache.is_contiguous(), "latent_cache", f"strides {latent_cache.stride()}", "a contiguous tensor")
+    if not num_tokens:
+        return
+    tokens = 4 if num_tokens > MANY_TOKENS else 1
+    early = starts_early(kv_a.device)
+    store_latent_kernel[(triton.cdiv(num_tokens, tokens),)](
+        kv_a, norm_weight, cos_sin, positions, latent_cache, slot_mapping, num_tokens, kv_a.stride(0), width,
+        rope_dim // 2, eps, 1.0 / kv_scale, FP8_MAX if latent_cache.itemsize == 1 else float("inf"),
+        TOKENS=tokens, WIDTH=triton.next_power_of_2(width), PAIRS=triton.next_power_of_2(rope_dim // 2),
+        INTERLEAVED=interleaved, PDL=early, num_warps=4 if tokens > 1 else 2,
+        **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
