@@ -103,9 +103,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield unfinished
         unfinished.chmod(0o755)
-        if path.exists():
-            path.rmdir()
-        unfinished.rename(path)
+        unfinished.rename(path)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -1,7 +1,6 @@
 """Typed access to the fields of a config.json: every refusal names the field, what was found and what is allowed."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from kimi_backend.errors import ConfigError
 
 MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e30
 
 JsonObject = Mapping[str, Any]
 JsonSource = JsonObject | str | Path
@@ -89,10 +89,9 @@ class JsonFields:
         value = self.data.get(field)
         if value is None:
             value = default
-        valid = not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < float(2**63)
-        if not valid or not (value > above or (or_equal and value == above)) or not math.isfinite(value):  # type: ignore[operator, arg-type]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_in_range(value, above, or_equal):
             raise self.error(field, f"a finite number {'of at least' if or_equal else 'above'} {above:g}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def boolean(self, field: str, default: bool) -> bool:
         value = self.data.get(field)
@@ -147,3 +146,8 @@ class JsonFields:
         if not isinstance(value, Mapping):
             raise self.error(field, "an object")
         return JsonFields(value, f"{self.path} {field}")
+
+
+def _is_in_range(value: float, above: float, or_equal: bool) -> bool:
+    """False for NaN too."""
+    return above < value < _MAX_NUMBER or (or_equal and value == above)

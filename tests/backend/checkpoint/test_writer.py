@@ -55,6 +55,16 @@ def test_the_library_reads_what_was_written(
                 assert name in handle.keys()  # noqa: SIM118  the handle is no mapping
 
 
+def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
+    (file,) = write_checkpoint(tmp_path, InMemoryTensors(TENSORS), list(TENSORS))
+    content = file.read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_bytes])
+    assert header_bytes % 8 == 0
+    for name, tensor in TENSORS.items():
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0
+
+
 def test_our_own_source_reads_it_too(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, InMemoryTensors(TENSORS), list(TENSORS), shard_bytes=200)
     source = SafetensorsSource.open(tmp_path)

@@ -320,8 +320,8 @@ DRAFT_TENSORS: dict[str, tuple[Break, str]] = {
         "d2t: expected rising target ids, found",
     ),
     "d2t repeats a token": (
-        draft_weights(put("d2t", lambda offsets: offsets - (torch.arange(512) >= 5).long())),
-        "(d2t: expected rising target ids|t2d: expected the target ids of d2t)",
+        draft_weights(lambda tensors: tensors["d2t"].__setitem__(5, tensors["d2t"][4] - 1)),
+        r"d2t: expected rising target ids, found (\d+) then \1 for draft ids 4 and 5",
     ),
     "d2t negative": (draft_weights(put("d2t", lambda offsets: offsets - 4000)), "d2t: expected target ids from 0 to"),
     "d2t misshapen": (
