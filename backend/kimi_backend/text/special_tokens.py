@@ -39,6 +39,30 @@ class ControlTokenSplitter:
 
 
 def compile_alternatives(strings: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern that matches any of the strings, longest first; None when there is none."""
-    longest_first = sorted(set(strings), key=lambda string: (-len(string), string))
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    """A pattern that matches any of the strings, the longest that fits; None when there is none.
+
+    Common beginnings are tried once, not once a string: a plain list of alternatives would let a client who sends a
+    megabyte of "<" keep the server busy for 20 seconds.
+    """
+    root: _Trie = {}
+    for string in strings:
+        node = root
+        for char in string:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return re.compile(_pattern_of(root)) if root else None
+
+
+_Trie = dict[str, "_Trie"]
+"""Next character → the rest; the key "" marks the end of a string."""
+
+
+def _pattern_of(node: _Trie) -> str:
+    literal = ""
+    while len(node) == 1 and "" not in node:
+        ((char, node),) = node.items()
+        literal += re.escape(char)
+    branches = [re.escape(char) + _pattern_of(rest) for char, rest in node.items() if char]
+    if not branches:
+        return literal
+    return f"{literal}(?:{'|'.join(branches)})" + ("?" if "" in node else "")

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.text.unicode_text import require_valid_unicode
 
+MAX_STOP_CHARS = 16_384
+"""Of all stop strings of a request together: each character costs a few hundred bytes while the request runs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatch:
@@ -37,7 +40,8 @@ class StopStringMatcher:
         include_stop: emit the stop string as well.
 
         Raises:
-            InvalidRequestError: a stop string is not a string, is empty, or holds a lone surrogate; names its index.
+            InvalidRequestError: a stop string is not a string, is empty, or holds a lone surrogate (names its index);
+                or they are longer than MAX_STOP_CHARS together.
         """
         check_stop_strings(stops)
         self._automaton = _build_automaton(stops) if stops else None
@@ -103,6 +107,9 @@ def check_stop_strings(stops: Sequence[str], field: str = "stop") -> None:
         if not stop:
             raise InvalidRequestError(f"{field}[{index}] is empty; a stop string has at least one character")
         require_valid_unicode(stop, f"{field}[{index}]")
+    num_chars = sum(map(len, stops))
+    if num_chars > MAX_STOP_CHARS:
+        raise InvalidRequestError(f"{field} has {num_chars} characters in all; at most {MAX_STOP_CHARS} are allowed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,12 @@ def test_holds_back_only_what_could_become_a_stop_string() -> None:
 
 @pytest.mark.parametrize(
     ("stops", "message"),
-    [(["a", ""], r"stop\[1\] is empty"), ([3], r"stop\[0\] is 3; a string"), (["\ud800"], r"stop\[0\]: .*surrogate")],
+    [
+        (["a" * 9000, "b" * 9000], r"stop has 18000 characters in all; at most 16384"),
+        (["a", ""], r"stop\[1\] is empty"),
+        ([3], r"stop\[0\] is 3; a string"),
+        (["\ud800"], r"stop\[0\]: .*surrogate"),
+    ],
 )
 def test_malformed_stop_strings_are_named(stops: list, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
