@@ -86,12 +86,16 @@ def compare(json: dict[str, Any], tensors: Tensors, seed: int) -> None:
         library = transformers_model(json, dequantized(tensors))
         theirs = library(tokens[None], output_hidden_states=True)
         steps = TargetSteps(
-            build_target(config, tensors), kernels, [NUM_TOKENS], aux_layer_ids=tuple(range(num_layers))
+            build_target(config, tensors), kernels, [NUM_TOKENS], aux_layer_ids=tuple(range(num_layers + 1))
         )
         logits, aux = steps.run(tokens.tolist(), [NUM_TOKENS])
     assert_close(logits, theirs.logits[0])
-    for layer, entering in enumerate(aux.chunk(num_layers, dim=1)):
+    *entering_each, leaving = aux.chunk(num_layers + 1, dim=1)
+    for layer, entering in enumerate(entering_each):
         assert_close(entering, theirs.hidden_states[layer][0])
+    # The library shows the last layer's output after the final norm only.
+    normed = torch.nn.functional.rms_norm(leaving, leaving.shape[1:], tensors["model.norm.weight"], 1e-6)
+    assert_close(normed, theirs.hidden_states[num_layers][0])
 
 
 @pytest.mark.parametrize("case", CASES)
