@@ -11,9 +11,15 @@ from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
+from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
 from support.counting_source import CountingTensors
+from support.markov_models import markov_draft, markov_draft_config, markov_target
 from support.paged_sequences import PagedSequences
+from support.speculative_loop import SpeculativeLoop
 from support.tiny_checkpoints import random_draft, random_target
 from support.tiny_configs import draft_config, target_config
 
@@ -39,7 +45,7 @@ def run_models(group: TensorParallelGroup) -> tuple[Outputs, Reads]:
         reads[quantization] = dict(source.elements_read)
     for kind in DRAFT_KINDS:
         outputs |= _run_draft(kind, group, outputs["none aux"], reads)
-    return outputs, reads
+    return outputs | _run_speculation(group), reads
 
 
 def run_rank(rank: int, size: int, folder: str) -> None:
@@ -53,6 +59,27 @@ def run_rank(rank: int, size: int, folder: str) -> None:
 
 def run_single_rank() -> tuple[Outputs, Reads]:
     return run_models(SingleRank())
+
+
+def _run_speculation(group: TensorParallelGroup) -> Outputs:
+    """Both runners in a loop; every rank makes the same plans, since every rank gets the same replies."""
+    kernels, config = KernelSet.reference(), target_config(num_hidden_layers=3)
+    target = KimiTarget(config, CountingTensors(markov_target(config)), kernels, group, CPU, torch.float32)
+    settings = markov_draft_config(config, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS))
+    tensors = CountingTensors(markov_draft(settings, markov_target(config), 0.3))
+    draft = Eagle3MhaDraft(settings, tensors, kernels, group, CPU, torch.float32)
+    pools = [KvPool.allocate(model.kv_pool_shape, 8, 16, torch.float32, CPU) for model in (target, draft)]
+    limits = RunnerLimits(max_num_batched_tokens=64, max_num_seqs=2, max_model_len=64)
+    loop = SpeculativeLoop(
+        TargetRunner(target, kernels, pools[0], limits, AUX_LAYER_IDS),
+        DraftRunner(draft, kernels, pools[1], limits, torch.float32),
+        [[5, 6, 7], [8, 9]],
+        3,
+        temperature=0.6,
+    )
+    tokens = loop.run(30)
+    accepted = [count for sequence in loop.sequences for count in sequence.accepted]
+    return {"text token ids": torch.tensor(tokens), "accepted token ids": torch.tensor(accepted)}
 
 
 def _tokens() -> list[int]:

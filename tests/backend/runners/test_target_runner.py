@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kimi_backend.errors import ConfigError, InvalidRequestError
+from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.types.plan import RowPlan, TargetPlan, TargetReply
@@ -196,3 +197,22 @@ def test_a_kernel_set_with_a_prefill_kernel_serves_any_order_of_chunks() -> None
         chunks = [(1, 20, TOKENS[1][20:32], 1), (0, 20, TOKENS[0][20:23], 3), (2, 20, TOKENS[2][20:35], 1)]
         replies.append(owned.runner.verify(plan(chunks)))
     assert replies[0].output_token_ids.tolist() == replies[1].output_token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "tolerance"), [(torch.bfloat16, 1.0, 0.05), (torch.float8_e4m3fn, 0.1, 0.3)]
+)
+def test_pools_of_fewer_bits(
+    dtype: torch.dtype, scale: float, tolerance: float, expected_logits: list[torch.Tensor]
+) -> None:
+    """Log-probabilities move by the rounding of the cached values, and no more."""
+    model, kernels = build_target(CONFIG, random_target(CONFIG)), KernelSet.reference()
+    pool = KvPool.allocate(model.kv_pool_shape, NUM_BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"), scale)
+    runner = TargetRunner(model, kernels, pool, LIMITS, AUX_LAYER_IDS)
+    assert runner.describe().kv_cache_dtype == str(dtype).removeprefix("torch.")
+    assert pool.num_bytes == model.config.kv_bytes_per_token(pool.dtype_name) * NUM_BLOCKS * BLOCK_SIZE
+    reply = runner.verify(plan([(0, 0, TOKENS[0], 1)], num_logprobs=96))
+    assert reply.top_logprobs is not None and reply.top_logprob_ids is not None
+    expected = expected_logits[0][39].log_softmax(dim=0).numpy()
+    difference = np.abs(reply.top_logprobs[0, 0] - expected[reply.top_logprob_ids[0, 0]]).max()
+    assert 1e-4 < difference < tolerance
