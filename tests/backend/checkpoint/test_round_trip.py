@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
 from kimi_backend.checkpoint.presets import Architecture, DraftKind
+from kimi_backend.checkpoint.progress import WatchedTensors
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.safetensors_source import SINGLE_FILE
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors, TensorSource
@@ -22,7 +23,7 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
 from kimi_kernels.kernel_set import KernelSet
-from support.checkpoint_folders import PREFIX, copy_folder, edit_weights, make_tiny, shard
+from support.checkpoint_folders import PREFIX, copy_folder, edit_json, edit_weights, make_tiny, shard
 from support.draft_steps import DraftSteps
 from support.target_steps import TargetSteps
 
@@ -156,3 +157,36 @@ def test_a_full_vocabulary_draft_may_bring_an_identity_map(tmp_path: Path) -> No
     save_file(tensors, folder / "draft" / SINGLE_FILE)
     changed = DraftCheckpoint.open(folder / "draft", target.config)
     assert torch.equal(draft_logits(changed, changed.tensors), expected)
+
+
+@pytest.mark.parametrize("quantization", QuantizationMethod)
+def test_a_rank_reads_only_its_part(tmp_path: Path, quantization: QuantizationMethod) -> None:
+    folder = make_tiny(tmp_path / "out", quantization, architecture=Architecture.DEEPSEEK_V3)
+    checkpoint = TargetCheckpoint.open(folder)
+    read: list[int] = []
+    for rank in range(2):
+        source = WatchedTensors(checkpoint.tensors, read.append)
+        KimiTarget(checkpoint.config, source, KERNELS, SingleRank(rank=rank, size=2), CPU, torch.float32)
+    # Both together read the file once, and what every rank holds whole a second time; weight_shape is read by none.
+    attention = 2 * (144 * 128 + 64 + 64) * 2  # down-projections and their norms, bf16 (or fp8, half of it)
+    norms_and_router = (5 * 128 + 16 * 128) * 2 + 16 * 4
+    shapes = 16 * 3 * 2 * 4 if quantization is QuantizationMethod.INT4 else 0
+    excess = sum(read) - (checkpoint.num_bytes - shapes)
+    assert 0 < excess <= attention + norms_and_router + 200
+
+
+def test_transformers_reads_the_same_model_from_the_files(tmp_path: Path) -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    folder = make_tiny(tmp_path / "out", QuantizationMethod.NONE, architecture=Architecture.DEEPSEEK_V3)
+    checkpoint = TargetCheckpoint.open(folder)
+    expected = target_logits(checkpoint, checkpoint.tensors)[0]
+    edit_json(folder / "config.json", lambda config: config.update(model_type="deepseek_v3"))
+    config = DeepseekV3Config.from_pretrained(folder)
+    model, info = DeepseekV3ForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        found = model(torch.tensor([TOKENS])).logits[0]
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
