@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import kernel_cases
 import torch
+
+import kernel_cases
 from kernel_cases import Case, Ceilings
 from kernel_cases.ceilings import discard_reason, measure_ceilings
-
 from kimi_kernels import KernelSet
 
 NUM_REPLAYS = 50

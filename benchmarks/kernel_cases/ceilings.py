@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+
 from kernel_cases import Ceilings
 
 MIN_H100_READ = 3.0e6

@@ -4,9 +4,9 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-from kernel_cases import Case, Prepared, num_input_sets, relative_error
 from torch import Tensor
 
+from kernel_cases import Case, Prepared, num_input_sets, relative_error
 from kimi_kernels import AttentionBatch, KernelSet
 
 LORA_RANK, ROPE_DIM, BLOCK = 512, 64, 64

@@ -3,12 +3,18 @@
 from dataclasses import replace
 
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.mha_attention.kernel import mha_attention, store_kv
 from kimi_kernels.mla_decode.kernel import mla_decode, plan_mla_decode
+from kimi_kernels.mla_prefill.kernel import mla_prefill
 from kimi_kernels.reference import reference_kernel_set
+from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
+from kimi_kernels.rope.kernel import rope
+from kimi_kernels.silu_mul.kernel import silu_mul
+from kimi_kernels.store_latent.kernel import store_latent
 
 
 def triton_kernel_set() -> KernelSet:
-    """Kernels for a CUDA device; ops that have none yet are the reference's (all but the two of `mla_decode`)."""
+    """Kernels for a CUDA device; linear layers, experts, router and sampling are the reference's until they have some."""
     return replace(
         reference_kernel_set(),
         name="triton",
@@ -16,4 +22,14 @@ def triton_kernel_set() -> KernelSet:
         absorb_prefill=False,
         plan_mla_decode=plan_mla_decode,
         mla_decode=mla_decode,
+        mla_prefill=mla_prefill,
+        mha_attention=mha_attention,
+        store_kv=store_kv,
+        store_latent=store_latent,
+        rope=rope,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        concat_rms_norm=concat_rms_norm,
+        chunked_rms_norm=chunked_rms_norm,
+        silu_mul=silu_mul,
     )

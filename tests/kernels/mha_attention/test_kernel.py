@@ -1,0 +1,85 @@
+"""Paged multi-head attention in Triton-language's interpreter against the reference."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_kernels.mha_attention import kernel, reference
+from support.attention_cases import PagedCase, paged_case, random_contents
+from support.interpreted import INTERPRETED
+
+pytestmark = INTERPRETED
+HEAD_DIM = 16
+SCALE = 0.3
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""float16: weights and results rounded to 2^-11. bfloat16: the interpreter rounds it towards zero."""
+
+
+def inputs(case: PagedCase, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    contents = random_contents([len(slots) for slots in case.slots], 2, num_kv_heads, HEAD_DIM)
+    planes = [case.cache([content[:, plane] for content in contents]) for plane in range(2)]
+    q = torch.randn(case.batch.num_tokens, num_heads, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    return q.to(dtype), torch.stack(planes).to(dtype)
+
+
+def check(
+    case: PagedCase, num_heads: int, num_kv_heads: int, window: int | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    q, cache = inputs(case, num_heads, num_kv_heads, dtype)
+    out = kernel.mha_attention(q, cache, case.batch, SCALE, window)
+    expected = reference.mha_attention(q, cache, case.batch, SCALE, window)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (40, 2)])
+def test_groups_of_query_heads(num_heads: int, num_kv_heads: int) -> None:
+    check(paged_case([1, 3, 0, 2], [70, 3, 5, 0], 16, padding_rows=2), num_heads, num_kv_heads)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("window", [1, 7, 64, 1000])
+def test_sliding_windows(block_size: int, window: int) -> None:
+    check(paged_case([4, 1], [150, 65], block_size), 2, 1, window)
+
+
+def test_many_new_rows() -> None:
+    check(paged_case([150, 3], [160, 3], 16), 2, 1)
+
+
+def test_long_sequences_are_split_and_merged() -> None:
+    case = paged_case([2, 1], [700, 1], 64, padding_rows=1)
+    check(case, 1, 1)
+    assert kernel._num_splits(2, case.batch.max_seq_len, None, torch.device("cpu")) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types(dtype: torch.dtype) -> None:
+    check(paged_case([4, 1], [150, 66], 64), 4, 2, None, dtype)
+
+
+def test_store_kv_writes_its_slots_and_nothing_else() -> None:
+    k, v = torch.randn(4, 3, 24), torch.randn(4, 5, 24)[:, 1:4]
+    slots = torch.tensor([40, -1, 0, 17])
+    out, expected = torch.full((2, 3, 16, 3, 24), 7.0), torch.full((2, 3, 16, 3, 24), 7.0)
+    kernel.store_kv(k, v, out, slots)
+    reference.store_kv(k, v, expected, slots)
+    assert torch.equal(out, expected)
+
+
+def test_wrong_arguments_are_named() -> None:
+    case = paged_case([1], [5], 16)
+    q, cache = inputs(case, 4, 2, torch.float32)
+    for call, message in (
+        (lambda: kernel.mha_attention(q[:, :3], cache, case.batch, SCALE, None), "q: got 3 heads"),
+        (lambda: kernel.mha_attention(q, cache, case.batch, SCALE, 0), "sliding_window"),
+        (lambda: kernel.mha_attention(q, cache.half(), case.batch, SCALE, None), "kv_cache"),
+        (
+            lambda: kernel.mha_attention(q, cache, dataclasses.replace(case.batch, num_tokens=2), SCALE, None),
+            "q: got shape",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
