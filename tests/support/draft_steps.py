@@ -15,21 +15,37 @@ from support.tiny_checkpoints import Tensors
 CPU = torch.device("cpu")
 
 
-def build_draft(config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, tensors: Tensors) -> Eagle3Draft:
-    source, kernels = InMemoryTensors(tensors), KernelSet.reference()
+def build_draft(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig,
+    tensors: Tensors,
+    kernels: KernelSet | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Eagle3Draft:
+    source, kernels = InMemoryTensors(tensors), kernels or KernelSet.reference()
     if isinstance(config, Eagle3MlaDraftConfig):
-        return Eagle3MlaDraft(config, source, kernels, SingleRank(), CPU, torch.float32)
-    return Eagle3MhaDraft(config, source, kernels, SingleRank(), CPU, torch.float32)
+        return Eagle3MlaDraft(config, source, kernels, SingleRank(), device, dtype)
+    return Eagle3MhaDraft(config, source, kernels, SingleRank(), device, dtype)
 
 
 class DraftSteps:
     """Runs rows of several sequences through a draft and keeps its cache."""
 
-    def __init__(self, draft: Eagle3Draft, capacities: list[int], *, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        capacities: list[int],
+        *,
+        block_size: int = 16,
+        seed: int = 0,
+        kernels: KernelSet | None = None,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.draft = draft
-        self.kernels = KernelSet.reference()
-        self.sequences = PagedSequences(capacities, block_size=block_size, seed=seed)
-        self.cache = self.sequences.cache(draft.kv_pool_shape(self.sequences.num_blocks, block_size))
+        self.kernels = kernels or KernelSet.reference()
+        self.sequences = PagedSequences(capacities, block_size=block_size, seed=seed, device=device)
+        self.cache = self.sequences.cache(draft.kv_pool_shape(self.sequences.num_blocks, block_size), dtype)
 
     def step(
         self, chunks: list[tuple[int, list[int]]], hidden: list[torch.Tensor]
@@ -37,6 +53,7 @@ class DraftSteps:
         """Logits and feedback hidden states of each chunk's rows; hidden: [rows, H] of each chunk."""
         rows = self.sequences.rows(chunks)
         metadata = self.sequences.metadata(rows, self.kernels, self.draft.num_mla_heads)
-        normed, feedback = self.draft.forward(torch.from_numpy(rows.token_ids), torch.cat(hidden), metadata, self.cache)
+        token_ids = torch.from_numpy(rows.token_ids).to(self.sequences.device)
+        normed, feedback = self.draft.forward(token_ids, torch.cat(hidden), metadata, self.cache)
         sizes = rows.query_lens.tolist()
         return list(self.draft.compute_logits(normed).split(sizes)), list(feedback.split(sizes))

@@ -9,14 +9,18 @@ from kimi_backend.types.plan import Int32Array, RowPlan
 from kimi_kernels.attention_batch import AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
 
+CPU = torch.device("cpu")
 UNUSED_BLOCK_ID = 2**30
 
 
 class PagedSequences:
     """Lengths and block tables of a few sequences of one pool."""
 
-    def __init__(self, capacities: list[int], *, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self, capacities: list[int], *, block_size: int = 16, seed: int = 0, device: torch.device = CPU
+    ) -> None:
         """capacities: tokens that each sequence may grow to."""
+        self.device = device
         self.block_size = block_size
         counts = [-(-capacity // block_size) for capacity in capacities]
         self.num_blocks = sum(counts) + 2
@@ -28,7 +32,7 @@ class PagedSequences:
         self.lengths: Int32Array = np.zeros(len(counts), np.int32)
 
     def cache(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype)
+        return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
 
     def rows(self, chunks: list[tuple[int, list[int]]]) -> RowPlan:
         """Append each chunk's tokens to its sequence; a sequence may stand in one chunk only."""
@@ -45,9 +49,9 @@ class PagedSequences:
     def metadata(self, rows: RowPlan, kernels: KernelSet, num_mla_heads: int | None) -> AttentionMetadata:
         builder = MetadataBuilder(kernels=kernels, block_size=self.block_size, num_mla_heads=num_mla_heads)
         return builder.build(
-            torch.from_numpy(rows.query_lens),
-            torch.from_numpy(rows.seq_lens),
-            torch.from_numpy(rows.block_table),
+            torch.from_numpy(rows.query_lens).to(self.device),
+            torch.from_numpy(rows.seq_lens).to(self.device),
+            torch.from_numpy(rows.block_table).to(self.device),
             rows.query_lens,
             rows.seq_lens,
         )

@@ -13,9 +13,15 @@ from support.tiny_checkpoints import Tensors
 CPU = torch.device("cpu")
 
 
-def build_target(config: KimiModelConfig, tensors: Tensors, kernels: KernelSet | None = None) -> KimiTarget:
+def build_target(
+    config: KimiModelConfig,
+    tensors: Tensors,
+    kernels: KernelSet | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> KimiTarget:
     kernels = kernels or KernelSet.reference()
-    return KimiTarget(config, InMemoryTensors(tensors), kernels, SingleRank(), CPU, torch.float32)
+    return KimiTarget(config, InMemoryTensors(tensors), kernels, SingleRank(), device, dtype)
 
 
 class TargetSteps:
@@ -30,20 +36,21 @@ class TargetSteps:
         aux_layer_ids: tuple[int, ...] = (),
         block_size: int = 16,
         seed: int = 0,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.target = target
         self.kernels = kernels
         self.aux_layer_ids = aux_layer_ids
-        self.sequences = PagedSequences(capacities, block_size=block_size, seed=seed)
-        self.cache = self.sequences.cache(target.kv_pool_shape(self.sequences.num_blocks, block_size))
+        self.sequences = PagedSequences(capacities, block_size=block_size, seed=seed, device=device)
+        self.cache = self.sequences.cache(target.kv_pool_shape(self.sequences.num_blocks, block_size), dtype)
 
     def step(self, chunks: list[tuple[int, list[int]]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Logits and aux hidden states of each chunk's rows."""
         rows = self.sequences.rows(chunks)
         metadata = self.sequences.metadata(rows, self.kernels, self.target.num_heads)
-        hidden, aux = self.target.forward(
-            torch.from_numpy(rows.token_ids), metadata, self.cache, aux_layer_ids=self.aux_layer_ids
-        )
+        token_ids = torch.from_numpy(rows.token_ids).to(self.sequences.device)
+        hidden, aux = self.target.forward(token_ids, metadata, self.cache, aux_layer_ids=self.aux_layer_ids)
         logits = self.target.compute_logits(hidden)
         sizes = rows.query_lens.tolist()
         return list(logits.split(sizes)), [] if aux is None else list(aux.split(sizes))
