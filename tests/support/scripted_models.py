@@ -59,6 +59,8 @@ class ScriptedRunner:
         self.unavailable = False
         self.fail_at_steps: set[int] = set()
         self.store = self._empty_store()
+        self.violation: StaleSlotError | None = None
+        """The first broken rule; kept, because an engine may take the error for a failing runner and go on."""
         self._is_known = True
 
     def describe(self) -> RunnerDescription:
@@ -92,8 +94,9 @@ class ScriptedTarget(ScriptedRunner):
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         self._begin_step()
-        if not self._is_known:
-            return self._garbage(plan)
+        return self._verify(plan) if self._is_known else self._garbage(plan)
+
+    def _verify(self, plan: TargetPlan) -> TargetReply:
         rows, store = RowGrid(plan.rows), self.store
         last = store.read_prefixes(plan.rows.block_table, rows.starts)
         hashes = rows.chain(last)
@@ -190,6 +193,13 @@ class ScriptedDraft(ScriptedRunner):
         self._begin_step()
         if not self._is_known:
             return self._garbage(plan)
+        try:
+            return self._propose(plan)
+        except StaleSlotError as error:
+            self.violation = self.violation or error
+            raise
+
+    def _propose(self, plan: DraftPlan) -> DraftReply:
         rows, store = RowGrid(plan.rows), self.store
         aux = np.zeros(rows.real.shape, np.uint64)
         aux[rows.real] = plan.aux.tensor[plan.aux_rows]

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -15,6 +16,7 @@ from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from support.letter_tokenizer import LetterTokenizer
 from support.plain_decoding import decode_plainly
+from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
 
@@ -22,30 +24,14 @@ VOCAB = 32
 SCRIPT = LogitScript(VOCAB, scales=(3.0, 8.0))
 
 
-class Client:
-    """Collects one request's deltas and complains about a second final one."""
+class Client(RecordingClient):
+    """Checked when its test has ended."""
+
+    all_of_test: ClassVar[list["Client"]] = []
 
     def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-        self.done = threading.Event()
-
-    def __call__(self, delta: TokenDelta) -> None:
-        assert not self.done.is_set(), "a delta came after the final one"
-        self.deltas.append(delta)
-        if delta.finish_reason is not None:
-            self.done.set()
-
-    def wait(self, timeout_s: float = 20.0) -> TokenDelta:
-        assert self.done.wait(timeout_s), "no final delta"
-        return self.deltas[-1]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [t for delta in self.deltas for t in delta.token_ids]
-
-    @property
-    def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
+        super().__init__()
+        self.all_of_test.append(self)
 
 
 class SlowTarget(ScriptedTarget):
@@ -81,6 +67,7 @@ def request(prompt: tuple[int, ...] = (1, 2, 3), request_id: str = "r", **sampli
 @pytest.fixture
 def start() -> Iterator[Callable[..., Engine]]:
     engines = []
+    Client.all_of_test.clear()
 
     def make(target: ScriptedTarget, draft: ScriptedDraft | None = None, **kwargs: object) -> Engine:
         engine = Engine(target, draft, **kwargs)  # type: ignore[arg-type]
@@ -91,6 +78,9 @@ def start() -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.stop()
+    for client in Client.all_of_test:
+        if client.deltas:
+            client.check()
 
 
 def ready(engine: Engine) -> Engine:

@@ -74,7 +74,7 @@ def script() -> LogitScript:
 
 @pytest.fixture(scope="module")
 def requests() -> list[GenerateRequest]:
-    return random_requests(random.Random(11), NUM_REQUESTS, VOCAB)
+    return random_requests(random.Random(11), NUM_REQUESTS, VOCAB, longest_prompt=16, longest_output=22)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,7 @@ def run(script: LogitScript, requests: list[GenerateRequest], setting: Setting) 
             for r in requests[: setting.num_requests]
         ]
         harness.run()
+        harness.core.kv.check_invariants()
     return outcomes
 
 
