@@ -49,6 +49,7 @@ class Harness:
         self.lengths += np.array(query_lens, np.int32)
         proposals = np.array(num_proposals, np.int32)
         num_proposing = int((proposals > 0).sum())
+        slots = self.lengths + np.maximum(proposals - 1, 0)
         # The draft's rows read the target's in another order.
         return DraftPlan(
             step_id=4,
@@ -56,7 +57,7 @@ class Harness:
                 token_ids=torch.randint(0, 96, (num_rows,), generator=self.generator).int().numpy(),
                 query_lens=np.array(query_lens, np.int32),
                 seq_lens=self.lengths.copy(),
-                block_table=BLOCKS,
+                block_table=np.where(np.arange(3) < -(-slots // BLOCK_SIZE)[:, None], BLOCKS, 2**30).astype(np.int32),
             ),
             aux=AuxHandle(tensor=2 * torch.randn(num_rows + 2, 3 * 64, generator=self.generator)),
             aux_rows=torch.randperm(num_rows + 2, generator=self.generator)[:num_rows].numpy(),
@@ -134,10 +135,15 @@ def test_coupled_proposals_draw_with_the_targets_noise(case: str) -> None:
             temperature=np.array([1.0, 0.7], np.float32),
             seed=np.array([seed, -1 - seed], np.int64),
             top_p=np.array([1.0, 0.9], np.float32),
-            presence_penalty=np.array([0.0, 2.0], np.float32),
+            presence_penalty=np.array([0.0, 30.0], np.float32),
+            # A sequence with penalties brings its prompt.
+            penalty_offsets=np.array([0, 0, 1], np.int32),
+            penalty_ids=np.array([known[0]], np.int32),
+            penalty_counts=np.array([0], np.int32),
+            penalty_in_prompt=np.array([True]),
             bias_offsets=np.array([0, 0, 1], np.int32),
             bias_ids=np.array([known[3]], np.int32),
-            bias_values=np.array([6.0], np.float32),
+            bias_values=np.array([20.0], np.float32),
             ban_offsets=np.array([0, 1, 1], np.int32),
             ban_ids=np.array([known[5]], np.int32),
             ban_until=np.array([2**31 - 1], np.int64),
@@ -145,6 +151,32 @@ def test_coupled_proposals_draw_with_the_targets_noise(case: str) -> None:
         plan = harness.plan([2, 3, 1], [5, 0, 7], sampling)
         reply = harness.owned.runner.propose(plan)
         assert reply.draft_token_ids.tolist() == padded(harness.naive_proposals(plan, sampling))
+        # The bias makes it the first proposal, the penalty on proposals that stand before keeps it from the others.
+        assert reply.draft_token_ids[1].tolist().index(known[3]) == 0
+        assert known[3] not in reply.draft_token_ids[1, 1:]
+
+
+def test_processors_apply_to_greedy_proposals() -> None:
+    harness = Harness(*CASES["MLA"])
+    sampling = sampling_plan(
+        1,
+        ban_offsets=np.array([0, 96 - 3], np.int32),
+        ban_ids=np.array([token for token in range(96) if token not in (8, 40, 77)], np.int32),
+        ban_until=np.full(96 - 3, 2**31 - 1, np.int64),
+    )
+    plan = harness.plan([5, 2, 1], [0, 6, 0], sampling)
+    reply = harness.owned.runner.propose(plan)
+    assert reply.draft_token_ids.tolist() == harness.naive_proposals(plan, sampling)
+    assert set(reply.draft_token_ids.flatten()) <= {8, 40, 77}
+
+
+def test_a_sequence_that_stops_proposing_at_the_end_of_its_last_block() -> None:
+    """It stays in the batch of the other's single-row steps, where a longer length would need a block that it lacks."""
+    harness = Harness(*CASES["MLA"])
+    plan = harness.plan([15, 16, 9], [2, 1, 7])
+    assert plan.rows.block_table[:, 1].tolist()[1] == 2**30
+    reply = harness.owned.runner.propose(plan)
+    assert reply.draft_token_ids.tolist() == padded(harness.naive_proposals(plan))
 
 
 def test_a_greedy_sequence_takes_the_argmax_at_any_temperature() -> None:

@@ -131,6 +131,39 @@ def test_the_logit_mask_reaches_its_row(owned: OwnedRunner, expected_logits: lis
     assert reply.output_token_ids.tolist() == [[int(expected_logits[0][19].argmax())], [only]]
 
 
+def test_a_sequence_with_nothing_left_to_draw_fails_alone(
+    owned: OwnedRunner, expected_logits: list[torch.Tensor]
+) -> None:
+    mask = np.full((2, 3), -1, np.int32)
+    mask[0] = 0
+    reply = owned.runner.verify(
+        plan([(1, 0, TOKENS[1][:9], 0), (0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)], logit_mask=mask)
+    )
+    assert reply.seq_status.tolist() == [0, STATUS_NOT_FINITE, 0]
+    assert reply.output_token_ids.tolist() == [[-1], [int(expected_logits[2][19].argmax())]]
+
+
+def test_draft_tokens_count_for_the_penalties_of_later_rows(owned: OwnedRunner) -> None:
+    """Token 37 is biased to win every row, and penalised once it stands in the output, be it as a draft token."""
+    prefill(owned)
+    sampling = sampling_plan(
+        1,
+        presence_penalty=200.0,
+        penalty_offsets=np.array([0, 1], np.int32),
+        penalty_ids=np.array([TOKENS[0][0]], np.int32),
+        penalty_counts=np.array([0], np.int32),
+        penalty_in_prompt=np.array([True]),
+        bias_offsets=np.array([0, 1], np.int32),
+        bias_ids=np.array([37], np.int32),
+        bias_values=np.array([50.0], np.float32),
+    )
+    reply = owned.runner.verify(plan([(0, 20, [TOKENS[0][20], 37, 37], 3)], sampling=sampling))
+    drawn = reply.output_token_ids[0].tolist()
+    assert drawn[0] == 37
+    assert drawn[1] not in (-1, 37)
+    assert reply.num_accepted_tokens.tolist() == [1]
+
+
 def test_aux_hidden_states_come_by_row_when_a_sequence_wants_them(owned: OwnedRunner) -> None:
     chunks = [(s, 0, TOKENS[s][:20], 1) for s in range(3)]
     reply = owned.runner.verify(plan(chunks, wants_aux=np.array([False, True, False])))
