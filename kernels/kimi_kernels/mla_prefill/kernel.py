@@ -19,6 +19,7 @@ CHUNK_ROWS = 1 << 19 if not INTERPRETED else 1024
 """Rows of all heads and sequences up-projected at a time: 0.27 GB of keys and values."""
 TILE_ROWS = 128
 TILE_KEYS = 128
+ATTEND_WARPS, ATTEND_STAGES = 8, 2
 GATHER_ROWS = 16
 MAX_ROWS = 2**31 - 1
 """Descriptor coordinates are int32."""
@@ -120,7 +121,7 @@ def _attend(
         batch.cu_seqlens_q, batch.seq_lens, state_out, state_lse, out, q.stride(0), q.stride(1), start, chunk,
         num_seqs, num_heads, num_tiles, softmax_scale * math.log2(math.e),
         P=nope_dim, Q=rope_dim, V=v_dim, R=TILE_ROWS, K=TILE_KEYS, FIRST=first, LAST=last,
-        MATH=_math_dtype(q.dtype), STAGES=2, PDL=early, num_warps=8, num_stages=2,
+        MATH=_math_dtype(q.dtype), STAGES=ATTEND_STAGES, PDL=early, num_warps=ATTEND_WARPS, num_stages=ATTEND_STAGES,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 

@@ -1,0 +1,49 @@
+"""Kernels compiled for an H100 without one: no spills beyond a list, tensor cores used, shared memory within bounds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import compiled_kernels
+
+SHARED_LIMIT = 232_448
+"""Bytes a thread block of an H100 may ask for."""
+STACK_BYTES = {
+    # A few addresses that the loop needs once a tile; measured without effect.
+    "mla hopper 32 bf16": 32,
+    "mla hopper 64 bf16": 32,
+    # Product descriptors of the widened tile, which the assembler hoists out of the loop.
+    "mla hopper 16 fp8e4nv": 128,
+    "mla hopper 32 fp8e4nv": 288,
+    "mla hopper 64 fp8e4nv": 48,
+    # The way for block sizes below 64 keeps an address a row.
+    "mla any 32": 64,
+    "mla any 64": 128,
+}
+"""Spilled bytes a thread that are known; every other kernel spills nothing."""
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, dict[str, int]]:
+    if not compiled_kernels.cuobjdump().exists():
+        pytest.skip("this build of Triton-language brings no cuobjdump")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(Path(compiled_kernels.__file__))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("name", compiled_kernels.BUILDS)
+def test_resources(built: dict[str, dict[str, int]], name: str) -> None:
+    found = built[name]
+    assert found["shared"] <= SHARED_LIMIT
+    assert found["stack"] <= STACK_BYTES.get(name, 0)
+    assert found["HGMMA"] > 0, "no warpgroup product: the kernel would run at half the rate or less"
+    assert found["HMMA"] == 0
+    assert found["UTMALDG"] + found["LDGSTS"] > 0, "tiles are loaded through registers"

@@ -1,0 +1,97 @@
+"""Norms, rotary embedding, activation, cache writes and prompt attention compiled, in bf16, against the reference."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_kernels import KernelSet
+from kimi_kernels.attention_batch import AttentionBatch
+from support.attention_cases import PagedCase, paged_case, random_contents
+
+pytestmark = pytest.mark.gpu
+REFERENCE = KernelSet.reference()
+EPS = 1e-6
+ERROR_LIMIT = 5e-3
+"""norm(error) / norm(result): one rounding to bf16 is 2^-9."""
+PREFILL_LIMIT = 1.2e-2
+"""Up-projected keys and values, weights and result are rounded to bf16 each."""
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(torch.bfloat16)
+
+
+def to_gpu(value: object) -> object:
+    if isinstance(value, AttentionBatch):
+        tensors = {name: getattr(value, name).cuda() for name in ("cu_seqlens_q", "seq_lens", "block_table")}
+        return dataclasses.replace(value, **tensors)
+    return value.cuda() if isinstance(value, Tensor) else value
+
+
+def check(op: str, *arguments: object, limit: float = ERROR_LIMIT) -> None:
+    """Compare an op's results, and what it wrote into its last tensor argument, with the reference's."""
+    on_gpu = tuple(map(to_gpu, arguments))
+    results = getattr(KernelSet.triton(), op)(*on_gpu)
+    expected = getattr(REFERENCE, op)(*arguments)
+    if results is None:
+        results, expected = ([x for x in where if isinstance(x, Tensor)][-2] for where in (on_gpu, arguments))
+    pairs = zip(results, expected, strict=True) if isinstance(results, tuple) else [(results, expected)]
+    for out, want in pairs:
+        assert out.dtype == want.dtype
+        assert torch.linalg.vector_norm(out.cpu().double() - want.double()) <= limit * want.double().norm()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 63, 1025])
+def test_norms_at_full_width(rows: int) -> None:
+    width = 7168
+    check("rms_norm", randn(rows, width), randn(width), EPS)
+    check("add_rms_norm", randn(rows, width), randn(rows, width), randn(width), EPS)
+    check("concat_rms_norm", randn(rows, width), randn(width), randn(rows, width), randn(width), EPS)
+    check("chunked_rms_norm", randn(rows, 3 * width), randn(3, width), EPS)
+    check("rms_norm", randn(rows, 2112)[:, :1536], randn(1536), EPS)
+
+
+@pytest.mark.parametrize("rows", [1, 65, 1100])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_activation_and_cache_writes(rows: int, interleaved: bool) -> None:
+    cos_sin, positions = torch.randn(4096, 64), torch.randint(4096, (rows,))
+    slots = torch.randperm(40 * 64)[:rows]
+    slots[::7] = -1
+    check("rope", randn(rows, 8, 192)[:, :, 128:], cos_sin, positions, interleaved)
+    check("silu_mul", randn(rows, 4096))
+    cache = torch.zeros(40, 64, 576, dtype=torch.bfloat16)
+    check("store_latent", randn(rows, 2112)[:, 1536:], randn(512), EPS, cos_sin, positions, interleaved, cache, slots)
+    kv_cache = torch.zeros(2, 40, 64, 8, 128, dtype=torch.bfloat16)
+    check("store_kv", randn(rows, 8, 128), randn(rows, 8, 128), kv_cache, slots)
+
+
+def paged(case: PagedCase, *width: int) -> Tensor:
+    return case.cache(random_contents([len(slots) for slots in case.slots], *width)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 8), (16, 2), (64, 8)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_mha_attention(num_heads: int, num_kv_heads: int, window: int | None, block_size: int) -> None:
+    case = paged_case([4, 1, 0, 140, 1], [700, 0, 64, 300, 65], block_size, padding_rows=3)
+    cache = torch.stack([paged(case, num_kv_heads, 128), paged(case, num_kv_heads, 128)])
+    check("mha_attention", randn(case.batch.num_tokens, num_heads, 128), cache, case.batch, 128**-0.5, window)
+
+
+@pytest.mark.parametrize("num_heads", [8, 3])
+def test_mla_prefill(num_heads: int) -> None:
+    case = paged_case([150, 1, 0, 33, 256], [700, 1, 64, 33, 256], 64, padding_rows=3)
+    check(
+        "mla_prefill", randn(case.batch.num_tokens, num_heads, 192), paged(case, 576),
+        (torch.randn(num_heads, 128, 512) / 512**0.5).to(torch.bfloat16),
+        (torch.randn(num_heads, 512, 128) / 512**0.5).to(torch.bfloat16), case.batch, 192**-0.5, limit=PREFILL_LIMIT,
+    )  # fmt: skip
+
+
+def test_mla_prefill_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kimi_kernels.mla_prefill import kernel
+
+    monkeypatch.setattr(kernel, "CHUNK_ROWS", 4 * 2 * 256)
+    test_mla_prefill(4)

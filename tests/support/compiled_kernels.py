@@ -1,0 +1,200 @@
+"""Compile Triton-language kernels for an H100 (sm_90) on a machine without one, and read what came out.
+
+Run as a program it prints one JSON object, kernel name -> what `inspect_kernel` found: tests compile in a process of
+their own, because the test process runs kernels in Triton-language's interpreter. Uses the cuobjdump of Triton's wheel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WIDE = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
+NARROW = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)"
+NARROW_HALF = "NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)"
+OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One kernel with the types and constants of one launch."""
+
+    module: str
+    function: str
+    types: dict[str, str]
+    constants: dict[str, object]
+    num_warps: int
+    num_stages: int = 2
+    is_gluon: bool = False
+    multiples_of_16: tuple[str, ...] = field(default=())
+    """Arguments besides pointers that the launch specialises on."""
+
+
+def cuobjdump() -> Path:
+    """Triton's own copy; may be absent from some builds of it."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def inspect_kernel(build: Build) -> dict[str, int]:
+    """Registers, stack bytes a thread (spills), shared memory bytes and counts of some opcodes."""
+    import importlib
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    function = getattr(importlib.import_module(build.module), build.function)
+    names = function.arg_names
+    aligned = [name for name, kind in build.types.items() if kind.startswith("*") or name in build.multiples_of_16]
+    source = (GluonASTSource if build.is_gluon else ASTSource)(
+        function,
+        signature={name: build.types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in build.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = _run(cuobjdump(), "-res-usage", cubin)
+        sass = _run(cuobjdump(), "-sass", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    counts = {opcode: len(re.findall(rf"\b{opcode}\b", sass)) for opcode in OPCODES}
+    return {"registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared, **counts}
+
+
+def _run(*command: object) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def mla_hopper(rows: int, cache: str) -> Build:
+    """`attend_hopper_kernel` for tiles of `rows`, cache "bf16" or "fp8e4nv"."""
+    wide, narrow, half = (WIDE, WIDE, WIDE) if cache == "bf16" else (WIDE, NARROW, NARROW_HALF)
+    types = {
+        "q": "*bf16",
+        "queries": f"tensordesc<bf16[{rows}, 256],{wide}>",
+        "rope_queries": f"tensordesc<bf16[{rows}, 64],{wide}>",
+        "latents": f"tensordesc<{cache}[64, 256],{narrow}>",
+        "rope_keys": f"tensordesc<{cache}[64, 64],{half}>",
+        **dict.fromkeys(("block_table", "records"), "*i32"),
+        "out": "*bf16",
+        **dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32"),
+        **dict.fromkeys(("table_stride", "num_heads", "num_teams", "team_size"), "i32"),
+        **dict.fromkeys(("scale", "kv_scale"), "fp32"),
+    }
+    warps = 8 if rows == 64 or cache != "bf16" else 4
+    constants = {"L": 512, "P": 64, "PAGE": 64, "R": rows, "K": 64, "SWAP": rows < 64, "LSE": True}
+    return Build(
+        module="kimi_kernels.mla_decode.kernel_hopper",
+        function="attend_hopper_kernel",
+        types=types,
+        constants={**constants, "STAGES": 2, "WARPS": warps},
+        num_warps=warps,
+        is_gluon=True,
+    )
+
+
+def mla_any(rows: int) -> Build:
+    """`attend_kernel` of `mla_decode`, which takes any block size."""
+    import triton.language as tl
+
+    types = {
+        **dict.fromkeys(("q", "cache", "out"), "*bf16"),
+        **dict.fromkeys(("block_table", "records"), "*i32"),
+        **dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32"),
+        **dict.fromkeys(
+            ("q_token_stride", "q_head_stride", "table_stride", "num_heads", "num_teams", "team_size"), "i32"
+        ),
+        **dict.fromkeys(("scale", "kv_scale"), "fp32"),
+    }
+    constants = {"L": 512, "P": 64, "PAGE": 16, "R": rows, "K": 64, "SWAP": rows < 64, "LSE": True, "STAGES": 2}
+    return Build(
+        module="kimi_kernels.mla_decode.kernel_attend",
+        function="attend_kernel",
+        types=types,
+        constants={**constants, "MATH": tl.bfloat16},
+        num_warps=8,
+        multiples_of_16=("q_token_stride", "q_head_stride"),
+    )
+
+
+def prefill() -> Build:
+    """`attend_kernel` of `mla_prefill` at 192/128."""
+    import triton.language as tl
+
+    from kimi_kernels.mla_prefill import kernel
+
+    keys = kernel.TILE_KEYS
+    types = {
+        "q": "*bf16",
+        "k_nope": f"tensordesc<bf16[{keys}, 128]>",
+        "k_rope": f"tensordesc<bf16[{keys}, 64]>",
+        "values": f"tensordesc<bf16[{keys}, 128]>",
+        **dict.fromkeys(("cu_seqlens_q", "seq_lens"), "*i32"),
+        **dict.fromkeys(("state_out", "state_lse"), "*fp32"),
+        "out": "*bf16",
+        **dict.fromkeys(
+            ("q_token_stride", "q_head_stride", "start", "chunk", "num_seqs", "num_heads", "num_tiles"), "i32"
+        ),
+        "scale": "fp32",
+    }
+    constants = {"P": 128, "Q": 64, "V": 128, "R": kernel.TILE_ROWS, "K": keys, "FIRST": True, "LAST": True}
+    return Build(
+        module="kimi_kernels.mla_prefill.kernel_attend",
+        function="attend_kernel",
+        types=types,
+        constants={**constants, "MATH": tl.bfloat16, "STAGES": kernel.ATTEND_STAGES, "PDL": True},
+        num_warps=kernel.ATTEND_WARPS,
+        num_stages=kernel.ATTEND_STAGES,
+        multiples_of_16=("q_token_stride", "q_head_stride", "chunk"),
+    )
+
+
+def mha() -> Build:
+    """`attend_kernel` of `mha_attention` for 64 rows, head dim 128."""
+    import triton.language as tl
+
+    types = {
+        **dict.fromkeys(("q", "keys", "values", "out"), "*bf16"),
+        **dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32"),
+        **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
+        **dict.fromkeys(
+            ("q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_heads", "num_kv_heads"), "i32"
+        ),
+        **dict.fromkeys(("num_tiles", "window"), "i32"),
+        "scale": "fp32",
+    }
+    constants = {"D": 128, "PAGE": 64, "R": 64, "K": 64, "SPLITS": 4, "STAGES": 3, "PDL": True}
+    return Build(
+        module="kimi_kernels.mha_attention.kernel_attend",
+        function="attend_kernel",
+        types=types,
+        constants={**constants, "MATH": tl.bfloat16},
+        num_warps=4,
+        num_stages=3,
+        multiples_of_16=("q_token_stride", "q_head_stride"),
+    )
+
+
+BUILDS: dict[str, Callable[[], Build]] = {
+    **{f"mla hopper {rows} {cache}": lambda rows=rows, cache=cache: mla_hopper(rows, cache)  # type: ignore[misc]
+       for rows in (16, 32, 64) for cache in ("bf16", "fp8e4nv")},
+    **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
+    "prefill": prefill,
+    "mha": mha,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or list(BUILDS)
+    print(json.dumps({name: inspect_kernel(BUILDS[name]()) for name in wanted}))  # noqa: T201
