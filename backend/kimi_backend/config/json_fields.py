@@ -116,7 +116,8 @@ class JsonFields:
         if value is None:
             return
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in supported):
-            raise self.error(field, " or ".join(repr(choice) for choice in supported) + " (nothing else is supported)")
+            allowed = " or ".join(repr(choice) for choice in supported) or "null"
+            raise self.error(field, f"{allowed} (nothing else is supported)")
 
     def integers(self, field: str, *, minimum: int = 0, maximum: int = MAX_INTEGER) -> tuple[int, ...]:
         """A list of integers in minimum…maximum, or a lone integer; empty when the field is absent."""

@@ -285,7 +285,10 @@ def _int4_with(path: str, value: Any) -> Json:
         ({}, "quant_method is missing"),
         (_int4_with("format", "float-quantized"), "format is 'float-quantized', expected 'pack-quantized'"),
         (_int4_with("quantization_status", "frozen"), "quantization_status is 'frozen'"),
-        (_int4_with("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme is"),
+        (
+            _int4_with("kv_cache_scheme", {"num_bits": 8}),
+            r"kv_cache_scheme is .*, expected null \(nothing else is supported\)",
+        ),
         (_int4_with("config_groups", {}), r"config_groups is \{\}, expected an object with exactly one group"),
         (_int4_with("config_groups/group_0/targets", ["Embedding"]), "targets is"),
         (_int4_with("config_groups/group_0/input_activations", {"num_bits": 8}), "input_activations is"),
