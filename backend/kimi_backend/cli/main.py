@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from kimi_backend.cli.bench import bench_command
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
 from kimi_backend.cli.server_commands import chat_command, demo_command, generate_command, serve_command
@@ -27,6 +28,7 @@ app.command("serve")(serve_command)
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
 app.command("demo")(demo_command)
+app.command("bench")(bench_command)
 
 
 def main() -> None:

@@ -1,17 +1,16 @@
 """Counts what speculation did, for one request or for the engine; reported only where it ran."""
 
-from typing import Any
-
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, SpeculationStats
 
 
 class SpeculationCounter:
     """Adds up rounds. A round is a verify that carried at least one draft token."""
 
-    def __init__(self, max_draft_tokens: int = MAX_SPECULATIVE_TOKENS) -> None:
-        self._max_draft_tokens = max_draft_tokens
-        self._accepted_histogram = [0] * (max_draft_tokens + 1)
-        self._drafted_histogram = [0] * (max_draft_tokens + 1)
+    def __init__(self, num_positions: int | None = None) -> None:
+        """num_positions: draft positions to report; None: as many as were ever drafted."""
+        self._num_positions = num_positions
+        self._accepted_histogram = [0] * (MAX_SPECULATIVE_TOKENS + 1)
+        self._drafted_histogram = [0] * (MAX_SPECULATIVE_TOKENS + 1)
 
     def add(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one verify; one without draft tokens is no round."""
@@ -24,12 +23,15 @@ class SpeculationCounter:
         num_rounds = sum(self._drafted_histogram)
         if not num_rounds:
             return None
-        drafted, accepted = _at_least(self._drafted_histogram), _at_least(self._accepted_histogram)
+        longest = max(k for k, count in enumerate(self._drafted_histogram) if count)
+        length = longest if self._num_positions is None else self._num_positions
+        drafted = _at_least(self._drafted_histogram)[:length]
+        accepted = _at_least(self._accepted_histogram)[:length]
         return SpeculationStats(
             num_spec_steps=num_rounds,
             num_draft_tokens=sum(drafted),
             num_accepted_draft_tokens=sum(accepted),
-            acceptance_histogram=tuple(self._accepted_histogram),
+            acceptance_histogram=tuple(self._accepted_histogram[: length + 1]),
             drafted_per_position=drafted,
             accepted_per_position=accepted,
         )
@@ -42,19 +44,3 @@ def _at_least(histogram: list[int]) -> tuple[int, ...]:
         running += count
         totals.append(running)
     return tuple(reversed(totals))
-
-
-def speculation_as_json(stats: SpeculationStats) -> dict[str, Any]:
-    """The object that AIPerf reads as `speculative_decoding`, and the per-position counts behind it."""
-    return {
-        "num_spec_steps": stats.num_spec_steps,
-        "num_spec_tokens": len(stats.acceptance_histogram) - 1,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
-        "acceptance_histogram": list(stats.acceptance_histogram),
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "draft_acceptance_rate": stats.draft_acceptance_rate,
-        "drafted_per_position": list(stats.drafted_per_position),
-        "accepted_per_position": list(stats.accepted_per_position),
-        "acceptance_per_position": list(stats.acceptance_per_position),
-    }

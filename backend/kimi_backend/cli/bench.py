@@ -1,0 +1,121 @@
+"""`kimi bench`: measure a running server, or with --in-process the engine and both models in this process."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kimi_backend.errors import InvalidRequestError
+
+
+def bench_command(
+    prompts: Annotated[Path, typer.Option(help="JSON lines, each with prompt or input_ids.")],
+    in_process: Annotated[bool, typer.Option("--in-process", help="Without a server.")] = False,
+    url: Annotated[str, typer.Option(help="host:port of the server's gRPC endpoint.")] = "localhost:8001",
+    checkpoint: Annotated[str | None, typer.Option(help="Folder of the target; --in-process only.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder of the draft; --in-process only.")] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--num-speculative-tokens", "-k", min=0, max=7, help="Draft tokens a step.")
+    ] = 3,
+    draft_sampling: Annotated[str, typer.Option(help="coupled, greedy or auto.")] = "auto",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Request i gets seed + i.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Do not stop at the end-of-sequence token.")] = False,
+    num_requests: Annotated[int | None, typer.Option(min=1, help="By default one a prompt.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Most requests that run together.")] = 16,
+    compare_no_spec: Annotated[bool, typer.Option(help="Run again without speculation; server only.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the result; server only.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, reference or triton; --in-process only.")] = "auto",
+    max_model_len: Annotated[int, typer.Option(min=0, help="0 takes the checkpoint's; --in-process only.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run prompts and report acceptance, tokens per second and where the time of a step goes."""
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "ignore_eos": ignore_eos,
+    }
+    if in_process:
+        if checkpoint is None:
+            raise InvalidRequestError(
+                "--checkpoint: not given, --in-process needs the folder of the target's checkpoint"
+            )
+        if compare_no_spec or plot is not None:
+            raise InvalidRequestError("--compare-no-spec and --plot go with a server, not with --in-process")
+        settings = {
+            "checkpoint": checkpoint,
+            "draft": draft or "",
+            "max_num_seqs": concurrency,
+            "device": device,
+            "kernels": kernels,
+            "max_model_len": max_model_len,
+        }
+        _bench_in_process(settings, prompts, sampling, num_speculative_tokens, draft_sampling, num_requests, as_json)
+        return
+    if checkpoint is not None or draft is not None:
+        raise InvalidRequestError("--checkpoint and --draft go with --in-process; a server has its own")
+    fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "draft_sampling": draft_sampling}
+    _bench_server(url, prompts, fields, concurrency, num_requests, compare_no_spec, plot, as_json)
+
+
+def _bench_in_process(
+    settings: dict[str, Any],
+    prompts: Path,
+    sampling: dict[str, Any],
+    num_speculative_tokens: int,
+    draft_sampling: str,
+    num_requests: int | None,
+    as_json: bool,
+) -> None:
+    from kimi_backend.cli.bench_in_process import BenchLoad, print_report, run_bench
+    from kimi_backend.config.settings import ServingSettings
+    from kimi_backend.types.request import DraftSampling, SamplingParams
+
+    if draft_sampling not in [choice.value for choice in DraftSampling]:
+        raise InvalidRequestError(f"--draft-sampling: {draft_sampling!r} given, coupled, greedy or auto is allowed")
+    load = BenchLoad(
+        sampling=SamplingParams(**sampling),
+        num_speculative_tokens=num_speculative_tokens,
+        draft_sampling=DraftSampling(draft_sampling),
+        num_requests=num_requests,
+    )
+    report = run_bench(ServingSettings(**settings), prompts, load)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        print_report(report)
+
+
+def _bench_server(
+    url: str,
+    prompts: Path,
+    fields: dict[str, Any],
+    concurrency: int,
+    num_requests: int | None,
+    compare_no_spec: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    from kimi_backend.cli.bench_server import bench, print_table, read_prompts, write_plot
+
+    requests = read_prompts(prompts)
+    report = bench(
+        url,
+        requests,
+        {name: value for name, value in fields.items() if value is not None},
+        concurrency=concurrency,
+        num_requests=len(requests) if num_requests is None else num_requests,
+        compare_no_spec=compare_no_spec,
+    )
+    if plot is not None:
+        write_plot(report, plot)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        print_table(report)

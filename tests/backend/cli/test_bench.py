@@ -1,0 +1,87 @@
+"""`kimi bench --in-process` on a tiny random checkpoint: the same text with and without speculation, and its report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kimi_backend.cli.main import app
+from kimi_backend.errors import InvalidRequestError
+
+PROMPTS = '{"prompt": "def f(x):"}\n\n{"input_ids": [5, 6, 7, 8]}\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    result = CliRunner().invoke(app, ["make-checkpoint", str(folder / "tiny"), "--preset", "tiny", "--draft", "mla"])
+    assert result.exit_code == 0, result.output
+    (folder / "prompts.jsonl").write_text(PROMPTS)
+    return folder
+
+
+def bench(folder: Path, *options: str) -> dict[str, Any]:
+    arguments = ["bench", "--in-process", "--checkpoint", str(folder / "tiny"), "--prompts"]
+    arguments += [str(folder / "prompts.jsonl"), "--seed", "4", "--max-tokens", "12", "--max-model-len", "64", "--json"]
+    result = CliRunner().invoke(app, [*arguments, *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_speculation_changes_speed_and_no_token(folder: Path) -> None:
+    plain = bench(folder, "-k", "0")
+    fast = bench(folder, "-k", "3", "--draft", str(folder / "tiny" / "draft"), "--draft-sampling", "coupled")
+    for key in ("text", "token_ids", "finish_reason"):
+        assert [r[key] for r in plain["requests"]] == [r[key] for r in fast["requests"]]
+    assert [r["statistics"]["seed"] for r in fast["requests"]] == [4, 5]
+    assert (plain["acceptance_length"], plain["acceptance_per_position"]) == (None, [])
+    assert plain["requests"][0]["statistics"]["speculative_decoding"] is None
+    rounds = [r["statistics"]["speculative_decoding"] for r in fast["requests"]]
+    total = sum(r["num_spec_steps"] for r in rounds)
+    assert fast["acceptance_length"] == 1 + sum(r["num_accepted_draft_tokens"] for r in rounds) / total
+    assert len(fast["acceptance_per_position"]) == 3
+    assert fast["num_output_tokens"] == sum(len(r["token_ids"]) for r in fast["requests"])
+    assert set(fast["step_ms"]) == {"schedule", "target", "commit", "draft", "publish"}
+
+
+def test_prompts_are_repeated_for_more_requests(folder: Path) -> None:
+    report = bench(folder, "-k", "0", "--num-requests", "5", "--temperature", "0", "--ignore-eos")
+    texts = [request["text"] for request in report["requests"]]
+    assert texts == [texts[0], texts[1]] * 2 + [texts[0]]
+    assert report["num_output_tokens"] == 60
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--in-process"], "--checkpoint: not given"),
+        (["--in-process", "--checkpoint", "x", "--compare-no-spec"], "go with a server"),
+        (["--checkpoint", "x"], "go with --in-process"),
+        (["--in-process", "--checkpoint", "x", "--draft-sampling", "best"], "'best' given"),
+    ],
+)
+def test_options_that_do_not_go_together(folder: Path, options: list[str], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        CliRunner().invoke(app, ["bench", "--prompts", str(folder / "prompts.jsonl"), *options], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\nnonsense\n', r"wrong\.jsonl:2: not valid JSON"),
+        ('{"text": "a"}\n', r"wrong\.jsonl:1: .* given, a JSON object with prompt"),
+        ('{"prompt": 3}\n', r"wrong\.jsonl:1"),
+        ('{"prompt": "a", "input_ids": [1]}\n', r"wrong\.jsonl:1"),
+        ('{"input_ids": [true]}\n', r"wrong\.jsonl:1"),
+        ("\n", "no prompts in it"),
+    ],
+)
+def test_a_wrong_prompt_file_is_named(folder: Path, content: str, message: str) -> None:
+    path = folder / "wrong.jsonl"
+    path.write_text(content)
+    arguments = ["bench", "--in-process", "--checkpoint", str(folder / "tiny"), "--prompts", str(path)]
+    with pytest.raises(InvalidRequestError, match=message):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
