@@ -1,0 +1,118 @@
+from dataclasses import replace
+
+import pytest
+
+from kimi_backend.errors import ConfigError, InvalidRequestError
+from kimi_backend.scheduler.admission import AdmissionLimits, check_request
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+
+LIMITS = AdmissionLimits(vocab_size=100, max_model_len=50, max_sequence_slots=64)
+SETTINGS = SchedulerSettings(max_speculative_tokens=5)
+REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1, 2))
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def check(**sampling: object) -> None:
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    check_request(replace(REQUEST, sampling=params), LIMITS, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("temperature", -0.1, "a finite number of at least 0"),
+        ("temperature", NAN, "a finite number of at least 0"),
+        ("temperature", INFINITY, "a finite number of at least 0"),
+        ("top_k", -1, "0 to 2147483647"),
+        ("top_p", 0.0, "above 0, up to 1"),
+        ("top_p", 1.01, "above 0, up to 1"),
+        ("top_p", NAN, "above 0, up to 1"),
+        ("min_p", -0.01, "0 to 1"),
+        ("min_p", 1.01, "0 to 1"),
+        ("seed", -1, "0 to 18446744073709551615"),
+        ("seed", 2**64, "0 to 18446744073709551615"),
+        ("repetition_penalty", 0.0, "a finite number above 0"),
+        ("repetition_penalty", INFINITY, "a finite number above 0"),
+        ("frequency_penalty", 2.1, "-2 to 2"),
+        ("presence_penalty", -2.1, "-2 to 2"),
+        ("min_tokens", -1, "0 to 2147483647"),
+        ("max_tokens", 0, "1 to 2147483647"),
+        ("logprobs", -1, "0 to 20"),
+        ("logprobs", 21, "0 to 20"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(field: str, value: float, allowed: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        check(**{field: value})
+    assert str(error.value) == f"{field}: {value} given, {allowed} is allowed"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"logit_bias": {100: 1.0}}, "logit_bias: token id 100 given, 0 to 99 is allowed"),
+        ({"logit_bias": {5: 101.0}}, r"logit_bias\[5\]: 101.0 given, -100 to 100 is allowed"),
+        ({"logit_bias": {5: NAN}}, r"logit_bias\[5\]: nan given"),
+        ({"bad_words": ((),)}, r"bad_words\[0\]: 0 tokens given, 1 to 64 are allowed"),
+        ({"bad_words": ((1,), (2, -1))}, r"bad_words\[1\]: token id -1 given, 0 to 99 is allowed"),
+        ({"bad_words": ((1,),) * 1025}, "bad_words: 1025 words given, at most 1024 are allowed"),
+        ({"stop_token_ids": (100,)}, "stop_token_ids: token id 100 given"),
+        ({"allowed_token_ids": (1, 200)}, "allowed_token_ids: token id 200 given"),
+        ({"stop": ("a", "")}, "stop: 2 strings given, at most 16 non-empty ones are allowed"),
+        ({"stop": ("a",) * 17}, "stop: 17 strings given"),
+        ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens: 9 given, at most max_tokens \(8\) is allowed"),
+    ],
+)
+def test_a_wrong_list_is_refused(sampling: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check(**sampling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_token_ids": ()}, "prompt_token_ids: empty, at least 1 token is needed"),
+        ({"prompt_token_ids": (1, 100)}, "prompt_token_ids: token id 100 given, 0 to 99 is allowed"),
+        ({"prompt_token_ids": (1, -5)}, "prompt_token_ids: token id -5 given"),
+        ({"prompt_token_ids": (1,) * 50}, "prompt_token_ids: 50 tokens given, at most 49 are allowed"),
+        ({"num_speculative_tokens": 6}, "num_speculative_tokens: 6 given, 0 to 5 is allowed"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: -1 given"),
+        ({"deadline_s": 0.0}, "deadline_s: 0.0 given, more than 0 seconds is allowed"),
+        ({"deadline_s": NAN}, "deadline_s: nan given"),
+        ({"priority": 2**31}, "priority: 2147483648 given"),
+    ],
+)
+def test_a_wrong_request_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        check_request(replace(REQUEST, **changes), LIMITS, SETTINGS)  # type: ignore[arg-type]
+
+
+def test_the_pool_bounds_the_prompt_too() -> None:
+    small = replace(LIMITS, max_sequence_slots=10)
+    check_request(replace(REQUEST, prompt_token_ids=(1,) * 9), small, SETTINGS)
+    with pytest.raises(InvalidRequestError, match="at most 9 are allowed"):
+        check_request(replace(REQUEST, prompt_token_ids=(1,) * 10), small, SETTINGS)
+
+
+def test_the_borders_are_allowed() -> None:
+    check(temperature=0, top_p=1.0, min_p=1.0, seed=2**64 - 1, logprobs=20, min_tokens=8, max_tokens=8)
+    check(logit_bias={0: -100.0, 99: 100.0}, bad_words=((1,) * 64,), stop_token_ids=(0, 99))
+    check_request(
+        replace(REQUEST, prompt_token_ids=(1,) * 49, num_speculative_tokens=5, deadline_s=1e-9), LIMITS, SETTINGS
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs: 0 given, at least 1 is allowed"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens: 8 given, at least 9"),
+        ({"max_queue_size": 0}, "max_queue_size: 0 given"),
+        ({"max_speculative_tokens": 8}, "max_speculative_tokens: 8 given, 0 to 7 is allowed"),
+        ({"max_speculative_tokens": 2}, "num_speculative_tokens: 3 given, 0 to 2 is allowed"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SchedulerSettings(**values)  # type: ignore[arg-type]

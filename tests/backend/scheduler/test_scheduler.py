@@ -1,0 +1,212 @@
+"""Who gets rows and blocks. Block size 4; sequences advance by hand."""
+
+import numpy as np
+import pytest
+
+from kimi_backend.cache.kv_manager import KvManager
+from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
+from kimi_backend.scheduler.sequence import Finish, Sequence
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.request import FinishReason
+from support.sequences import make_sequence
+
+SIZE = 4
+
+
+def make_scheduler(num_blocks: int = 64, num_draft_blocks: int | None = None, **settings: int) -> Scheduler:
+    values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **settings}
+    kv = KvManager(block_size=SIZE, num_target_blocks=num_blocks, num_draft_blocks=num_draft_blocks)
+    return Scheduler(SchedulerSettings(**values), kv, 64)  # type: ignore[arg-type]
+
+
+def prompt(length: int, start: int = 0) -> tuple[int, ...]:
+    return tuple(range(start, start + length))
+
+
+def rows_of(batch: StepBatch) -> dict[int, int]:
+    return {s.uid: rows for s, rows in zip(batch.sequences, batch.num_rows, strict=True)}
+
+
+def advance(batch: StepBatch, num_drafts: int = 0) -> None:
+    """As if the step had run: all rows but drafts valid, one token drawn where the last known one was reached."""
+    for sequence, rows in zip(batch.sequences, batch.num_rows, strict=True):
+        sequence.target_len += rows - sequence.num_draft_tokens
+        sequence.draft_len = sequence.target_len if sequence.uses_draft else 0
+        if sequence.target_len == sequence.num_tokens:
+            sequence.append([1])
+            sequence.num_draft_tokens = num_drafts
+
+
+def test_decodes_come_first_and_prefill_gets_the_rest() -> None:
+    scheduler = make_scheduler()
+    first, second = make_sequence(prompt(4), uid=0), make_sequence(prompt(60, 100), uid=1)
+    scheduler.waiting.push(first)
+    advance(scheduler.schedule(), num_drafts=3)
+    scheduler.waiting.push(second)
+    batch = scheduler.schedule()
+    assert batch.num_decodes == 1
+    assert rows_of(batch) == {0: 4, 1: 28}
+    advance(batch)
+    assert rows_of(scheduler.schedule()) == {0: 1, 1: 31}
+
+
+def test_every_running_sequence_gets_a_row_however_tight_the_budget() -> None:
+    scheduler = make_scheduler(max_num_seqs=4, max_num_batched_tokens=6)
+    decoding = [make_sequence(prompt(1), uid=uid) for uid in range(3)]
+    for sequence in decoding:
+        scheduler.waiting.push(sequence)
+    advance(scheduler.schedule(), num_drafts=3)
+    scheduler.waiting.push(make_sequence(prompt(20, 50), uid=3))
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 4, 1: 1, 2: 1}, "drafts are trimmed from the back, and a newcomer needs a row"
+    assert [s.num_draft_tokens for s in decoding] == [3, 0, 0]
+    advance(batch)
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 1, 1: 1, 2: 1, 3: 3}
+    advance(batch, num_drafts=3)
+    assert rows_of(scheduler.schedule()) == {0: 3, 1: 1, 2: 1, 3: 1}
+
+
+def test_older_prefills_are_served_before_younger_ones() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    for uid in range(3):
+        scheduler.waiting.push(make_sequence(prompt(12, 100 * uid), uid=uid, max_num_tokens=500))
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 12, 1: 4}
+    advance(batch)
+    assert rows_of(scheduler.schedule()) == {0: 1, 1: 8, 2: 7}
+
+
+def test_priority_goes_before_arrival() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for uid, priority in enumerate((0, 5, 5, -1)):
+        scheduler.waiting.push(make_sequence(uid=uid, priority=priority))
+    order = []
+    for _ in range(4):
+        (sequence,) = scheduler.schedule().sequences
+        order.append(sequence.uid)
+        sequence.finish = Finish(FinishReason.STOP)
+        scheduler.finish(sequence)
+    assert order == [1, 2, 0, 3]
+
+
+def test_the_head_of_the_queue_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    running = make_sequence(prompt(40), uid=0)
+    big, small = make_sequence(prompt(40, 50), uid=1), make_sequence(prompt(2, 90), uid=2)
+    for sequence in (running, big, small):
+        scheduler.waiting.push(sequence)
+    advance(scheduler.schedule())
+    assert rows_of(scheduler.schedule()) == {0: 8}
+    running.finish = Finish(FinishReason.STOP)
+    scheduler.finish(running)
+    assert set(rows_of(scheduler.schedule())) == {1}
+
+
+def test_a_finished_waiting_sequence_is_skipped() -> None:
+    scheduler = make_scheduler()
+    first, second = make_sequence(uid=0), make_sequence(uid=1)
+    for sequence in (first, second):
+        scheduler.waiting.push(sequence)
+    first.finish = Finish(FinishReason.CANCELLED)
+    scheduler.finish(first)
+    assert len(scheduler.waiting) == 1
+    assert rows_of(scheduler.schedule()) == {1: 3}
+    assert not len(scheduler.waiting)
+
+
+def grow_until_preemption(scheduler: Scheduler, sequences: list[Sequence]) -> list[int]:
+    """Decode until somebody is preempted; returns who."""
+    for _ in range(60):
+        advance(scheduler.schedule())
+        preempted = [s.uid for s in sequences if s.num_preemptions]
+        if preempted:
+            return preempted
+    raise AssertionError("nobody was preempted")
+
+
+@pytest.mark.parametrize(("priorities", "victim"), [((0, 0, 0), 2), ((0, -1, 0), 1), ((1, 2, 2), 0)])
+def test_the_lowest_priority_then_the_youngest_is_preempted(priorities: tuple[int, ...], victim: int) -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    sequences = [make_sequence(prompt(6, 10 * uid), uid=uid, priority=p, k=0) for uid, p in enumerate(priorities)]
+    for sequence in sequences:
+        scheduler.waiting.push(sequence)
+    assert grow_until_preemption(scheduler, sequences) == [victim]
+    preempted = sequences[victim]
+    assert (preempted.blocks, preempted.row, preempted.target_len) == (None, -1, 0)
+    assert preempted.num_output_tokens > 0
+    scheduler.kv.check_invariants()
+
+
+def test_a_preempted_sequence_returns_before_later_arrivals() -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    sequences = [make_sequence(prompt(6, 10 * uid), uid=uid, k=0) for uid in range(3)]
+    for sequence in sequences:
+        scheduler.waiting.push(sequence)
+    grow_until_preemption(scheduler, sequences)
+    late = make_sequence(prompt(6, 90), uid=9)
+    scheduler.waiting.push(late)
+    assert scheduler.waiting.peek() is sequences[2]
+    for sequence in sequences[:2]:
+        sequence.finish = Finish(FinishReason.STOP)
+        scheduler.finish(sequence)
+    batch = scheduler.schedule()
+    assert rows_of(batch)[2] == sequences[2].num_tokens
+    assert list(rows_of(batch)) == [2, 9]
+
+
+def test_slots_for_both_pools_are_taken_before_the_step() -> None:
+    """Target n + k + 1, draft n + k + k'; a finishing prefill n and n + k' - 1."""
+    scheduler = make_scheduler(num_draft_blocks=64)
+    scheduler.is_drafting = True
+    sequence = make_sequence(prompt(4), k=7)
+    scheduler.waiting.push(sequence)
+    batch = scheduler.schedule()
+    assert sequence.blocks is not None
+    assert (len(sequence.blocks.target_ids), len(sequence.blocks.draft_ids)) == (1, 3)  # 4 and 4 + 6 slots
+    advance(batch, num_drafts=7)
+    scheduler.schedule()
+    assert (len(sequence.blocks.target_ids), len(sequence.blocks.draft_ids)) == (3, 5)  # 12 and 12 + 6 slots
+
+
+def test_slots_end_where_the_sequence_must_end() -> None:
+    scheduler = make_scheduler(num_draft_blocks=64)
+    sequence = make_sequence(prompt(4), k=7, max_num_tokens=8)
+    scheduler.waiting.push(sequence)
+    batch = scheduler.schedule()
+    assert sequence.blocks is not None
+    advance(batch, num_drafts=sequence.speculation.num_draft_tokens(3))
+    assert sequence.num_draft_tokens == 2
+    scheduler.schedule()
+    assert (len(sequence.blocks.target_ids), len(sequence.blocks.draft_ids)) == (2, 2)
+
+
+def test_a_newcomer_leaves_a_block_for_each_running_sequence() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    scheduler.waiting.push(make_sequence(prompt(8), uid=0, k=0))
+    advance(scheduler.schedule())
+    newcomer = make_sequence(prompt(13, 50), uid=1, k=0)
+    scheduler.waiting.push(newcomer)
+    assert 1 not in rows_of(scheduler.schedule()), "3 blocks are left, it needs 4"
+    other = make_scheduler(num_blocks=6)
+    other.waiting.push(make_sequence(prompt(8), uid=0, k=0))
+    advance(other.schedule())
+    other.waiting.push(make_sequence(prompt(9, 50), uid=1, k=0))
+    assert 1 not in rows_of(other.schedule()), "it needs all 3 that are left, and one must stay"
+    other.waiting.pop()
+    other.waiting.push(make_sequence(prompt(8, 50), uid=2, k=0))
+    assert rows_of(other.schedule())[2] == 8
+
+
+def test_block_tables_hold_the_blocks_in_order() -> None:
+    scheduler = make_scheduler(num_draft_blocks=64)
+    sequence = make_sequence(prompt(9), k=3)
+    scheduler.waiting.push(sequence)
+    for _ in range(6):
+        advance(scheduler.schedule(), num_drafts=3)
+        assert sequence.blocks is not None
+        for table, ids in (
+            (scheduler.table.target_blocks, sequence.blocks.target_ids),
+            (scheduler.table.draft_blocks, sequence.blocks.draft_ids),
+        ):
+            np.testing.assert_array_equal(table[sequence.row, : len(ids)], ids)

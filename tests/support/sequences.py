@@ -1,0 +1,35 @@
+"""Sequences as the engine makes them from requests."""
+
+from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+
+
+def make_sequence(
+    prompt: tuple[int, ...] = (1, 2, 3),
+    *,
+    uid: int = 0,
+    k: int = 3,
+    max_num_tokens: int = 64,
+    eos_token_ids: frozenset[int] = frozenset(),
+    priority: int = 0,
+    seed: int = 0,
+    draft_sampling: DraftSampling = DraftSampling.COUPLED,
+    **sampling: object,
+) -> Sequence:
+    """A waiting sequence; `sampling` are fields of SamplingParams."""
+    request = GenerateRequest(
+        request_id=f"r{uid}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+        priority=priority,
+        draft_sampling=draft_sampling,
+    )
+    return Sequence(
+        request,
+        uid=uid,
+        seed=seed,
+        arrival_s=float(uid),
+        num_speculative_tokens=k,
+        max_num_tokens=max_num_tokens,
+        eos_token_ids=eos_token_ids,
+    )
