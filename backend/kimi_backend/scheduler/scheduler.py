@@ -1,7 +1,7 @@
 """Who runs in the next step, with how many rows, over which blocks.
 
 Every running sequence gets at least one row in every step: decode rows first, with as many draft tokens as the row
-budget leaves, then prefill chunks, then newcomers (docs/decisions/0010-scheduling.md).
+budget leaves, then prefill chunks, then newcomers (docs/decisions/0006-scheduling.md).
 """
 
 import time

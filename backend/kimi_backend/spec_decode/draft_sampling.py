@@ -1,6 +1,6 @@
 """`draft_sampling = auto`: guess with the target's noise or with the draft's argmax, whichever is accepted more.
 
-The emitted text is the same either way, so the choice is free at every step (docs/decisions/0012).
+The emitted text is the same either way, so the choice is free at every step (docs/decisions/0007).
 """
 
 from kimi_backend.types.request import DraftSampling
