@@ -15,6 +15,9 @@ from kimi_backend.types.request import FinishReason, SpeculationStats, TokenDelt
 
 logger = logging.getLogger("kimi_backend.engine")
 
+LONGEST_LAG_WAIT_S = 0.05
+"""The engine waits no longer than this for an emitter that is held up by a client's sink."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTotals:
@@ -40,6 +43,10 @@ class Emitter:
         self._clock = clock
         self._queue: SimpleQueue[list[StepOutput] | Finish | None] = SimpleQueue()
         self._outputs: dict[int, RequestOutput] = {}
+        self._with_stop_strings: set[int] = set()
+        self._num_put = 0
+        self._num_done = 0
+        self._advanced = threading.Condition()
         self._lock = threading.Lock()
         self._finished: dict[FinishReason, int] = {}
         self._tokens = [0, 0, 0]
@@ -52,11 +59,21 @@ class Emitter:
     def register(self, output: RequestOutput) -> None:
         """Expect outputs of a request. Call it before the engine can see the request."""
         self._outputs[output.sequence.uid] = output
+        if output.sequence.params.stop:
+            self._with_stop_strings.add(output.sequence.uid)
 
     def put(self, outputs: list[StepOutput]) -> None:
         """Hand over; never blocks."""
         if outputs:
+            self._num_put += 1
             self._queue.put(outputs)
+
+    def limit_lag(self) -> None:
+        """Engine thread, before a step: while a live request has stop strings, let the emitter be at most one step
+        behind, so that a stop string costs at most one step. Returns after a while if a sink holds the emitter up."""
+        if self._with_stop_strings and self._num_put - self._num_done > 1:
+            with self._advanced:
+                self._advanced.wait_for(lambda: self._num_put - self._num_done <= 1, LONGEST_LAG_WAIT_S)
 
     def finish_all(self, finish: Finish) -> None:
         """End every request that still expects outputs, after those handed over so far. Nothing may be registered
@@ -91,6 +108,9 @@ class Emitter:
                 request_output = self._outputs.get(output.sequence.uid)
                 if request_output is not None:
                     self._emit(request_output, output)
+            with self._advanced:
+                self._num_done += not isinstance(item, Finish)
+                self._advanced.notify()
 
     def _ends(self, finish: Finish) -> list[StepOutput]:
         now = self._clock()
@@ -107,6 +127,7 @@ class Emitter:
             return
         if delta.finish_reason is not None:
             del self._outputs[sequence.uid]
+            self._with_stop_strings.discard(sequence.uid)
             if output.finish is None:
                 self._on_end(sequence, Finish(delta.finish_reason, error=delta.error))
         self._count(output, delta)
@@ -114,6 +135,7 @@ class Emitter:
             request_output.sink(delta)
         except Exception:
             logger.exception("request_id=%s its client's sink failed", sequence.request.request_id)
+            self._with_stop_strings.discard(sequence.uid)
             if self._outputs.pop(sequence.uid, None) is not None:
                 self._on_end(sequence, Finish(FinishReason.CANCELLED, error="the client's sink failed"))
 

@@ -147,6 +147,7 @@ class EngineLoop:
         try:
             core = self._connect()
             while core is not None and self.state is not EngineState.CLOSED:
+                self.emitter.limit_lag()
                 self._take_inbox(core)
                 if not core.step():
                     self._give_up_on_target(core)

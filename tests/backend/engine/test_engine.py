@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import pytest
@@ -12,6 +12,7 @@ from kimi_backend.engine.loop import Patience
 from kimi_backend.engine.statistics import EngineState
 from kimi_backend.errors import CapacityError, InvalidRequestError, ModelUnavailableError
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.text.text_stream import TextStream, TextUpdate
 from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from support.letter_tokenizer import LetterTokenizer
@@ -355,6 +356,31 @@ def test_a_stop_string_ends_the_text_and_counts_nothing_behind_it(start: Callabl
     assert 0 <= truncated <= 3
     wait_for(lambda: engine.statistics().num_running == 0)
     assert engine.statistics().totals.num_output_tokens == len(plain.token_ids) + cut + 3
+
+
+def test_a_stop_string_costs_at_most_one_step_however_slow_the_text_is(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    engine = ready(start(target, tokenizer=LetterTokenizer(VOCAB)))
+    plain = Client()
+    engine.submit(request(max_tokens=60), plain)
+    plain.wait()
+    push = TextStream.push
+
+    def slow(self: TextStream, token_ids: Sequence[int]) -> TextUpdate:
+        time.sleep(0.01)
+        return push(self, token_ids)
+
+    monkeypatch.setattr(TextStream, "push", slow)
+    num_steps_before = target.num_steps
+    stop = plain.text[18:21]
+    client = Client()
+    engine.submit(request(prompt=(1, 2, 3), max_tokens=60, stop=(stop,)), client)
+    client.wait()
+    wait_for(lambda: engine.statistics().num_running == 0)
+    num_needed = plain.text.index(stop) + 3
+    assert num_needed <= target.num_steps - num_steps_before <= num_needed + 1
 
 
 def test_stop_strings_can_be_kept_and_wait_for_min_tokens(start: Callable[..., Engine]) -> None:
