@@ -14,7 +14,8 @@ from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.sampling.kernel_check import check_kernel
 from kimi_kernels.sampling.kernel_draw import CANDIDATES, draw_kernel
 from kimi_kernels.sampling.kernel_process import copy_kernel, process_kernel
-from kimi_kernels.sampling.kernel_select import LISTED, select_kernel
+from kimi_kernels.sampling.kernel_select import select_kernel
+from kimi_kernels.sampling.kernel_top_k import LISTED, collect_kernel, threshold_kernel
 from kimi_kernels.sampling.kernel_verify import verify_kernel
 from kimi_kernels.sampling.logprobs_reference import row_logprobs
 from kimi_kernels.sampling.processors_reference import ColumnOrder
@@ -34,7 +35,8 @@ class Tuning:
     wanted_programs: int = 1024
     """A row is cut until there are about this many programs: eight a multiprocessor of an H100."""
     max_splits: int = 64
-    select_columns: int = 4096
+    select_columns: int = 1024
+    select_warps: int = 4
     process_entries: int = 256
 
 
@@ -83,7 +85,9 @@ def sample_tokens(
     call = _Call(logits, inputs, rows, vocabulary_map)
     call.process()
     call.draw()
-    call.check()
+    call.check(exact=False)
+    call.check(exact=True)
+    call.collect()
     call.select()
     if num_logprobs is None:
         return SampleOutput(token_ids=call.token_ids, status=call.status)
@@ -103,13 +107,17 @@ class _Call:
             entries.numel() for entries in (inputs.penalty_ids, inputs.bias_ids, inputs.ban_ids, inputs.bad_word_tokens)
         )
         num_parts = self.num_rows * self.splits.count
-        # Tickets of two kernels, and whether a processed row was not finite.
-        self.zeros = torch.zeros(3, self.num_rows, dtype=torch.int32, device=logits.device)
+        # Tickets of three kernels, whether a processed row was not finite, the bound that splits share,
+        # and how many tokens a row lists.
+        self.zeros = torch.zeros(6, self.num_rows, dtype=torch.int32, device=logits.device)
         self.part_score = self._new(num_parts, CANDIDATES.value, dtype=torch.float64)
         self.part_token = self._new(num_parts, CANDIDATES.value)
         self.part_best = self._new(num_parts, dtype=torch.float32)
         self.part_bad = self._new(num_parts)
+        self.part_sums = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.float32)
         self.part_mass = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.int64)
+        self.maxima = self._new(num_parts, TUNING.tile_columns, dtype=torch.float32)
+        self.threshold = self._new(self.num_rows)
         self.candidate = self._new(self.num_rows, CANDIDATES.value)
         self.row_best = self._new(self.num_rows, dtype=torch.float32)
         self.state = self._new(self.num_rows)
@@ -140,6 +148,7 @@ class _Call:
         return {
             "SPLITS": self.splits.count,
             "SPLIT_COLUMNS": self.splits.columns,
+            "EVEN": self.num_columns == self.splits.count * self.splits.columns,
             "SPLITS_P2": triton.next_power_of_2(self.splits.count),
             "BLOCKS": TUNING.tile_columns // 4,
             "STAGES": TUNING.stages,
@@ -162,7 +171,7 @@ class _Call:
             self.logits,
             self.work,
             self.uses_work_rows,
-            self.zeros[2],
+            self.zeros[3],
             rows.sequence,
             inputs.penalty_offsets,
             inputs.bias_offsets,
@@ -220,7 +229,7 @@ class _Call:
             self.logits,
             self.work,
             self.uses_work_rows,
-            self.zeros[2],
+            self.zeros[3],
             rows.sequence,
             rows.token_index,
             inputs.temperature,
@@ -229,10 +238,13 @@ class _Call:
             inputs.top_p,
             inputs.min_p,
             self._token_of_column,
+            self._column_of_token,
             self.part_score,
             self.part_token,
             self.part_best,
             self.part_bad,
+            self.maxima,
+            self.zeros[4].view(torch.uint32),
             self.candidate,
             self.row_best,
             self.state,
@@ -246,7 +258,7 @@ class _Call:
             **self._kind,
         )
 
-    def check(self) -> None:
+    def check(self, exact: bool) -> None:
         check_kernel[(self.num_rows * self.splits.count,)](
             self.logits,
             self.work,
@@ -259,13 +271,43 @@ class _Call:
             self.candidate,
             self.row_best,
             self.state,
-            self.part_mass,
-            self.zeros[1],
+            self.part_mass if exact else self.part_sums,
+            self.zeros[1 + exact],
             self.token_ids,
             self.logits.stride(0),
             self.num_columns,
             0,
             **self._cut,
+            **self._kind,
+            EXACT=exact,
+        )
+
+    def collect(self) -> None:
+        threshold_kernel[(self.num_rows,)](
+            self.rows.sequence,
+            self.inputs.top_k,
+            self.state,
+            self.maxima,
+            self.threshold.view(torch.uint32),
+            NUM_MAXIMA=self.splits.count * TUNING.tile_columns,
+            BLOCK=TUNING.select_columns,
+            num_warps=TUNING.select_warps,
+        )
+        cut = {name: value for name, value in self._cut.items() if name != "SPLITS_P2"}
+        collect_kernel[(self.num_rows * self.splits.count,)](
+            self.logits,
+            self.work,
+            self.uses_work_rows,
+            self.rows.sequence,
+            self.inputs.temperature,
+            self._token_of_column,
+            self.state,
+            self.threshold.view(torch.uint32),
+            self.list,
+            self.zeros[5],
+            self.logits.stride(0),
+            self.num_columns,
+            **cut,
             **self._kind,
         )
 
@@ -286,12 +328,13 @@ class _Call:
             self.row_best,
             self.state,
             self.list,
+            self.zeros[5],
             self.token_ids,
             self.logits.stride(0),
             self.num_columns,
             self._num_tokens,
             BLOCK=TUNING.select_columns,
-            num_warps=16,
+            num_warps=TUNING.select_warps,
             **self._kind,
         )
 

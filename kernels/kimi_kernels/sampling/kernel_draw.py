@@ -5,6 +5,8 @@
 A row is cut into splits, one program each. The program that finishes a row last merges its splits. Rows that filter
 nothing are then done; the others keep their best few as candidates for `kernel_check`: whoever is best by score among
 the survivors is also the first survivor in the order of scores.
+
+Almost no token can be among the best, and a cheap bound shows it (`reach`); exact noise is made for the few others.
 """
 
 import triton
@@ -12,35 +14,56 @@ import triton.language as tl
 
 from kimi_kernels.sampling.kernel_noise import (
     GREEDY_BELOW,
+    LOG2_E,
     NO_TOKEN,
     bits_of_blocks,
     bits_of_tokens,
+    from_order_key,
     gumbel,
+    gumbel_floor,
     inverse_temperature,
     is_not_finite,
     load_columns,
-    may_reach,
+    load_tokens,
+    lowered_bound,
+    min_weight,
+    order_key,
+    reach,
+    token_weight,
 )
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE, STATUS_OK
 
 CANDIDATES = tl.constexpr(4)
 """Candidates a row keeps: a top-p row needs `kernel_select` only if none of them survives."""
 STATE_DONE = tl.constexpr(0)
-STATE_CHECK = tl.constexpr(1)
-STATE_SELECT = tl.constexpr(2)
+STATE_ESTIMATE = tl.constexpr(1)
+STATE_CHECK = tl.constexpr(2)
+STATE_SELECT = tl.constexpr(3)
+STATE_TOP_K = tl.constexpr(4)
 PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 OK = tl.constexpr(STATUS_OK)
 NOT_FINITE = tl.constexpr(STATUS_NOT_FINITE)
 
 
 @triton.jit
-def _tile_columns(start, BLOCKS: tl.constexpr):
-    """[BLOCKS, 4] columns from `start`."""
+def tile_columns(start, BLOCKS: tl.constexpr):
+    """[BLOCKS, 4] columns from `start`: a block of four tokens a row."""
     return start + tl.arange(0, BLOCKS)[:, None] * 4 + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
-def _best_of(score, token):
+def load_tile(source, at, stop, BLOCKS: tl.constexpr, EVEN: tl.constexpr, HAS_WORK: tl.constexpr):
+    """Processed logits of `tile_columns`; EVEN: splits are whole tiles; a tile past the end reads the last again."""
+    if EVEN:
+        value = load_columns(source, tile_columns(tl.minimum(at, stop - BLOCKS * 4), BLOCKS), None, HAS_WORK)
+    else:
+        column = tile_columns(at, BLOCKS)
+        value = load_columns(source, column, column < stop, HAS_WORK)
+    return value
+
+
+@triton.jit
+def best_of(score, token):
     """Largest score and the lowest token among its equals."""
     best = tl.max(score)
     return best, tl.min(tl.where(score == best, token, NO_TOKEN))
@@ -65,18 +88,123 @@ def _insert(best, token, s0, s1, s2, s3, t0, t1, t2, t3):
 
 
 @triton.jit
-def _merge_tile(score, token, keeps_four, s0, s1, s2, s3, t0, t1, t2, t3):
-    """Candidates after a tile whose scores are exact."""
-    best, first = _best_of(score, token)
-    last_s = tl.where(keeps_four, s3, s0)
-    last_t = tl.where(keeps_four, t3, t0)
-    while (best > last_s) | ((best == last_s) & (first < last_t) & (best > -float("inf"))):
-        s0, s1, s2, s3, t0, t1, t2, t3 = _insert(best, first, s0, s1, s2, s3, t0, t1, t2, t3)
-        last_s = tl.where(keeps_four, s3, s0)
-        last_t = tl.where(keeps_four, t3, t0)
-        score = tl.where(token == first, -float("inf"), score)
-        best, first = _best_of(score, token)
-    return s0, s1, s2, s3, t0, t1, t2, t3
+def _floor_of_tile(lower, keeps_four):
+    """A bound that the best (or the four best) of a tile reach, from lower bounds of their scores."""
+    floor = tl.max(lower)
+    if keeps_four:
+        for _ in tl.static_range(3):
+            lower = tl.where(lower == floor, -float("inf"), lower)
+            floor = tl.max(lower)
+    return floor
+
+
+@triton.jit
+def _nearness(bits, raw, scale, bound):
+    """`reach` as int32, whose order is the same and whose maximum is one instruction a warp."""
+    return reach(bits, raw, scale, lowered_bound(bound)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _raised(bound, s0, s3, keeps_four):
+    """The bound after a candidate was put in."""
+    return tl.maximum(bound, tl.where(keeps_four, s3, s0).to(tl.float32))
+
+
+@triton.jit
+def _publish_bound(ROW_BOUND, row, bound):
+    """Let the row's other splits know what its best reach; only ever used to pass tokens over."""
+    tl.atomic_max(ROW_BOUND + row, order_key(bound), sem="relaxed")
+
+
+@triton.jit
+def _greedy_split(source, TOKEN_OF_COLUMN, start, stop, first_token, BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):  # fmt: skip  # noqa: E501
+    """(largest logit, its lowest token, whether all are finite or -inf) of one split."""
+    best_y = tl.full((BLOCKS, 4), -float("inf"), tl.float32)
+    best_token = tl.full((BLOCKS, 4), NO_TOKEN, tl.int32)
+    for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
+        column = tile_columns(at, BLOCKS)
+        y = load_tile(source, at, stop, BLOCKS, EVEN, HAS_WORK)
+        if HAS_MAP:
+            token = tl.load(TOKEN_OF_COLUMN + column, mask=column < stop, other=0).to(tl.int32)
+            better = (y > best_y) | ((y == best_y) & (token < best_token) & (y > -float("inf")))
+        else:
+            token = first_token + column
+            better = y > best_y
+        best_token = tl.where(better, token, best_token)
+        # A NaN stays: nothing is better than it, and the row is lost anyway.
+        best_y = tl.maximum(best_y, y, propagate_nan=tl.PropagateNan.ALL)
+    bad = tl.max(is_not_finite(best_y).to(tl.int32))
+    best, token = best_of(best_y, best_token)
+    return best, token, bad
+
+
+@triton.jit
+def _maxima_split(
+    source, start, stop, inverse, BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    HAS_WORK: tl.constexpr,
+):  # fmt: skip
+    """[BLOCKS, 4] largest y of each place of the split's tiles; a NaN or +inf stays."""
+    best_y = tl.full((BLOCKS, 4), -float("inf"), tl.float32)
+    for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
+        y = load_tile(source, at, stop, BLOCKS, EVEN, HAS_WORK) * inverse
+        best_y = tl.maximum(best_y, y, propagate_nan=tl.PropagateNan.ALL)
+    return best_y
+
+
+@triton.jit
+def _noisy_split(
+    source, TOKEN_OF_COLUMN, ROW_BOUND, start, stop, first_token, inverse, noise_key, keeps_four,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
+):  # fmt: skip
+    """Four best scores and tokens (only the first counts unless keeps_four), largest y, whether not finite."""
+    index, key_low, key_high = noise_key
+    minus_inf = -float("inf")
+    scale = inverse * LOG2_E
+    s0 = tl.full((), minus_inf, tl.float64)
+    s1, s2, s3 = s0, s0, s0
+    t0 = tl.full((), NO_TOKEN, tl.int32)
+    t1, t2, t3 = t0, t0, t0
+    bound = tl.full((), minus_inf, tl.float32)
+    best_y = tl.full((BLOCKS, 4), minus_inf, tl.float32)
+    # The loop below is too irregular for the compiler to fetch ahead, so it does that itself.
+    ahead = load_tile(source, start, stop, BLOCKS, EVEN, HAS_WORK)
+    for at in tl.range(start, stop, BLOCKS * 4):
+        published = tl.load(ROW_BOUND + source[3], volatile=True)  # at first 0, the lowest key
+        raw = ahead
+        ahead = load_tile(source, at + BLOCKS * 4, stop, BLOCKS, EVEN, HAS_WORK)
+        column = tile_columns(at, BLOCKS)
+        is_open = column < stop
+        best_y = tl.maximum(best_y, raw * inverse, propagate_nan=tl.PropagateNan.ALL)
+        if HAS_MAP:
+            token = tl.load(TOKEN_OF_COLUMN + column, mask=is_open, other=0).to(tl.int32)
+            bits = bits_of_tokens(index, token, key_low, key_high)
+        else:
+            bits = bits_of_blocks(index, (first_token + at) // 4, key_low, key_high, BLOCKS)
+        # Outside the split raw is -inf, which almost never looks near and is never taken.
+        bound = from_order_key(tl.maximum(published, order_key(bound)))
+        if bound == minus_inf:
+            bound = _floor_of_tile(tl.where(is_open, raw * inverse + gumbel_floor(bits), minus_inf), keeps_four)
+            _publish_bound(ROW_BOUND, source[3], bound)
+        near = _nearness(bits, raw, scale, bound)
+        nearest = tl.max(near)
+        while nearest >= 0:
+            # The likeliest first, so that the bound rises fast whatever the order of the logits.
+            at_column = tl.min(tl.where(near == nearest, column, NO_TOKEN))
+            one = load_columns(source, at_column, at_column < stop, HAS_WORK) * inverse
+            one_token = first_token + at_column
+            if HAS_MAP:
+                one_token = tl.load(TOKEN_OF_COLUMN + at_column).to(tl.int32)
+            noise = gumbel(bits_of_tokens(index, one_token, key_low, key_high))
+            score = one.to(tl.float64) + noise.to(tl.float64)
+            if score > minus_inf:
+                s0, s1, s2, s3, t0, t1, t2, t3 = _insert(score, one_token, s0, s1, s2, s3, t0, t1, t2, t3)
+            bound = _raised(bound, s0, s3, keeps_four)
+            _publish_bound(ROW_BOUND, source[3], bound)
+            is_open = is_open & (column != at_column)
+            near = tl.where(is_open, _nearness(bits, raw, scale, bound), -1)
+            nearest = tl.max(near)
+    bad = tl.max(is_not_finite(best_y).to(tl.int32))
+    return s0, s1, s2, s3, t0, t1, t2, t3, tl.max(best_y), bad
 
 
 @triton.jit
@@ -93,10 +221,13 @@ def draw_kernel(
     TOP_P,
     MIN_P,
     TOKEN_OF_COLUMN,
+    COLUMN_OF_TOKEN,
     PART_SCORE,
     PART_TOKEN,
     PART_BEST,
     PART_BAD,
+    MAXIMA,
+    ROW_BOUND,
     CANDIDATE,
     ROW_BEST,
     STATE,
@@ -111,6 +242,7 @@ def draw_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     SPLITS_P2: tl.constexpr,
+    EVEN: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_WORK: tl.constexpr,
 ):
@@ -120,8 +252,10 @@ def draw_kernel(
         LOGITS: [R, num_columns], rows row_stride apart. WORK: [R, num_columns] float32, used where USES_WORK [R] int32.
         WORK_BAD: [R] int32, whether the raw row of a working copy was not finite.
         TOKEN_OF_COLUMN: [num_columns] int64 with a map, else column c is token first_token + c.
+        COLUMN_OF_TOKEN: [vocab_size] int64 with a map.
         PART_SCORE: [R, SPLITS, 4] float64. PART_TOKEN: [R, SPLITS, 4] int32. PART_BEST: [R, SPLITS] float32, largest y.
-        PART_BAD: [R, SPLITS] int32. TICKETS: [R] int32, zeros.
+        PART_BAD: [R, SPLITS] int32. MAXIMA: [R, SPLITS, 4 * BLOCKS] float32, of rows with top-k.
+        ROW_BOUND: [R] uint32, zeros: an `order_key`. TICKETS: [R] int32, zeros.
         CANDIDATE: [R, 4] int32 out. ROW_BEST: [R] float32 out. STATE: [R] int32 out.
         TOKEN_IDS: [R] int64 out, STATUS: [R] int32 out: final where STATE is STATE_DONE.
     """
@@ -130,105 +264,107 @@ def draw_kernel(
     sequence = tl.load(SEQUENCE + row)
     temperature = tl.load(TEMPERATURE + sequence)
     inverse = inverse_temperature(temperature)
-    seed = tl.load(SEED + sequence)
-    key_low, key_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    index = tl.load(TOKEN_INDEX + row).to(tl.uint32)
-    top_k = tl.load(TOP_K + sequence)
-    filters = (top_k > 0) | (tl.load(TOP_P + sequence) < 1.0) | (tl.load(MIN_P + sequence) > 0.0)
+    top_k, top_p, min_p = tl.load(TOP_K + sequence), tl.load(TOP_P + sequence), tl.load(MIN_P + sequence)
     is_greedy = temperature < GREEDY_BELOW
-    filters = filters & (is_greedy == 0)
+    filters = (is_greedy == 0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     uses_work = False
     if HAS_WORK:
         uses_work = tl.load(USES_WORK + row) != 0
-    source = (LOGITS, WORK, TOKEN_OF_COLUMN, row, row_stride, num_columns, uses_work)
+    source = (LOGITS, WORK, COLUMN_OF_TOKEN, row, row_stride, num_columns, uses_work)
 
     start = split * SPLIT_COLUMNS
     stop = tl.minimum(start + SPLIT_COLUMNS, num_columns)
-    minus_inf = -float("inf")
-    s0 = tl.full((), minus_inf, tl.float64)
-    s1, s2, s3 = s0, s0, s0
-    t0 = tl.full((), NO_TOKEN, tl.int32)
-    t1, t2, t3 = t0, t0, t0
-    bad = tl.zeros((BLOCKS, 4), tl.int32)
-    best_y = tl.full((BLOCKS, 4), minus_inf, tl.float32)
-    if is_greedy:
-        best_token = tl.full((BLOCKS, 4), NO_TOKEN, tl.int32)
-        for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
-            column = _tile_columns(at, BLOCKS)
-            mask = column < stop
-            y = load_columns(source, column, mask, HAS_WORK)
-            bad |= is_not_finite(y).to(tl.int32)
-            if HAS_MAP:
-                token = tl.load(TOKEN_OF_COLUMN + column, mask=mask, other=0).to(tl.int32)
-                better = (y > best_y) | ((y == best_y) & (token < best_token) & (y > minus_inf))
-            else:
-                token = first_token + column
-                better = y > best_y
-            best_y = tl.where(better, y, best_y)
-            best_token = tl.where(better, token, best_token)
-        best, t0 = _best_of(best_y, best_token)
-        s0 = best.to(tl.float64)
-    else:
-        for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
-            column = _tile_columns(at, BLOCKS)
-            mask = column < stop
-            raw = load_columns(source, column, mask, HAS_WORK)
-            bad |= is_not_finite(raw).to(tl.int32)
-            y = raw * inverse
-            best_y = tl.maximum(best_y, y)
-            if HAS_MAP:
-                token = tl.load(TOKEN_OF_COLUMN + column, mask=mask, other=0).to(tl.int32)
-                bits = bits_of_tokens(index, token, key_low, key_high)
-            else:
-                token = first_token + column
-                bits = bits_of_blocks(index, (first_token + at) // 4, key_low, key_high, BLOCKS)
-            bound = tl.where(filters, s3, s0).to(tl.float32)
-            if tl.max((mask & may_reach(bits, y, bound)).to(tl.int32)) > 0:
-                score = tl.where(mask, y.to(tl.float64) + gumbel(bits).to(tl.float64), minus_inf)
-                s0, s1, s2, s3, t0, t1, t2, t3 = _merge_tile(score, token, filters, s0, s1, s2, s3, t0, t1, t2, t3)
-
     part = row * SPLITS + split
-    slot = tl.arange(0, 4)
-    scores = tl.where(slot == 0, s0, tl.where(slot == 1, s1, tl.where(slot == 2, s2, s3)))
-    tokens = tl.where(slot == 0, t0, tl.where(slot == 1, t1, tl.where(slot == 2, t2, t3)))
-    tl.store(PART_SCORE + part * 4 + slot, scores)
-    tl.store(PART_TOKEN + part * 4 + slot, tokens)
-    tl.store(PART_BEST + part, tl.max(best_y))
-    tl.store(PART_BAD + part, tl.max(bad))
+    if is_greedy:
+        best, token, bad = _greedy_split(
+            source, TOKEN_OF_COLUMN, start, stop, first_token, BLOCKS, STAGES, EVEN, HAS_MAP, HAS_WORK
+        )
+        slot = tl.arange(0, 4)
+        tl.store(PART_SCORE + part * 4 + slot, tl.where(slot == 0, best, -float("inf")).to(tl.float64))
+        tl.store(PART_TOKEN + part * 4 + slot, tl.where(slot == 0, token, NO_TOKEN))
+        tl.store(PART_BEST + part, best)
+        tl.store(PART_BAD + part, bad)
+    elif top_k > 0:
+        maxima = _maxima_split(source, start, stop, inverse, BLOCKS, STAGES, EVEN, HAS_WORK)
+        place = tl.arange(0, BLOCKS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        tl.store(MAXIMA + part.to(tl.int64) * (BLOCKS * 4) + place, maxima)
+        slot = tl.arange(0, 4)
+        tl.store(PART_SCORE + part * 4 + slot, tl.full((4,), -float("inf"), tl.float64))
+        tl.store(PART_TOKEN + part * 4 + slot, tl.full((4,), NO_TOKEN, tl.int32))
+        tl.store(PART_BEST + part, tl.max(maxima))
+        tl.store(PART_BAD + part, tl.max(is_not_finite(maxima).to(tl.int32)))
+    else:
+        seed = tl.load(SEED + sequence)
+        noise_key = (tl.load(TOKEN_INDEX + row).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
+        s0, s1, s2, s3, t0, t1, t2, t3, best, bad = _noisy_split(
+            source, TOKEN_OF_COLUMN, ROW_BOUND, start, stop, first_token, inverse, noise_key, filters,
+            BLOCKS, EVEN, HAS_MAP, HAS_WORK,
+        )  # fmt: skip
+        tl.store(PART_SCORE + part * 4, s0)
+        tl.store(PART_SCORE + part * 4 + 1, s1)
+        tl.store(PART_SCORE + part * 4 + 2, s2)
+        tl.store(PART_SCORE + part * 4 + 3, s3)
+        tl.store(PART_TOKEN + part * 4, t0)
+        tl.store(PART_TOKEN + part * 4 + 1, t1)
+        tl.store(PART_TOKEN + part * 4 + 2, t2)
+        tl.store(PART_TOKEN + part * 4 + 3, t3)
+        tl.store(PART_BEST + part, best)
+        tl.store(PART_BAD + part, bad)
     tl.debug_barrier()
     if tl.atomic_add(TICKETS + row, 1) == SPLITS - 1:
-        _merge_row(
-            PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, CANDIDATE, ROW_BEST, STATE, TOKEN_IDS, STATUS,
-            row, uses_work, filters, top_k, SPLITS, SPLITS_P2, HAS_WORK,
-        )  # fmt: skip
+        parts = (PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD)
+        out = (CANDIDATE, ROW_BEST, STATE, TOKEN_IDS, STATUS)
+        rules = (inverse, filters, top_k, top_p, min_p)
+        _merge_row(source, parts, out, rules, first_token, SPLITS, SPLITS_P2, HAS_MAP, HAS_WORK)
+
+
+@triton.jit
+def candidate_logit(source, token, first_token, inverse, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
+    """y of a token of this shard; -inf for NO_TOKEN."""
+    is_token = token != NO_TOKEN
+    if HAS_MAP:
+        return inverse * load_tokens(source, token, is_token, HAS_MAP, HAS_WORK)
+    return inverse * load_columns(source, token - first_token, is_token, HAS_WORK)
 
 
 @triton.jit
 def _merge_row(
-    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, CANDIDATE, ROW_BEST, STATE, TOKEN_IDS, STATUS,
-    row, uses_work, filters, top_k, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_WORK: tl.constexpr,
+    source, parts, out, rules, first_token,
+    SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
     """Candidates, status and state of a row whose splits are all written."""
+    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD = parts
+    CANDIDATE, ROW_BEST, STATE, TOKEN_IDS, STATUS = out
+    inverse, filters, top_k, top_p, min_p = rules
+    row = source[3]
     split = tl.arange(0, SPLITS_P2)
     is_split = split < SPLITS
     best_y = tl.max(tl.load(PART_BEST + row * SPLITS + split, mask=is_split, other=-float("inf"), cache_modifier=".cg"))
     bad = tl.max(tl.load(PART_BAD + row * SPLITS + split, mask=is_split, other=0, cache_modifier=".cg"))
     if HAS_WORK:
-        bad |= tl.load(WORK_BAD + row, mask=uses_work, other=0)
+        bad |= tl.load(WORK_BAD + row, mask=source[6], other=0)
     entry = tl.arange(0, SPLITS_P2 * 4)
     is_entry = entry < SPLITS * 4
     at = row * SPLITS * 4 + entry
     score = tl.load(PART_SCORE + at, mask=is_entry, other=-float("inf"), cache_modifier=".cg")
     token = tl.load(PART_TOKEN + at, mask=is_entry, other=NO_TOKEN, cache_modifier=".cg")
+    is_ok = (bad == 0) & (best_y > -float("inf")) & (best_y < float("inf"))
+    only_min_p = filters & (top_k <= 0) & (top_p >= 1.0)
     drawn = tl.full((), NO_TOKEN, tl.int32)
     for rank in tl.static_range(4):
-        best, first = _best_of(score, token)
-        if rank == 0:
-            drawn = first
-        tl.store(CANDIDATE + row * 4 + rank, tl.where(best > -float("inf"), first, NO_TOKEN))
+        best, first = best_of(score, token)
+        first = tl.where(best > -float("inf"), first, NO_TOKEN)
+        tl.store(CANDIDATE + row * 4 + rank, first)
         score = tl.where(token == first, -float("inf"), score)
-    is_ok = (bad == 0) & (best_y > -float("inf")) & (best_y < float("inf"))
+        survives = first != NO_TOKEN
+        if only_min_p & is_ok:
+            y = candidate_logit(source, first, first_token, inverse, HAS_MAP, HAS_WORK)
+            survives = survives & (token_weight(y, best_y) >= min_weight(min_p))
+        drawn = tl.where(survives & (drawn == NO_TOKEN), first, drawn)
+    next_state = tl.where(min_p > 0.0, STATE_CHECK, STATE_ESTIMATE)
+    next_state = tl.where(only_min_p, tl.where(drawn == NO_TOKEN, STATE_SELECT, STATE_DONE), next_state)
+    next_state = tl.where(top_k > 0, tl.where(min_p > 0.0, STATE_SELECT, STATE_TOP_K), next_state)
     tl.store(ROW_BEST + row, best_y)
     tl.store(STATUS + row, tl.where(is_ok, OK, NOT_FINITE))
     tl.store(TOKEN_IDS + row, tl.where(is_ok, drawn, PLACEHOLDER).to(tl.int64))
-    tl.store(STATE + row, tl.where(is_ok & filters, tl.where(top_k > 0, STATE_SELECT, STATE_CHECK), STATE_DONE))
+    tl.store(STATE + row, tl.where(is_ok & filters, next_state, STATE_DONE))

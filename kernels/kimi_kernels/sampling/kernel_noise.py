@@ -25,6 +25,8 @@ LN2_HIGH = tl.constexpr(constants.LN2_HIGH)
 LN2_LOW = tl.constexpr(constants.LN2_LOW)
 L0, L1, L2, L3, L4, L5, L6, L7 = map(tl.constexpr, constants.LOG_COEFFICIENTS)
 LOG2_E = tl.constexpr(constants.LOG2_E)
+LN_2 = tl.constexpr(1.0 / constants.LOG2_E)
+EXPONENT_UNIT = tl.constexpr(2.0**-23)
 E0, E1, E2, E3, E4 = map(tl.constexpr, constants.EXP2_COEFFICIENTS)
 MIN_EXP2_ARGUMENT = tl.constexpr(constants.MIN_EXP2_ARGUMENT)
 WEIGHT_SHIFT = tl.constexpr(constants.WEIGHT_BITS - 23)
@@ -44,10 +46,11 @@ def philox_words(index, block, key_low, key_high):
     c2 = index * 0
     c3 = index * 0
     for _ in tl.static_range(ROUNDS):
-        high_0 = tl.umulhi(c0, MULTIPLIER_0)
-        low_0 = c0 * MULTIPLIER_0
-        high_1 = tl.umulhi(c2, MULTIPLIER_1)
-        low_1 = c2 * MULTIPLIER_1
+        # One widening product an instruction; asking for both halves apart would take two.
+        product_0 = c0.to(tl.uint64) * MULTIPLIER_0
+        product_1 = c2.to(tl.uint64) * MULTIPLIER_1
+        high_0, low_0 = (product_0 >> 32).to(tl.uint32), product_0.to(tl.uint32)
+        high_1, low_1 = (product_1 >> 32).to(tl.uint32), product_1.to(tl.uint32)
         c0 = high_1 ^ c1 ^ key_low
         c1 = low_1
         c2 = high_0 ^ c3 ^ key_high
@@ -113,15 +116,35 @@ def gumbel(bits):
 
 
 @triton.jit
-def may_reach(bits, y, bound):
-    """Whether y + gumbel(bits) may be at least `bound`: true too often, never false wrongly, for a fifth of the work.
+def lowered_bound(bound):
+    """A little below: covers the rounding of `reach` and of `gumbel_floor`, also beside large logits."""
+    return (bound - tl.abs(bound) * BOUND_ULPS) - BOUND_MARGIN
+
+
+@triton.jit
+def reach(bits, raw, scale, lowered):
+    """Not below 0 if raw * inverse temperature + gumbel(bits) may be at least the bound: too often, never too rarely.
 
     -log(-log(u)) <= -log(1 - u), so the score reaches the bound only if 1 - u <= exp(y - bound). The left side is cut
-    to 23 bits from below; the margin covers the rounding of bound, difference and exp2.
+    to 23 bits from below. A fifth of the work of `gumbel`.
+
+    Args:
+        scale: inverse temperature * log2(e). lowered: `lowered_bound` of the bound.
     """
-    lowered = (bound - tl.abs(bound) * BOUND_ULPS) - BOUND_MARGIN
-    above = ((bits ^ 0xFFFFFFFF) >> 9) | 0x3F800000
-    return above.to(tl.float32, bitcast=True) - 1.0 <= tl.exp2((y - lowered) * LOG2_E)
+    above = (bits >> 9) ^ 0x3FFFFFFF  # the complement's upper 23 bits, under the exponent of 1
+    return tl.exp2(tl.fma(raw, scale, 0.0 - lowered * LOG2_E)) - (above.to(tl.float32, bitcast=True) - 1.0)
+
+
+@triton.jit
+def gumbel_floor(bits):
+    """At most gumbel(bits), less than 0.07 below it where it is large.
+
+    With a = 1 - u at most one half: -log(-log(u)) >= log(1 - a) - log(a), log(1 - a) >= -2 log(2) a, and the bits of a
+    float32 read as a number are its logarithm, at most 0.0861 too low. Above one half: the least that gumbel gives.
+    """
+    above = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * TO_UNIT
+    log2_above = above.to(tl.int32, bitcast=True).to(tl.float32) * EXPONENT_UNIT - 126.9138
+    return tl.where(above <= 0.5, 0.0 - log2_above * LN_2 - above * (2.0 * LN_2), -3.1300)
 
 
 @triton.jit
@@ -155,6 +178,13 @@ def order_key(y):
 
 
 @triton.jit
+def from_order_key(key):
+    """The float32 of an `order_key`."""
+    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def inverse_temperature(temperature):
     """1 / temperature, or 1 for greedy rows: their y is the logit itself."""
     return tl.where(temperature < GREEDY_BELOW, 1.0, tl.div_rn(1.0, temperature))
@@ -162,18 +192,23 @@ def inverse_temperature(temperature):
 
 @triton.jit
 def load_columns(source, column, mask, HAS_WORK: tl.constexpr):
-    """Processed logits of a row as float32; -inf outside the mask.
+    """Processed logits of a row as float32; -inf outside the mask. No mask reads all.
 
     source: (LOGITS, WORK, COLUMN_OF_TOKEN, row, row_stride, num_columns, uses_work), as in `draw_kernel`.
     """
     LOGITS, WORK, _, row, row_stride, num_columns, uses_work = source
+    raw_at = LOGITS + row.to(tl.int64) * row_stride + column
     if HAS_WORK:
-        raw = tl.load(
-            LOGITS + row.to(tl.int64) * row_stride + column, mask=mask & (uses_work == 0), other=-float("inf")
-        )
-        made = tl.load(WORK + row.to(tl.int64) * num_columns + column, mask=mask & uses_work, other=-float("inf"))
-        return tl.where(uses_work, made, raw.to(tl.float32))
-    return tl.load(LOGITS + row.to(tl.int64) * row_stride + column, mask=mask, other=-float("inf")).to(tl.float32)
+        if mask is None:
+            mask = column >= 0
+        made_at = WORK + row.to(tl.int64) * num_columns + column
+        raw = tl.load(raw_at, mask=mask & (uses_work == 0), other=-float("inf")).to(tl.float32)
+        value = tl.where(uses_work, tl.load(made_at, mask=mask & uses_work, other=-float("inf")), raw)
+    elif mask is None:
+        value = tl.load(raw_at).to(tl.float32)
+    else:
+        value = tl.load(raw_at, mask=mask, other=-float("inf")).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -188,4 +223,4 @@ def load_tokens(source, token, mask, HAS_MAP: tl.constexpr, HAS_WORK: tl.constex
 @triton.jit
 def is_not_finite(value):
     """NaN or +inf."""
-    return ~(value < float("inf"))
+    return (value < float("inf")) == 0

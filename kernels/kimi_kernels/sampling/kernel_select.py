@@ -2,15 +2,16 @@
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """The general way, for rows with top-k and those whose candidates all fell: find the thresholds, then draw.
 
-One program a row. top-k: radix selection of the k-th largest y, a byte at a time, then one pass in the order of token
-ids that cuts the ties and lists the survivors if they are few. top-p: bisection over the keys of y, by integer mass.
+One program a row. It looks at all tokens, or at the list that `kernel_top_k` made of the likely ones. top-k: radix
+selection of the k-th largest y, a byte at a time, and bisection for the last id among its equals. top-p: bisection
+over the keys of y, by integer mass.
 """
 
 import triton
 import triton.language as tl
 
 from kimi_kernels.sampling.kernel_check import survives_top_p
-from kimi_kernels.sampling.kernel_draw import STATE_DONE, STATE_SELECT, _best_of
+from kimi_kernels.sampling.kernel_draw import STATE_DONE, STATE_SELECT, STATE_TOP_K, best_of
 from kimi_kernels.sampling.kernel_noise import (
     NO_TOKEN,
     bits_of_tokens,
@@ -21,20 +22,10 @@ from kimi_kernels.sampling.kernel_noise import (
     order_key,
     token_weight,
 )
+from kimi_kernels.sampling.kernel_top_k import LISTED
 
-LISTED = tl.constexpr(4096)
-"""Survivors of top-k that fit a row's list."""
 LEAST_WITH_WEIGHT = tl.constexpr(-23.0)
 """y - best below which the weight is 0 for certain, so that top-p cannot keep the token."""
-
-
-@triton.jit
-def _load_alive(source, at, num_tokens, rules, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
-    """A tile of all tokens: (token, key, which min-p left). rules: (inverse, best, least)."""
-    inverse, best, least = rules
-    token = at + tl.arange(0, BLOCK)
-    y = inverse * load_tokens(source, token, token < num_tokens, HAS_MAP, HAS_WORK)
-    return token, order_key(y), (y > -float("inf")) & (token_weight(y, best) >= least)
 
 
 @triton.jit
@@ -59,15 +50,16 @@ def _load_survivors(
 
 
 @triton.jit
-def _kth_key(source, num_tokens, rules, top_k, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
+def _kth_key(source, entries, rules, top_k, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
     """(key of the k-th most likely token, how many of that key top-k keeps): a byte of the key at a time."""
+    everything = (tl.full((), 0, tl.uint32), tl.full((), NO_TOKEN, tl.int32))
     key_k = tl.full((), 0, tl.uint32)
     left = top_k
     for digit in tl.static_range(4):
         shift = 24 - 8 * digit
         counts = tl.zeros((256,), tl.int32)
-        for at in tl.range(0, num_tokens, BLOCK, num_stages=2):
-            _, key, alive = _load_alive(source, at, num_tokens, rules, BLOCK, HAS_MAP, HAS_WORK)
+        for at in tl.range(0, entries[1], BLOCK):
+            _, _, key, alive = _load_survivors(source, entries, at, rules, everything, BLOCK, HAS_MAP, HAS_WORK)
             if digit > 0:
                 alive = alive & ((key >> (shift + 8)) == (key_k >> (shift + 8)))
             counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alive)
@@ -81,26 +73,33 @@ def _kth_key(source, num_tokens, rules, top_k, BLOCK: tl.constexpr, HAS_MAP: tl.
 
 
 @triton.jit
-def _list_top_k(
-    source, LIST, num_tokens, rules, key_k, num_equal, fits,
+def _count_equal(
+    source, entries, rules, key_k, last, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr
+):
+    """Tokens of key `key_k` with ids up to `last`."""
+    count = tl.full((), 0, tl.int32)
+    for at in tl.range(0, entries[1], BLOCK):
+        _, _, key, alive = _load_survivors(source, entries, at, rules, (key_k, last), BLOCK, HAS_MAP, HAS_WORK)
+        count += tl.sum((alive & (key == key_k)).to(tl.int32))
+    return count
+
+
+@triton.jit
+def _last_equal(
+    source, entries, rules, key_k, num_equal, num_tokens,
     BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
-    """(last token of key `key_k` that is kept, how many are kept); writes them to the row's list if they fit."""
-    num_kept = tl.full((), 0, tl.int32)
-    num_ties = tl.full((), 0, tl.int32)
-    cut_token = tl.full((), -1, tl.int32)
-    for at in tl.range(0, num_tokens, BLOCK, num_stages=2):
-        token, key, alive = _load_alive(source, at, num_tokens, rules, BLOCK, HAS_MAP, HAS_WORK)
-        is_tie = (alive & (key == key_k)).to(tl.int32)
-        is_tie_kept = (is_tie > 0) & (num_ties + tl.cumsum(is_tie, 0) <= num_equal)
-        is_kept = (is_tie_kept | (alive & (key > key_k))).to(tl.int32)
-        num_ties += tl.sum(is_tie)
-        cut_token = tl.maximum(cut_token, tl.max(tl.where(is_tie_kept, token, -1)))
-        place = num_kept + tl.cumsum(is_kept, 0) - 1
-        tl.store(LIST + source[3].to(tl.int64) * LISTED + place, token, mask=(is_kept > 0) & fits)
-        num_kept += tl.sum(is_kept)
-    tl.debug_barrier()
-    return cut_token, num_kept
+    """The id up to which there are `num_equal` tokens of key `key_k`."""
+    low = tl.full((), 0, tl.int32)
+    high = low + num_tokens - 1
+    if _count_equal(source, entries, rules, key_k, high, BLOCK, HAS_MAP, HAS_WORK) == num_equal:
+        low = high
+    while low < high:
+        middle = (low + high) // 2
+        is_enough = _count_equal(source, entries, rules, key_k, middle, BLOCK, HAS_MAP, HAS_WORK) >= num_equal
+        low = tl.where(is_enough, low, middle + 1)
+        high = tl.where(is_enough, middle, high)
+    return low
 
 
 @triton.jit
@@ -146,6 +145,7 @@ def select_kernel(
     ROW_BEST,
     STATE,
     LIST,
+    NUM_LISTED,
     TOKEN_IDS,
     row_stride,
     num_columns,
@@ -157,10 +157,11 @@ def select_kernel(
     """One row.
 
     Args:
-        as `draw_kernel`; num_tokens: size of the target's vocabulary. LIST: [R, LISTED] int32 scratch.
+        as `draw_kernel`; num_tokens: size of the target's vocabulary. LIST, NUM_LISTED: of `collect_kernel`.
     """
     row = tl.program_id(0)
-    if tl.load(STATE + row) == STATE_SELECT:
+    state = tl.load(STATE + row)
+    if (state == STATE_SELECT) | (state == STATE_TOP_K):
         sequence = tl.load(SEQUENCE + row)
         inverse = inverse_temperature(tl.load(TEMPERATURE + sequence))
         top_k = tl.load(TOP_K + sequence)
@@ -174,17 +175,14 @@ def select_kernel(
         source = (LOGITS, WORK, COLUMN_OF_TOKEN, row, row_stride, num_columns, uses_work)
         rules = (inverse, best, least)
 
+        num_listed = tl.load(NUM_LISTED + row)
+        is_listed = (state == STATE_TOP_K) & (num_listed > 0) & (num_listed <= LISTED)
+        entries = (LIST, tl.where(is_listed, num_listed, num_tokens), is_listed)
         key_k = tl.full((), 0, tl.uint32)
         cut_token = tl.full((), NO_TOKEN, tl.int32)
-        is_listed = (top_k > 0) & (top_k <= LISTED)
-        num_entries = num_tokens
         if top_k > 0:
-            key_k, num_equal = _kth_key(source, num_tokens, rules, top_k, BLOCK, HAS_MAP, HAS_WORK)
-            cut_token, num_kept = _list_top_k(
-                source, LIST, num_tokens, rules, key_k, num_equal, is_listed, BLOCK, HAS_MAP, HAS_WORK
-            )
-            num_entries = tl.where(is_listed, num_kept, num_tokens)
-        entries = (LIST, num_entries, is_listed)
+            key_k, num_equal = _kth_key(source, entries, rules, top_k, BLOCK, HAS_MAP, HAS_WORK)
+            cut_token = _last_equal(source, entries, rules, key_k, num_equal, num_tokens, BLOCK, HAS_MAP, HAS_WORK)
         cut = (key_k, cut_token)
 
         key_p = tl.full((), 0, tl.uint32)
@@ -195,12 +193,12 @@ def select_kernel(
         index = tl.load(TOKEN_INDEX + row).to(tl.uint32)
         best_score = tl.full((), -float("inf"), tl.float64)
         drawn = tl.full((), NO_TOKEN, tl.int32)
-        for at in tl.range(0, num_entries, BLOCK):
+        for at in tl.range(0, entries[1], BLOCK):
             token, y, key, alive = _load_survivors(source, entries, at, rules, cut, BLOCK, HAS_MAP, HAS_WORK)
             alive = alive & (key >= key_p)
             if tl.max(alive.to(tl.int32)) > 0:
                 noise = gumbel(bits_of_tokens(index, token, seed.to(tl.uint32), (seed >> 32).to(tl.uint32)))
-                score, first = _best_of(tl.where(alive, y.to(tl.float64) + noise.to(tl.float64), -float("inf")), token)
+                score, first = best_of(tl.where(alive, y.to(tl.float64) + noise.to(tl.float64), -float("inf")), token)
                 better = (score > best_score) | ((score == best_score) & (first < drawn))
                 best_score = tl.where(better, score, best_score)
                 drawn = tl.where(better, first, drawn)

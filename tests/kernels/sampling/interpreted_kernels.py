@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kimi_kernels.sampling import kernel, kernel_noise, reference
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.kernel_draw import STATE_SELECT
+from kimi_kernels.sampling.kernel_draw import STATE_CHECK, STATE_SELECT
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling.weights_reference import token_weights
 from support.sampling_cases import SequenceCase, sampling_tensors
@@ -61,8 +61,11 @@ def _values_kernel(BITS, NOISE, Y, WEIGHT, KEY, BOUNDS, best, N: tl.constexpr):
     tl.store(NOISE + at, noise)
     tl.store(WEIGHT + at, kernel_noise.token_weight(y, best).to(tl.int64))
     tl.store(KEY + at, kernel_noise.order_key(y).to(tl.int64))
-    # A score is not above a bound that `may_reach` says it cannot reach.
-    tl.store(BOUNDS + at, kernel_noise.may_reach(bits, y, (y.to(tl.float64) + noise.to(tl.float64)).to(tl.float32)))
+    # A score reaches itself as a bound, and is not below its floor.
+    score = y + noise
+    lowered = kernel_noise.lowered_bound(score)
+    is_right = (kernel_noise.reach(bits, y, kernel_noise.LOG2_E, lowered) >= 0.0) | (y == -float("inf"))
+    tl.store(BOUNDS + at, (is_right & (kernel_noise.lowered_bound(y + kernel_noise.gumbel_floor(bits)) <= score)))
 
 
 def test_noise_weights_and_keys_at_the_edges() -> None:
@@ -93,12 +96,29 @@ def test_all_candidates_fall() -> None:
     inputs, rows = sampling_tensors([SequenceCase(top_p=0.011, seed=8)])
     call = kernel._Call(logits, inputs, rows, None)
     call.draw()
-    call.check()
+    call.check(exact=False)
+    call.check(exact=True)
     assert call.state.item() == STATE_SELECT.value
+    call.collect()
     call.select()
     expected = reference.sample_tokens(logits, inputs, rows).token_ids.item()
     assert call.token_ids.item() == expected
     assert expected in (77, 78)
+
+
+def test_sums_in_doubt_are_counted_in_integers() -> None:
+    """Weights 4 : 2 : 1 : 1 with top-p 1/2: float32 cannot tell whether the second token survives."""
+    logits = torch.tensor([0.0, -0.6931472, -1.3862944, -1.3862944]).expand(12, 4).contiguous()
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.5, seed=seed) for seed in range(12)])
+    call = kernel._Call(logits, inputs, rows, None)
+    call.draw()
+    call.check(exact=False)
+    in_doubt = call.state == STATE_CHECK.value
+    assert in_doubt.any() and not in_doubt.all()
+    call.check(exact=True)
+    assert (call.state != STATE_CHECK.value).all()
+    call.select()
+    assert torch.equal(call.token_ids, reference.sample_tokens(logits, inputs, rows).token_ids)
 
 
 def test_bans_of_everything_and_rows_that_are_not_finite() -> None:
