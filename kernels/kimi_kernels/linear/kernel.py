@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.argument_checks import require_dtype, require_float, require_shape
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
 from kimi_kernels.weights import Fp8Weight, Int4Weight, PackedWeight, Weight
@@ -111,7 +111,7 @@ def pack_linear(weight: Weight) -> PackedWeight:
     out_features = values.shape[0]
     in_features = values.shape[1] * (8 if isinstance(weight, Int4Weight) else 1)
     tiles = cut_tiles(_stacked(weight), identity_rows(out_features, values.device))
-    arrivals = torch.zeros(tiles.tiles.shape[1] * SPLIT_ROWS // 8, dtype=torch.int32, device=values.device)
+    arrivals = torch.zeros(tiles.tiles.shape[1], dtype=torch.int32, device=values.device)
     return PackedWeight(
         kind=f"triton.{tiles.kind}",
         tensors=(tiles.tiles, tiles.scales, arrivals),

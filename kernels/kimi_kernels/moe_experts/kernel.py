@@ -15,7 +15,9 @@ from kimi_kernels.moe_experts.launch import (
     FEW_CHOICES,
     FewLaunch,
     SortedLaunch,
+    TallShapes,
     few_launch,
+    is_few,
     max_tiles,
     sorted_launch,
 )
@@ -32,8 +34,8 @@ FEW_COLUMNS = 8
 MAX_CHUNK = 512
 """Choices that one program sorts."""
 SUM_BLOCK = 1024
-TALL_LIMITS = {(128, 8): {"maxnreg": 128}}
-"""Registers a thread by (columns, warps), where one or two fewer let a second program run on the multiprocessor."""
+TALL_STAGES = 4
+TALL_WARPS = 8
 MAX_EXPERTS = 1 << 15
 
 
@@ -85,18 +87,17 @@ def moe_experts(
     require(topk_ids.shape[1] > 0, "topk_ids", "0 choices a token", "at least 1")
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    layer = _Layer(x, topk_ids, topk_weights, experts, first_expert)
-    if layer.num_choices <= FEW_CHOICES:
+    layer = Layer(x, topk_ids, topk_weights, experts, first_expert)
+    if is_few(layer.num_choices, layer.down_steps):
         few = few_launch(layer.num_choices, layer.gate_up_row_tiles, layer.gate_up_steps)
-        hidden = gate_up_few(layer, few)
-        return down_few(layer, few, hidden)
-    many = sorted_launch(layer.num_choices, experts.num_experts, layer.down_steps)
+        return down_few(layer, few, gate_up_few(layer, few))
+    many = sorted_launch(layer.num_choices, experts.num_experts, layer.down_steps, layer.tall_shapes())
     order = sort_choices(layer, many.columns)
     hidden = gate_up_sorted(layer, many, order)
     return sum_choices(layer, down_sorted(layer, many, order, hidden))
 
 
-class _Layer:
+class Layer:
     """One call's arguments and what every launch derives from them."""
 
     def __init__(
@@ -118,16 +119,28 @@ class _Layer:
         step = step_columns(kind)
         # The bit tricks make bf16; other types, and the CPU, take plain arithmetic.
         is_portable = x.dtype != torch.bfloat16 or x.device.type != "cuda"
-        self.gate_up_flags = dict(
-            KIND=kind, WORDS=self.gate_up.shape[-1], EVEN=self.hidden_size % step == 0, PORTABLE=is_portable
-        )
-        self.down_flags = self.gate_up_flags | dict(EVEN=self.intermediate_size % step == 0)
+        self.gate_up_flags = {
+            "KIND": kind,
+            "WORDS": self.gate_up.shape[-1],
+            "EVEN": self.hidden_size % step == 0,
+            "PORTABLE": is_portable,
+        }
+        self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
+
+    def tall_shapes(self) -> TallShapes:
+        """Which products have int4 weights, bf16 arithmetic, and whole groups of rows and of steps."""
+        is_int4 = self.gate_up_flags["KIND"] == "int4" and not self.gate_up_flags["PORTABLE"]
+        has_groups = [
+            bool(flags["EVEN"]) and tiles.shape[1] % 2 == 0 and tiles.shape[2] % TALL_STAGES == 0
+            for tiles, flags in ((self.gate_up, self.gate_up_flags), (self.down, self.down_flags))
+        ]
+        return TallShapes(gate_up=is_int4 and has_groups[0], down=is_int4 and has_groups[1])
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.x.dtype, device=self.x.device)
 
 
-def gate_up_few(layer: _Layer, launch: FewLaunch) -> Tensor:
+def gate_up_few(layer: Layer, launch: FewLaunch) -> Tensor:
     """[choices, intermediate_size] activations of unsorted choices."""
     hidden = layer.empty(layer.num_choices, layer.intermediate_size)
     num_programs = layer.num_choices * layer.gate_up_row_tiles * launch.splits
@@ -155,7 +168,7 @@ def gate_up_few(layer: _Layer, launch: FewLaunch) -> Tensor:
     return hidden
 
 
-def down_few(layer: _Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
+def down_few(layer: Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
     """[T, hidden_size]: each program sums a token's experts as it goes."""
     out = layer.empty(layer.num_tokens, layer.hidden_size)
     down_token_kernel[(layer.num_tokens * layer.down_row_tiles * (128 // launch.down_rows),)](
@@ -182,7 +195,7 @@ def down_few(layer: _Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class Order:
     """Choices sorted by expert, as `place_kernel` writes them."""
 
     entries: Tensor
@@ -190,7 +203,7 @@ class _Order:
     num_tiles: Tensor
 
 
-def sort_choices(layer: _Layer, columns: int) -> _Order:
+def sort_choices(layer: Layer, columns: int) -> Order:
     """Tiles of `columns` choices of one expert each."""
     bins = max(16, triton.next_power_of_2(layer.num_experts))
     chunk = min(MAX_CHUNK, max(32, triton.next_power_of_2(layer.num_choices)))
@@ -214,14 +227,14 @@ def sort_choices(layer: _Layer, columns: int) -> _Order:
         SINGLE=num_chunks == 1,
         **shape,
     )
-    return _Order(entries, choices, num_tiles)
+    return Order(entries, choices, num_tiles)
 
 
-def gate_up_sorted(layer: _Layer, launch: SortedLaunch, order: _Order) -> Tensor:
+def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
     """[choices, intermediate_size] activations; rows of experts held elsewhere are not written."""
     hidden = layer.empty(layer.num_choices, layer.intermediate_size)
-    if launch.gate_up_tall:
-        gate_up_tall_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
+    if launch.gate_up_tall_rows:
+        gate_up_tall_kernel[(order.entries.numel() * layer.gate_up_row_tiles * 128 // launch.gate_up_tall_rows,)](
             layer.x,
             layer.gate_up,
             layer.gate_up_scales,
@@ -235,10 +248,10 @@ def gate_up_sorted(layer: _Layer, launch: SortedLaunch, order: _Order) -> Tensor
             layer.gate_up_row_tiles,
             layer.gate_up_steps,
             COLUMNS=launch.columns,
-            STAGES=launch.gate_up_stages,
-            WARPS=launch.gate_up_warps,
-            num_warps=launch.gate_up_warps,
-            **TALL_LIMITS.get((launch.columns, launch.gate_up_warps), {}),
+            ROWS=launch.gate_up_tall_rows,
+            STAGES=TALL_STAGES,
+            WARPS=TALL_WARPS,
+            num_warps=TALL_WARPS,
         )
         return hidden
     gate_up_sorted_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
@@ -258,17 +271,16 @@ def gate_up_sorted(layer: _Layer, launch: SortedLaunch, order: _Order) -> Tensor
         COLUMNS=launch.columns,
         STAGES=launch.gate_up_stages,
         SCALE_WEIGHTS=launch.scale_weights,
-        num_warps=launch.gate_up_warps,
         **layer.gate_up_flags,
     )
     return hidden
 
 
-def down_sorted(layer: _Layer, launch: SortedLaunch, order: _Order, hidden: Tensor) -> Tensor:
+def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
     """[choices, hidden_size] products; rows of experts held elsewhere are not written."""
     products = layer.empty(layer.num_choices, layer.hidden_size)
-    if launch.down_tall:
-        down_tall_kernel[(order.entries.numel() * layer.down_row_tiles,)](
+    if launch.down_tall_rows:
+        down_tall_kernel[(order.entries.numel() * layer.down_row_tiles * 128 // launch.down_tall_rows,)](
             hidden,
             layer.down,
             layer.down_scales,
@@ -281,10 +293,10 @@ def down_sorted(layer: _Layer, launch: SortedLaunch, order: _Order, hidden: Tens
             layer.down_row_tiles,
             layer.down_steps,
             COLUMNS=launch.columns,
-            STAGES=launch.down_stages,
-            WARPS=launch.down_warps,
-            num_warps=launch.down_warps,
-            **TALL_LIMITS.get((launch.columns, launch.down_warps), {}),
+            ROWS=launch.down_tall_rows,
+            STAGES=TALL_STAGES,
+            WARPS=TALL_WARPS,
+            num_warps=TALL_WARPS,
         )
         return products
     num_groups = triton.cdiv(layer.down_row_tiles, launch.tiles_a_group)
@@ -306,13 +318,12 @@ def down_sorted(layer: _Layer, launch: SortedLaunch, order: _Order, hidden: Tens
         STAGES=launch.down_stages,
         SCALE_WEIGHTS=launch.scale_weights,
         RESIDENT_STEPS=layer.down_steps if launch.resident else 0,
-        num_warps=launch.down_warps,
         **layer.down_flags,
     )
     return products
 
 
-def sum_choices(layer: _Layer, products: Tensor) -> Tensor:
+def sum_choices(layer: Layer, products: Tensor) -> Tensor:
     """[T, hidden_size]: each token's weighted products, summed in the order of its choices."""
     out = layer.empty(layer.num_tokens, layer.hidden_size)
     sum_choices_kernel[(layer.num_tokens, triton.cdiv(layer.hidden_size, SUM_BLOCK))](

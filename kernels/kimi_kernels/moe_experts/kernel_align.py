@@ -63,7 +63,7 @@ def place_kernel(
 
     Args:
         TOPK_IDS: [num_choices] int32. COUNTS: [chunks, BINS], of `count_kernel`; unused if SINGLE, the only chunk.
-        TILE_ENTRIES: [max tiles] int32, the first NUM_TILES written. TILE_CHOICES: [max tiles * COLUMNS] int32: choices.
+        TILE_ENTRIES: [max tiles] int32, the first NUM_TILES written. TILE_CHOICES: [max tiles * COLUMNS] int32.
         NUM_TILES: [1] int32.
     """
     chunk = tl.program_id(0)

@@ -171,7 +171,7 @@ def down_token_kernel(
     scales = SCALES + part * ROWS
     is_first = tl.arange(0, COLUMNS) == 0
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    # All ids and weights before the loop: a load whose address comes from another load halves the depth of the pipeline.
+    # All ids before the loop: a load whose address comes from another load halves the depth of the pipeline.
     locals_ = ()
     weights = ()
     for c in tl.static_range(TOP_K):

@@ -109,8 +109,8 @@ def gate_up_choice_kernel(
 
     Args:
         HIDDEN: [T * top_k, intermediate_size]. TOPK_IDS: [T * top_k] int32.
-        PARTIALS: [T * top_k * num_row_tiles, SPLITS, 128] float32, scratch. ARRIVALS: [T * top_k * num_row_tiles] int32,
-            zero, and zero again at the end.
+        PARTIALS: [T * top_k * num_row_tiles, SPLITS, 128] float32, scratch.
+        ARRIVALS: [T * top_k * num_row_tiles] int32, zero, and zero again at the end.
     """
     program = tl.program_id(0)
     split = program % SPLITS

@@ -1,9 +1,19 @@
-"""How the expert kernels are launched: tile shapes by the number of choices an expert gets, grids by worst case."""
+"""How the expert kernels are launched: tile shapes by the number of choices an expert gets, grids by worst case.
+
+The numbers were chosen by measurement on an H100 (docs/benchmarks.md, "Mixture of experts").
+"""
 
 from dataclasses import dataclass
 
 FEW_CHOICES = 64
 """Up to this many choices, sorting them saves next to nothing: they rarely share an expert."""
+FEW_DOWN_STEPS = 4
+"""Widest second product, in steps of columns, for which walking a token's experts one after another is fast."""
+RESIDENT_STEPS = 2
+"""Widest second product, in steps, whose activations stay on the multiprocessor."""
+MAX_SPLITS = 8
+COLUMNS_BY_MEAN = ((8, 4.0), (16, 8.0), (32, 24.0), (64, 64.0))
+"""Choices a tile, and the mean number of choices an expert up to which it is taken."""
 PROCESSORS = 132
 """Multiprocessors of an H100: a split of the few-token products aims at several programs on each."""
 
@@ -27,41 +37,60 @@ class SortedLaunch:
     columns: int
     """Choices a tile."""
     scale_weights: bool
+    """Scale int4 weights rather than the products of a group."""
     gate_up_stages: int
-    gate_up_warps: int
     down_stages: int
-    down_warps: int
     tiles_a_group: int
     """Row tiles of the second product that one program walks through."""
-    gate_up_tall: bool = False
-    """The first product by the kernel that overlaps tensor cores and dequantisation."""
-    down_tall: bool = False
     resident: bool
     """The second product's activations stay on the multiprocessor meanwhile; for at most two steps of columns."""
+    gate_up_tall_rows: int = 0
+    """Rows of the weight a program of `kernel_tall` takes, 128 or 256; 0: the plain kernel runs."""
+    down_tall_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TallShapes:
+    """For which products the tall kernels can run."""
+
+    gate_up: bool
+    down: bool
+
+
+def is_few(num_choices: int, down_steps: int) -> bool:
+    """Whether the unsorted kernels are the faster ones."""
+    return num_choices <= FEW_CHOICES and down_steps <= FEW_DOWN_STEPS
 
 
 def few_launch(num_choices: int, gate_up_row_tiles: int, gate_up_steps: int) -> FewLaunch:
-    """A launch for up to `FEW_CHOICES` choices."""
+    """A launch for up to `FEW_CHOICES` choices: about two programs of the first product a multiprocessor."""
     splits = 1
-    while splits < 8 and num_choices * gate_up_row_tiles * splits < 3 * PROCESSORS and gate_up_steps >= 8 * splits:
+    while (
+        splits < MAX_SPLITS
+        and 2 * num_choices * gate_up_row_tiles * splits < 3 * PROCESSORS
+        and gate_up_steps >= 8 * splits
+    ):
         splits *= 2
-    return FewLaunch(splits=splits, gate_up_stages=4, down_rows=64, down_stages=6)
+    return FewLaunch(splits=splits, gate_up_stages=4, down_rows=32 if num_choices <= 16 else 128, down_stages=4)
 
 
-def sorted_launch(num_choices: int, num_experts: int, down_steps: int) -> SortedLaunch:
-    """A launch for more choices."""
+def sorted_launch(num_choices: int, num_experts: int, down_steps: int, tall: TallShapes) -> SortedLaunch:
+    """A launch for any number of choices."""
     mean = num_choices / num_experts
-    columns = 8 if mean <= 2 else 16 if mean <= 12 else 32 if mean <= 24 else 64
-    resident = down_steps <= 2
+    columns = next((size for size, most in COLUMNS_BY_MEAN if mean <= most), 128 if tall.down else 64)
+    resident = down_steps <= RESIDENT_STEPS
+    tall_rows = 0 if columns < 64 else 128 if columns == 64 else 256
+    # Up to a mean of 64 a narrow layer reads for longer than it computes: the plain kernel is as fast.
+    gate_up_is_tall = tall.gate_up and (tall.down or mean > 64)
     return SortedLaunch(
         columns=columns,
         scale_weights=columns >= 32,
-        gate_up_stages=4 if columns <= 16 else 3,
-        gate_up_warps=4,
-        down_stages=3,
-        down_warps=4,
-        tiles_a_group=8 if resident else 1,
+        gate_up_stages=4 if columns == 8 else 3,
+        down_stages=4 if columns <= 16 and not resident else 3,
+        tiles_a_group=7 if resident else 1,
         resident=resident,
+        gate_up_tall_rows=tall_rows if gate_up_is_tall else 0,
+        down_tall_rows=tall_rows if tall.down else 0,
     )
 
 

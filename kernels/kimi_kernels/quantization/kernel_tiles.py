@@ -1,7 +1,7 @@
 """Device code that multiplies rows of activations with a weight cut into tiles (`quantization.tiles`).
 
-The product is transposed, [weight rows, columns]: the weight's 128 rows fill the tensor core's tall side, and a step with
-few activation rows pads to 8 of them, not to 64 or 128. A *column* of these kernels is a row of activations.
+The product is transposed, [weight rows, columns]: the weight's 128 rows fill the tensor core's tall side, and a step
+with few activation rows pads to 8 of them, not to 64 or 128. A *column* of these kernels is a row of activations.
 """
 
 import triton
@@ -45,7 +45,7 @@ FP8_ASM_1 = _fp8_asm("", "shr.u32 t, $1, 4; ")
 def _int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
     """Codes of nibble PLANE, -8 … 7, exact.
 
-    A register holds two words. Or-ing a nibble into the bf16 128.0 gives 128 + nibble; subtracting 136 undoes both offsets.
+    A register holds two words. Or-ing a nibble into the bf16 128.0 gives 128 + nibble; subtracting 136 undoes both.
     """
     if PORTABLE:
         values = ((words >> (4 * PLANE)) & 15).to(tl.float32) - 8.0

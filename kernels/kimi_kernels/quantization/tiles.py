@@ -3,11 +3,11 @@
 A tile holds 128 rows of the weight and one step of columns. 16-bit words hold several columns, one a *plane*, so that a
 plane is taken out of a register of two words by one mask and never has to be interleaved with another:
 
-| kind | columns a step | word [row, j] of a tile                                              | scales of a step        |
-| ---- | -------------- | -------------------------------------------------------------------- | ----------------------- |
-| int4 | 128            | [128, 32] int16: nibble p is column 32 p + j, as code + 8            | [128] int64: four bf16  |
-| fp8  | 128            | [128, 64] int16: byte p is column 64 p + j, float8_e4m3fn            | [128] float32           |
-| float | 64            | [128, 64] in the weight's own dtype                                  | none                    |
+| kind  | columns | word [row, j] of a tile                                   | scales of a step       |
+| ----- | ------- | --------------------------------------------------------- | ---------------------- |
+| int4  | 128     | [128, 32] int16: nibble p is column 32 p + j, as code + 8 | [128] int64: four bf16 |
+| fp8   | 128     | [128, 64] int16: byte p is column 64 p + j, float8_e4m3fn | [128] float32          |
+| float | 64      | [128, 64] in the weight's own dtype                       | none                   |
 
 An int4 plane is one scale group. Rows past the weight and columns past a whole step hold zeros.
 """

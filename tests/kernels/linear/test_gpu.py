@@ -1,0 +1,24 @@
+"""The compiled linear kernels in bf16, against the float32 reference on the same device."""
+
+import pytest
+import torch
+
+from kimi_kernels.linear import kernel, reference
+from support.expert_layers import random_weight, relative_error
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = 4e-3
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 8, 16, 33, 64, 200])
+@pytest.mark.parametrize(("out_features", "in_features"), [(2112, 1536), (300, 96), (20480, 1024)])
+def test_against_reference(kind: str, num_tokens: int, out_features: int, in_features: int) -> None:
+    torch.manual_seed(num_tokens)
+    weight = random_weight(kind, out_features, in_features, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(num_tokens, in_features, device="cuda", dtype=torch.bfloat16)
+    packed = kernel.pack_linear(weight)
+    expected = reference.linear(x.float(), reference.pack_linear(weight))
+    out = kernel.linear(x, packed)
+    assert relative_error(out, expected) < TOLERANCE
+    assert torch.equal(out, kernel.linear(x, packed))

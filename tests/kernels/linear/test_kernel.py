@@ -1,0 +1,78 @@
+"""The Triton-language linear layers in the interpreter, against the reference."""
+
+import pytest
+import torch
+
+from kimi_kernels.linear import kernel, reference
+from kimi_kernels.weights import Fp8Weight, Int4Weight
+from support.expert_layers import random_weight, relative_error
+from support.interpreted import INTERPRETED
+
+pytestmark = INTERPRETED
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+
+
+def check(kind: str, num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> None:
+    torch.manual_seed(num_tokens)
+    weight, x = random_weight(kind, out_features, in_features), torch.randn(num_tokens, in_features).to(dtype)
+    packed = kernel.pack_linear(weight)
+    expected = reference.linear(x.float(), reference.pack_linear(weight))
+    for _ in range(2):  # the second call finds the scratch as the first left it
+        out = kernel.linear(x, packed)
+        assert out.dtype == dtype and out.shape == (num_tokens, out_features)
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
+@pytest.mark.parametrize(
+    ("num_tokens", "out_features", "in_features"),
+    [(1, 96, 64), (3, 300, 160), (8, 130, 1024), (17, 128, 256), (70, 200, 96)],
+    ids=["narrow", "odd", "split", "17 rows", "two row tiles"],
+)
+def test_shapes(kind: str, num_tokens: int, out_features: int, in_features: int) -> None:
+    check(kind, num_tokens, out_features, in_features)
+
+
+def test_half_precision() -> None:
+    check("int4", 5, 192, 2048, torch.float16)
+
+
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_larger_groups(group_size: int) -> None:
+    torch.manual_seed(0)
+    plain = torch.randn(96, 256)
+    from kimi_kernels.quantization.reference import quantize_int4
+
+    weight = quantize_int4(plain, group_size=group_size)
+    x = torch.randn(3, 256)
+    expected = reference.linear(x, reference.pack_linear(weight))
+    assert relative_error(kernel.linear(x, kernel.pack_linear(weight)), expected) < TOLERANCE[torch.float32]
+
+
+def test_strided_and_transposed_rows() -> None:
+    torch.manual_seed(0)
+    weight = random_weight("int4", 64, 128)
+    packed, expected_weight = kernel.pack_linear(weight), reference.pack_linear(weight)
+    for x in (torch.randn(4, 256)[:, :128], torch.randn(128, 4).t()):
+        expected = reference.linear(x.contiguous(), expected_weight)
+        assert relative_error(kernel.linear(x, packed), expected) < TOLERANCE[torch.float32]
+
+
+def test_no_rows() -> None:
+    packed = kernel.pack_linear(random_weight("fp8", 64, 128))
+    assert kernel.linear(torch.empty(0, 128), packed).shape == (0, 64)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    weight = random_weight("int4", 64, 128)
+    assert isinstance(weight, Int4Weight)
+    packed = kernel.pack_linear(weight)
+    with pytest.raises(ValueError, match="x: got shape"):
+        kernel.linear(torch.empty(2, 64), packed)
+    with pytest.raises(ValueError, match=r"weight: got a weight packed as 'reference\.float32'"):
+        kernel.linear(torch.empty(2, 128), reference.pack_linear(weight))
+    with pytest.raises(ValueError, match="group_size: got 16, expected a multiple of 32"):
+        kernel.pack_linear(Int4Weight(packed=weight.packed, scales=torch.ones(64, 8), group_size=16))
+    with pytest.raises(ValueError, match="block_size: got 64, expected a multiple of 128"):
+        values = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+        kernel.pack_linear(Fp8Weight(values=values, scales=torch.ones(1, 2), block_size=64))

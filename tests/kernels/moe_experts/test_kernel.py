@@ -1,0 +1,141 @@
+"""The Triton-language experts in the interpreter, against the reference."""
+
+import pytest
+import torch
+
+from kimi_kernels.moe_experts import kernel, reference
+from kimi_kernels.weights import ExpertWeights
+from support.expert_layers import expected_experts, random_choices, random_experts, relative_error
+from support.interpreted import INTERPRETED
+
+pytestmark = INTERPRETED
+KINDS = ["int4", "fp8", "float"]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
+"""Order of sums; the rounding of activations, products and result to float16."""
+
+
+def check(
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    first_expert: int = 0,
+) -> torch.Tensor:
+    out = kernel.moe_experts(x, ids, topk_weights, kernel.pack_experts(weights), first_expert)
+    expected = expected_experts(x, ids, topk_weights, reference.pack_experts(weights), first_expert)
+    assert out.dtype == x.dtype and out.shape == x.shape
+    assert relative_error(out, expected) < TOLERANCE[x.dtype]
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "hidden", "intermediate", "top_k"),
+    [
+        (1, 4, 64, 32, 2),
+        (2, 5, 288, 160, 2),
+        (3, 3, 160, 64, 3),
+        (33, 4, 96, 64, 2),
+        (65, 3, 160, 288, 1),
+    ],
+    ids=["one token", "odd widths", "all experts", "sorted", "wide"],
+)
+def test_widths_and_counts(
+    kind: str, num_tokens: int, num_experts: int, hidden: int, intermediate: int, top_k: int
+) -> None:
+    torch.manual_seed(num_tokens)
+    ids, weights = random_choices(num_tokens, num_experts, top_k)
+    check(random_experts(kind, num_experts, hidden, intermediate), torch.randn(num_tokens, hidden), ids, weights)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_half_precision(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    ids, weights = random_choices(num_tokens, 4, 2)
+    check(random_experts("int4", 4, 256, 128), torch.randn(num_tokens, 256).half(), ids, weights)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 48])
+@pytest.mark.parametrize("first_expert", [3, 6])
+def test_subset_of_experts(num_tokens: int, first_expert: int) -> None:
+    torch.manual_seed(0)
+    ids, weights = random_choices(num_tokens, 12, 4)
+    check(random_experts("int4", 4, 64, 32), torch.randn(num_tokens, 64), ids, weights, first_expert)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_no_choice_is_held_here(num_tokens: int) -> None:
+    ids, weights = random_choices(num_tokens, 4, 2)
+    packed = kernel.pack_experts(random_experts("int4", 4, 64, 32))
+    out = kernel.moe_experts(torch.randn(num_tokens, 64), ids, weights, packed, first_expert=4)
+    assert torch.equal(out, torch.zeros(num_tokens, 64))
+
+
+@pytest.mark.parametrize("num_tokens", [6, 70])
+def test_all_tokens_to_one_expert_and_others_empty(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    ids = torch.full((num_tokens, 1), 2, dtype=torch.int32)
+    check(random_experts("int4", 4, 64, 32), torch.randn(num_tokens, 64), ids, torch.rand(num_tokens, 1))
+
+
+def test_an_expert_chosen_twice_by_a_token_counts_twice() -> None:
+    torch.manual_seed(0)
+    ids = torch.full((40, 2), 1, dtype=torch.int32)
+    check(random_experts("fp8", 2, 64, 32), torch.randn(40, 64), ids, torch.rand(40, 2))
+
+
+def test_more_choices_than_one_program_sorts() -> None:
+    torch.manual_seed(0)
+    num_tokens = kernel.MAX_CHUNK // 4 + 3
+    ids, weights = random_choices(num_tokens, 6, 4)
+    weights_of_experts = random_experts("float", 6, 64, 16)
+    check(weights_of_experts, torch.randn(num_tokens, 64), ids, weights)
+
+
+def test_few_and_many_choices_agree() -> None:
+    """The unsorted kernels, split or not, and the sorted ones, on the same tokens."""
+    torch.manual_seed(0)
+    experts = kernel.pack_experts(random_experts("int4", 4, 512, 64))
+    x, (ids, weights) = torch.randn(3, 512), random_choices(3, 4, 2)
+    layer = kernel.Layer(x, ids, weights, experts, 0)
+    many = kernel.sorted_launch(layer.num_choices, 4, layer.down_steps, layer.tall_shapes())
+    order = kernel.sort_choices(layer, many.columns)
+    hidden = kernel.gate_up_sorted(layer, many, order)
+    out = kernel.sum_choices(layer, kernel.down_sorted(layer, many, order, hidden))
+    for splits in (1, 4):
+        few = kernel.FewLaunch(splits=splits, gate_up_stages=2, down_rows=64, down_stages=2)
+        torch.testing.assert_close(kernel.gate_up_few(layer, few), hidden)
+        torch.testing.assert_close(kernel.down_few(layer, few, hidden), out)
+        # The counts of finished programs are zero again, or the next call would sum too early.
+        assert not layer.arrivals.any()
+
+
+def test_strided_rows() -> None:
+    torch.manual_seed(0)
+    ids, weights = random_choices(9, 4, 2)
+    check(random_experts("int4", 4, 64, 32), torch.randn(9, 128)[:, :64], ids, weights)
+
+
+def test_no_tokens() -> None:
+    packed = kernel.pack_experts(random_experts("int4", 4, 64, 32))
+    out = kernel.moe_experts(torch.randn(0, 64), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), packed)
+    assert out.shape == (0, 64)
+
+
+def test_another_sets_experts_are_refused() -> None:
+    packed = reference.pack_experts(random_experts("int4", 4, 64, 32))
+    ids, weights = random_choices(2, 4, 2)
+    with pytest.raises(ValueError, match=r"experts: got experts packed as 'reference\.float32'"):
+        kernel.moe_experts(torch.randn(2, 64), ids, weights, packed)
+
+
+def test_mixed_formats_are_refused() -> None:
+    int4, fp8 = random_experts("int4", 2, 64, 32), random_experts("fp8", 2, 64, 32)
+    with pytest.raises(ValueError, match="down: got fp8 weights, expected int4"):
+        kernel.pack_experts(ExpertWeights(gate_up=int4.gate_up, down=fp8.down))
+
+
+def test_wrong_widths_are_refused() -> None:
+    weights = random_experts("int4", 2, 64, 32)
+    with pytest.raises(ValueError, match=r"down: got shape \[2, 96, 32\]"):
+        kernel.pack_experts(ExpertWeights(gate_up=weights.gate_up, down=random_experts("int4", 2, 96, 32).down))

@@ -1,0 +1,73 @@
+"""What the compiler makes of the expert and linear kernels for an H100: no GPU needed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAX_SHARED_BYTES = 232_448
+SPILLED_BYTES = {"down tall 128": 96}
+"""Kernels that may spill, all of it outside the loop's critical path, and how much."""
+MMA_SYNC = ("gate_up choice", "down token", "linear 8", "gate_up sorted int4 8", "down resident 8")
+"""Eight columns: too few for wgmma to be worth its waits; mma.sync takes them without padding."""
+WGMMA = ("gate_up sorted fp8 16", "gate_up sorted int4 64", "gate_up tall 64", "down tall 128")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    tests = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(tests), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-m", "support.moe_compile_gate"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    result: dict[str, dict[str, Any]] = json.loads(run.stdout)
+    return result
+
+
+def test_nothing_spills_and_shared_memory_fits(compiled: dict[str, dict[str, Any]]) -> None:
+    for name, kernel in compiled.items():
+        assert kernel["stack_bytes"] <= SPILLED_BYTES.get(name, 0), name
+        assert kernel["shared_bytes"] <= MAX_SHARED_BYTES, name
+
+
+def test_tensor_cores_do_the_products(compiled: dict[str, dict[str, Any]]) -> None:
+    for name in MMA_SYNC:
+        assert compiled[name]["instructions"].get("HMMA", 0) > 0, name
+    for name in WGMMA:
+        assert compiled[name]["instructions"].get("HGMMA", 0) > 0, name
+        assert "HMMA" not in compiled[name]["instructions"], name
+
+
+def test_weights_are_copied_asynchronously(compiled: dict[str, dict[str, Any]]) -> None:
+    for name in (*MMA_SYNC, *WGMMA):
+        assert compiled[name]["instructions"].get("LDGSTS", 0) >= 10, name
+
+
+def test_products_are_not_serialised(compiled: dict[str, dict[str, Any]]) -> None:
+    """ptxas serialises wgmma, an arrive before each, when something else sets the accumulators on any path."""
+    for name in WGMMA:
+        instructions = compiled[name]["instructions"]
+        assert 2 * instructions["WARPGROUP.ARRIVE"] <= instructions["HGMMA"], name
+
+
+def test_dequantisation_is_packed(compiled: dict[str, dict[str, Any]]) -> None:
+    """Two weights an instruction: a 128 x 128 int4 step of four warps subtracts the offset in 64 of them."""
+    instructions = compiled["gate_up sorted int4 8"]["instructions"]
+    assert instructions["HADD2"] == 64
+    # One conversion, of the division that finds the program's tile; none of a weight.
+    assert instructions.get("I2F", 0) + instructions.get("I2FP", 0) <= 2
+
+
+def test_blocks_share_a_multiprocessor(compiled: dict[str, dict[str, Any]]) -> None:
+    """Four blocks of the few-token kernels: their loads in flight are what hides the memory's latency."""
+    for name in ("gate_up choice", "down token", "linear 8", "gate_up sorted int4 8"):
+        kernel = compiled[name]
+        assert kernel["registers"] * 128 * 4 <= 65_536, name
+        assert kernel["shared_bytes"] * 4 <= MAX_SHARED_BYTES, name

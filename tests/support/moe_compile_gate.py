@@ -1,0 +1,54 @@
+"""Compiles the expert and linear kernels for Hopper and prints what came out, as JSON by case.
+
+A program of its own: with the interpreter switched on, as it is in the test process, nothing can be compiled.
+"""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from kimi_kernels.linear.kernel import tiled_linear_kernel
+from kimi_kernels.moe_experts.kernel_align import place_kernel
+from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel
+from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
+from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
+from support.hopper_compiler import compile_for_hopper
+
+BF16 = ("X", "HIDDEN", "OUT", "PRODUCTS")
+FLOAT = ("PARTIALS", "TOPK_WEIGHTS")
+INTS = ("ARRIVALS", "TOPK_IDS", "TILE_ENTRIES", "TILE_CHOICES", "NUM_TILES", "COUNTS")
+TYPES = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FLOAT, "*fp32") | dict.fromkeys(INTS, "*i32")
+WEIGHT_TYPES = {"int4": ("*i16", "*i64"), "fp8": ("*i16", "*fp32"), "float": ("*bf16", "*fp32")}
+WORDS = {"int4": 32, "fp8": 64, "float": 64}
+DIVISIBLE = {"x_stride", "in_features", "intermediate_size", "out_features"}
+
+
+def compile_case(function: Any, kind: str, num_warps: int, **constants: Any) -> dict[str, Any]:
+    tiles, scales = WEIGHT_TYPES[kind]
+    if "KIND" in function.arg_names:
+        constants |= {"KIND": kind, "WORDS": WORDS[kind], "EVEN": True, "PORTABLE": False}
+    compiled = compile_for_hopper(function, TYPES | {"TILES": tiles, "SCALES": scales}, constants, DIVISIBLE, num_warps)
+    return dataclasses.asdict(compiled)
+
+
+def main() -> None:
+    results = {
+        "gate_up choice": compile_case(gate_up_choice_kernel, "int4", 4, COLUMNS=8, STAGES=4, SPLITS=8),
+        "down token": compile_case(down_token_kernel, "int4", 4, TOP_K=8, ROWS=128, COLUMNS=8, STAGES=4),
+        "place": compile_case(place_kernel, "int4", 4, COLUMNS=16, CHUNK=512, BINS=512, SINGLE=True),
+        "linear 8": compile_case(tiled_linear_kernel, "int4", 4, COLUMNS=8, STAGES=4, SCALE_WEIGHTS=False, SPLITS=1),
+    }
+    for kind, columns, scale_weights in (("int4", 8, False), ("fp8", 16, False), ("int4", 64, True)):
+        constants = {"COLUMNS": columns, "STAGES": 3, "SCALE_WEIGHTS": scale_weights}
+        results[f"gate_up sorted {kind} {columns}"] = compile_case(gate_up_sorted_kernel, kind, 4, **constants)
+    results["down resident 8"] = compile_case(
+        down_sorted_kernel, "int4", 4, COLUMNS=8, STAGES=3, SCALE_WEIGHTS=False, RESIDENT_STEPS=2
+    )
+    results["gate_up tall 64"] = compile_case(gate_up_tall_kernel, "int4", 8, COLUMNS=64, ROWS=128, STAGES=4, WARPS=8)
+    results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, STAGES=4, WARPS=8)
+    sys.stdout.write(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
