@@ -10,7 +10,7 @@ from support.expert_layers import expected_experts, random_choices, random_exper
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 6e-3
-"""bf16 activations between the products, bf16 products and result; scaled weights rounded to bf16 from 32 columns on."""
+"""bf16 activations between the products, bf16 products and result; from 32 columns on, scaled weights in bf16."""
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
