@@ -211,7 +211,7 @@ class EngineLoop:
             sequence = self._newcomers.popleft()
             core.add(sequence)
             if sequence.deadline_s is not None:
-                heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.uid, sequence))
+                self._watch_deadline(sequence, sequence.deadline_s)
         while self._endings:
             ending = self._endings.popleft()
             self._end(core, ending.sequence, ending.finish, ending.tells_client)
@@ -219,6 +219,13 @@ class EngineLoop:
             sequence = heapq.heappop(self._deadlines)[2]
             message = f"its deadline of {sequence.request.deadline_s} s has passed"
             self._end(core, sequence, Finish(FinishReason.CANCELLED, error=message), True)
+
+    def _watch_deadline(self, sequence: Sequence, deadline_s: float) -> None:
+        """Also forgets those that ended long before their deadline, so that the heap holds as many as are live."""
+        if len(self._deadlines) > 64 + 2 * self.emitter.num_live:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].finish is None]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_s, sequence.uid, sequence))
 
     def _end(self, core: EngineCore, sequence: Sequence, finish: Finish, tells_client: bool) -> None:
         if core.end(sequence, finish) and tells_client:

@@ -10,7 +10,7 @@ from kimi_backend.types.plan import RunnerDescription
 logger = logging.getLogger("kimi_backend.engine")
 
 FIRST_RETRY_S = 0.25
-LAST_RETRY_S = 10.0
+LAST_RETRY_S = 1.0
 
 
 class RunnerLink:

@@ -23,7 +23,8 @@ class Finish:
 class Sequence:
     """Owned by the engine thread. A running sequence has a table row and blocks; a waiting one has neither.
 
-    `target_len` and `draft_len` are valid KV lengths; for a sequence that uses the draft they are equal between steps.
+    `target_len` and `draft_len` are valid KV lengths; `num_draft_tokens` are in flight behind the last token. For
+    a sequence that uses the draft both lengths are equal between steps.
     After a preemption all tokens are input again; the border between prompt and output stays where it was.
     """
 
@@ -82,7 +83,6 @@ class Sequence:
         self.seed = seed
         self.arrival_s = arrival_s
         self.deadline_s = None if request.deadline_s is None else arrival_s + request.deadline_s
-        self.first_scheduled_s: float | None = None
         self.max_num_tokens = max_num_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling)
@@ -95,13 +95,11 @@ class Sequence:
         self.penalties = PenaltyCounts(prompt) if _uses_penalties(params) else None
         self.blocks: SequenceBlocks | None = None
         self.row = -1
-        self.target_len = 0
-        self.draft_len = 0
-        self.num_draft_tokens = 0
-        """Draft tokens in flight: the next verify may check them."""
+        self.target_len = self.draft_len = 0
+        self.num_draft_tokens = 0  # in flight: the next verify may check them
         self.num_preemptions = 0
-        self.num_cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache at the first start; None before it."""
+        self.first_scheduled_s: float | None = None
+        self.num_cached_tokens: int | None = None  # at the first start
         self.finish: Finish | None = None
         self._allowed_mask: Int32Array | None = None
 
