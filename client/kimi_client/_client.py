@@ -1,43 +1,35 @@
 """The blocking client."""
 
-import queue
 import uuid
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-import tritonclient.grpc as grpcclient
-from tritonclient.utils import InferenceServerException
+import grpc
+from tritonclient.grpc import service_pb2
 
-from kimi_client._errors import KimiClientError, RequestCancelled, RequestTimedOut, ServerUnreachable, from_server
-from kimi_client._tensors import MODEL_NAME, build_inputs, is_final, parse_chunk
+from kimi_client._errors import RequestCancelled, RequestTimedOut
+from kimi_client._tensors import MODEL_NAME, build_inputs
+from kimi_client._transport import (
+    CHANNEL_OPTIONS,
+    METADATA,
+    Stub,
+    build_request,
+    deadline,
+    from_rpc_error,
+    parse_response,
+)
 from kimi_client._types import Chunk, Completion, join_chunks
-
-# Without it the server reports stream errors as bare text, without a status.
-STATUS_HEADER = {"triton_grpc_error": "true"}
-_CAUSE_WAIT_S = 1.0
 
 
 class Stream:
     """One running request: iterate over its chunks; leave the `with` block or call `cancel` to stop it early."""
 
-    def __init__(self, client: grpcclient.InferenceServerClient, timeout_s: float | None) -> None:
-        self.request_id = uuid.uuid4().hex
+    def __init__(self, request_id: str, call: Any) -> None:
+        self.request_id = request_id
         self.chunks: list[Chunk] = []
-        self._client = client
-        self._timeout_s = timeout_s
-        self._arrived: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._call = call
         self._is_open = True
-
-    def _start(self, fields: dict[str, Any]) -> None:
-        inputs = build_inputs(fields)
-        # The stream's own deadline also covers a server that never answers.
-        self._client.start_stream(
-            lambda result, error: self._arrived.put((result, error)),
-            stream_timeout=self._timeout_s,
-            headers=STATUS_HEADER,
-        )
-        self._client.async_stream_infer(MODEL_NAME, inputs, request_id=self.request_id)
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they arrive.
@@ -46,14 +38,17 @@ class Stream:
             KimiClientError: one of its subclasses; the request has ended then.
         """
         while self._is_open:
-            result, error = self._arrived.get()
-            if error is not None:
-                self._close(cancel=False)
-                raise from_server(error)
-            chunk = parse_chunk(result)
+            try:
+                response = next(self._call)
+                chunk, is_last = parse_response(response)
+            except StopIteration:
+                self._is_open = False
+                return
+            except grpc.RpcError as error:
+                self._is_open = False
+                raise from_rpc_error(error) from None
             self.chunks.append(chunk)
-            if is_final(result):
-                self._close(cancel=False)
+            self._is_open = not is_last
             yield chunk
 
     def result(self) -> Completion:
@@ -64,24 +59,11 @@ class Stream:
             raise RequestCancelled("the stream was cancelled before the request ended")
         return join_chunks(self.chunks)
 
-    def _why_it_failed(self, error: InferenceServerException) -> KimiClientError:
-        """The stream's own error, which says more than that of the call that found it broken."""
-        try:
-            _, cause = self._arrived.get(timeout=_CAUSE_WAIT_S)
-        except queue.Empty:
-            cause = None
-        self._close(cancel=True)
-        return ServerUnreachable(error.message()) if cause is None else from_server(cause)
-
     def cancel(self) -> None:
         """Stop the request on the server; does nothing when it has ended."""
-        self._close(cancel=True)
-
-    def _close(self, cancel: bool) -> None:
         if self._is_open:
             self._is_open = False
-            self._client.stop_stream(cancel_requests=cancel)
-            self._client.close()
+            self._call.cancel()
 
     def __enter__(self) -> "Stream":
         return self
@@ -108,14 +90,16 @@ class KimiClient:
         """
         self.url = url
         self.timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
+        self._stub = Stub(self._channel)
 
     def is_ready(self) -> bool:
         """Whether the server and the model answer. False when nothing is there."""
         try:
-            with grpcclient.InferenceServerClient(self.url) as client:
-                return bool(client.is_server_ready() and client.is_model_ready(MODEL_NAME))
-        except InferenceServerException:
+            reply = self._stub.ModelReady(service_pb2.ModelReadyRequest(name=MODEL_NAME), timeout=5)
+        except grpc.RpcError:
             return False
+        return bool(reply.ready)
 
     def stream(self, *, timeout_s: float | None = None, **fields: Any) -> Stream:
         """Start a request and return its stream.
@@ -126,27 +110,38 @@ class KimiClient:
 
         Raises:
             InvalidRequest: a field is unknown or has a value that its type cannot hold.
-            ServerUnreachable: nothing answers.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        stream = Stream(grpcclient.InferenceServerClient(self.url), None if limit is None else limit + 5)
-        try:
-            stream._start({"stream": True, "timeout_s": limit, **fields})
-        except InferenceServerException as error:
-            raise stream._why_it_failed(error) from error
-        return stream
+        request_id = uuid.uuid4().hex
+        request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit), metadata=METADATA)
+        return Stream(request_id, call)
 
     def generate(self, *, timeout_s: float | None = None, **fields: Any) -> Completion:
-        """Run a request to its end. Arguments and errors as for `stream`.
+        """Run a request to its end. Arguments and errors as for `stream` and its iteration.
 
         Raises:
             RequestTimedOut: it was cancelled because its time was over.
         """
         completion = self.stream(timeout_s=timeout_s, **fields).result()
         limit = self.timeout_s if timeout_s is None else timeout_s
-        if completion.finish_reason == "cancelled" and limit is not None:
-            raise RequestTimedOut(f"cancelled after {limit:g} s with {completion.num_output_tokens} tokens")
-        return completion
+        return check_time(completion, limit)
+
+    def close(self) -> None:
+        """Give the connection up; running streams end with an error."""
+        self._channel.close()
+
+    def __enter__(self) -> "KimiClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-__all__ = ["KimiClient", "KimiClientError", "Stream"]
+def check_time(completion: Completion, limit_s: float | None) -> Completion:
+    """The completion itself, unless its deadline cut it off."""
+    if completion.finish_reason == "cancelled" and limit_s is not None:
+        raise RequestTimedOut(f"cancelled after {limit_s:g} s with {completion.num_output_tokens} tokens")
+    return completion

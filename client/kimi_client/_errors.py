@@ -9,8 +9,6 @@ KimiClientError
 └── ServerFailed         the server's fault; its log has the details
 """
 
-from typing import Any
-
 
 class KimiClientError(Exception):
     """Base of all errors that this package raises on purpose."""
@@ -53,10 +51,8 @@ _BY_STATUS = {
 _CONNECTION_SIGNS = ("failed to connect", "Connection refused", "Socket closed", "DNS resolution failed", "GOAWAY")
 
 
-def from_server(error: Any) -> KimiClientError:
-    """The error class for a `tritonclient` InferenceServerException, by its gRPC status."""
-    message = error.message() or str(error)
-    status = str(error.status() or "").removeprefix("StatusCode.")
+def from_status(status: str, message: str) -> KimiClientError:
+    """The error class for a gRPC status code's name."""
     if status == "UNAVAILABLE" and any(sign in message for sign in _CONNECTION_SIGNS):
         return ServerUnreachable(f"{message} (is the server running, and is this its gRPC port?)")
     return _BY_STATUS.get(status, ServerFailed)(message)

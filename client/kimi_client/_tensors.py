@@ -4,6 +4,7 @@ A second copy of the server's list on purpose: this package imports nothing of t
 """
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,16 @@ def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
         raise InvalidRequest(f"{name}: {value!r} given: {error}") from error
 
 
-def build_inputs(fields: dict[str, Any]) -> list[grpcclient.InferInput]:
+@dataclass(frozen=True, slots=True)
+class InputTensor:
+    """A named tensor with its batch dimension."""
+
+    name: str
+    datatype: str
+    array: np.ndarray[Any, Any]
+
+
+def build_inputs(fields: dict[str, Any]) -> list[InputTensor]:
     """Input tensors for the fields that are not None.
 
     Raises:
@@ -94,10 +104,7 @@ def build_inputs(fields: dict[str, Any]) -> list[grpcclient.InferInput]:
             continue
         if name not in INPUT_TYPES:
             raise InvalidRequest(f"{name}: unknown field; known: {', '.join(INPUT_TYPES)}")
-        array = _as_array(name, value)
-        tensor = grpcclient.InferInput(name, list(array.shape), INPUT_TYPES[name])
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
+        inputs.append(InputTensor(name, INPUT_TYPES[name], _as_array(name, value)))
     return inputs
 
 

@@ -5,47 +5,52 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any
 
-import tritonclient.grpc.aio as grpcaio
-from tritonclient.utils import InferenceServerException
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2
 
-from kimi_client._client import STATUS_HEADER
-from kimi_client._errors import RequestCancelled, RequestTimedOut, from_server
-from kimi_client._tensors import MODEL_NAME, build_inputs, is_final, parse_chunk
+from kimi_client._client import check_time
+from kimi_client._errors import RequestCancelled
+from kimi_client._tensors import MODEL_NAME, build_inputs
+from kimi_client._transport import (
+    CHANNEL_OPTIONS,
+    METADATA,
+    Stub,
+    build_request,
+    deadline,
+    from_rpc_error,
+    parse_response,
+)
 from kimi_client._types import Chunk, Completion, join_chunks
 
 
 class AsyncStream:
     """One running request: `async for` over its chunks."""
 
-    def __init__(self, request_id: str, responses: Any) -> None:
+    def __init__(self, request_id: str, call: Any) -> None:
         self.request_id = request_id
         self.chunks: list[Chunk] = []
-        self._responses = responses
+        self._call = call
         self._is_open = True
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """Chunks as they arrive. Raises as `Stream.__iter__` does."""
         while self._is_open:
             try:
-                result, error = await self._responses.__anext__()
-            except StopAsyncIteration:
+                response = await self._call.read()
+                if response is grpc.aio.EOF:
+                    self._is_open = False
+                    return
+                chunk, is_last = parse_response(response)
+            except grpc.RpcError as error:
                 self._is_open = False
-                return
-            except InferenceServerException as failure:
-                result, error = None, failure
-            except grpcaio.grpc.RpcError as failure:
-                result, error = None, _as_server_exception(failure)
-            if error is not None:
-                self._is_open = False
-                raise from_server(error)
-            chunk = parse_chunk(result)
+                raise from_rpc_error(error) from None
             self.chunks.append(chunk)
-            if is_final(result):
-                self._is_open = False
+            self._is_open = not is_last
             yield chunk
 
     async def result(self) -> Completion:
-        """Wait for the end and join all chunks."""
+        """Wait for the end and join all chunks. Raises as iterating does."""
         async for _ in self:
             pass
         if not self.chunks or self.chunks[-1].finish_reason is None:
@@ -56,7 +61,7 @@ class AsyncStream:
         """Stop the request on the server; does nothing when it has ended."""
         if self._is_open:
             self._is_open = False
-            self._responses.cancel()
+            self._call.cancel()
 
     async def __aenter__(self) -> "AsyncStream":
         return self
@@ -67,49 +72,38 @@ class AsyncStream:
         self.cancel()
 
 
-def _as_server_exception(error: Any) -> InferenceServerException:
-    return InferenceServerException(msg=error.details(), status=str(error.code()))
-
-
 class AsyncKimiClient:
     """As `KimiClient`, for asyncio. Close it, or use `async with`."""
 
     def __init__(self, url: str = "localhost:8001", *, timeout_s: float | None = None) -> None:
         self.url = url
         self.timeout_s = timeout_s
-        self._client = grpcaio.InferenceServerClient(url)
+        self._channel = grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
+        self._stub = Stub(self._channel)
 
     async def is_ready(self) -> bool:
         """Whether the server and the model answer."""
         try:
-            return bool(await self._client.is_server_ready() and await self._client.is_model_ready(MODEL_NAME))
-        except InferenceServerException:
+            reply = await self._stub.ModelReady(service_pb2.ModelReadyRequest(name=MODEL_NAME), timeout=5)
+        except grpc.RpcError:
             return False
+        return bool(reply.ready)
 
     def stream(self, *, timeout_s: float | None = None, **fields: Any) -> AsyncStream:
         """Start a request and return its stream. Arguments and errors as for `KimiClient.stream`."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
-        inputs = build_inputs({"stream": True, "timeout_s": limit, **fields})
-
-        async def requests() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": MODEL_NAME, "inputs": inputs, "request_id": request_id}
-
-        responses = self._client.stream_infer(
-            requests(), stream_timeout=None if limit is None else limit + 5, headers=STATUS_HEADER
-        )
-        return AsyncStream(request_id, responses)
+        request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit), metadata=METADATA)
+        return AsyncStream(request_id, call)
 
     async def generate(self, *, timeout_s: float | None = None, **fields: Any) -> Completion:
         """Run a request to its end. Raises as `KimiClient.generate` does."""
         completion = await self.stream(timeout_s=timeout_s, **fields).result()
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        if completion.finish_reason == "cancelled" and limit is not None:
-            raise RequestTimedOut(f"cancelled after {limit:g} s with {completion.num_output_tokens} tokens")
-        return completion
+        return check_time(completion, self.timeout_s if timeout_s is None else timeout_s)
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._channel.close()
 
     async def __aenter__(self) -> "AsyncKimiClient":
         return self

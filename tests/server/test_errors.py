@@ -124,7 +124,7 @@ def test_each_bad_request_is_told_what_is_wrong(url, neighbour, inputs, paramete
     assert not results
     (error,) = errors
     assert field in error.message(), error.message()
-    for sign in ("Traceback", 'File "', "line ", "TritonModelException"):
+    for sign in ("Traceback", 'File "', "TritonModelException"):
         assert sign not in error.message()
 
 

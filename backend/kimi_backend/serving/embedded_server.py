@@ -257,7 +257,19 @@ class EmbeddedServer:
                 urllib.request.urlopen(f"{base}/{path}", timeout=5).close()
         except (urllib.error.URLError, OSError):
             return False
-        return True
+        return "spec_ensemble" not in self._models or self._engine_answers(base)
+
+    @staticmethod
+    def _engine_answers(base: str) -> bool:
+        """Whether the orchestrator has met its runners: an empty request is a bad one then, and not too early."""
+        request = urllib.request.Request(f"{base}/models/spec_ensemble/generate", data=b"{}", method="POST")
+        try:
+            urllib.request.urlopen(request, timeout=30).close()
+        except urllib.error.HTTPError as error:
+            return error.code == 400
+        except OSError:
+            return False
+        return False
 
     def _log_end(self, lines: int = 25) -> str:
         if self._log_file is None:

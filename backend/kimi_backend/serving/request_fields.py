@@ -82,7 +82,7 @@ INPUT_FIELDS = (
 ALIASES = {"stop_words": "stop", "num_draft_tokens": "num_speculative_tokens", "min_length": "min_tokens"}
 
 IGNORED_PARAMETERS = frozenset(
-    {"sequence_id", "sequence_start", "sequence_end", "binary_data_output", "timeout", "headers"}
+    {"id", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", "timeout", "headers"}
 )
 """Request parameters that clients and the server set on their own; `triton_*` likewise."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine, RequestHandle
+from kimi_backend.engine.loop import Patience
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
@@ -70,6 +71,7 @@ class SpecEnsembleServer:
             settings=scheduler_settings(settings),
             eos_token_ids=tokenizer.eos_token_ids,
             tokenizer=tokenizer,
+            patience=Patience(target_s=settings.target_patience_s),
         )
         self._engine.start()
         self._closed = threading.Event()
@@ -103,9 +105,9 @@ class SpecEnsembleServer:
         self._sender.close(self._settings.drain_timeout_s)
 
     def _start(self, request_id: str, request: Any, sender: Any) -> None:
+        self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parsed = self._parser.parse(request_id, tensors, _parameters(request))
-        self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
         self._sender.register(request_id, sender, parsed)
         self._handles[request_id] = self._engine.submit(parsed.generate, self._on_delta)
 

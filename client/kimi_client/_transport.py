@@ -1,0 +1,66 @@
+"""One request, one gRPC stream, on tritonclient's own protobuf stubs.
+
+tritonclient's `start_stream` keeps a thread that waits for more requests until the stream is stopped, so a stream that
+its user forgets would keep the program from ending. A stream that is given its only request ends by itself.
+"""
+
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import serialize_byte_tensor
+
+from kimi_client._errors import KimiClientError, ServerFailed, from_status
+from kimi_client._tensors import MODEL_NAME, InputTensor, is_final, parse_chunk
+from kimi_client._types import Chunk
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", 2**31 - 1),
+    ("grpc.max_receive_message_length", 2**31 - 1),
+]
+# Without it the server reports stream errors as bare text, without a status.
+METADATA = (("triton_grpc_error", "true"),)
+# The server ends a request at its deadline; the stream's own one covers a server that never answers.
+DEADLINE_GRACE_S = 5.0
+
+Stub = service_pb2_grpc.GRPCInferenceServiceStub
+
+
+def build_request(request_id: str, inputs: list[InputTensor]) -> Any:
+    """The protobuf message of one request."""
+    request = service_pb2.ModelInferRequest(model_name=MODEL_NAME, id=request_id)
+    for tensor in inputs:
+        entry = request.inputs.add()
+        entry.name, entry.datatype = tensor.name, tensor.datatype
+        entry.shape.extend(tensor.array.shape)
+        request.raw_input_contents.append(_content(tensor))
+    return request
+
+
+def _content(tensor: InputTensor) -> bytes:
+    if tensor.datatype != "BYTES":
+        return np.ascontiguousarray(tensor.array).tobytes()
+    serialized = serialize_byte_tensor(tensor.array)
+    return serialized.item() if serialized.size else b""
+
+
+def parse_response(response: Any) -> tuple[Chunk, bool]:
+    """A stream's message as a chunk, and whether it is the last.
+
+    Raises:
+        ServerFailed: the message carries an error.
+    """
+    if response.error_message:
+        raise ServerFailed(response.error_message)
+    result = grpcclient.InferResult(response.infer_response)
+    return parse_chunk(result), is_final(result)
+
+
+def from_rpc_error(error: Any) -> KimiClientError:
+    """The error class for a grpc.RpcError."""
+    return from_status(error.code().name, error.details() or "")
+
+
+def deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else timeout_s + DEADLINE_GRACE_S

@@ -1,0 +1,114 @@
+"""Runners that fail, are killed or are reloaded; models unloaded under load. Each test has a server of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+import urllib.request
+
+import pytest
+
+from kimi_client import KimiClient, KimiClientError
+from support.server_process import MAX_MODEL_LEN, running_server, serving_settings, stub_pids
+
+LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture
+def own_server(checkpoint, tmp_path):
+    with running_server(serving_settings(checkpoint), tmp_path) as server:
+        yield server
+
+
+def control(server, model, action):
+    url = f"http://127.0.0.1:{server.ports.http}/v2/repository/models/{model}/{action}"
+    request = urllib.request.Request(url, data=json.dumps({}).encode(), method="POST")
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+def is_ready(server, model):
+    with contextlib.suppress(OSError):
+        url = f"http://127.0.0.1:{server.ports.http}/v2/models/{model}/ready"
+        return urllib.request.urlopen(url, timeout=5).status == 200
+    return False
+
+
+def reload(server, model):
+    control(server, model, "unload")
+    deadline = time.monotonic() + 30
+    while is_ready(server, model) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    control(server, model, "load")
+
+
+def generate_when_back(client, within_s=60, **fields):
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return client.generate(**fields)
+        except KimiClientError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def start_streams(client, number):
+    streams = [client.stream(text_input=f"tell {i}", **LONG) for i in range(number)]
+    for stream in streams:
+        next(iter(stream))
+    return streams
+
+
+def ends(streams):
+    """How each stream ended, with the seconds until the last did."""
+    start = time.monotonic()
+    results = []
+    for stream in streams:
+        try:
+            results.append(stream.result().finish_reason)
+        except KimiClientError as error:
+            results.append(type(error).__name__)
+    return results, time.monotonic() - start
+
+
+def test_a_killed_draft_costs_no_request_and_comes_back(own_server):
+    client = KimiClient(f"localhost:{own_server.ports.grpc}")
+    fields = {"text_input": "tell 0", "max_tokens": 200, "ignore_eos": True, "seed": 1}
+    expected = client.generate(**fields, num_speculative_tokens=0).text
+    stream = client.stream(**fields)
+    next(iter(stream))
+    os.kill(stub_pids(own_server)["eagle3_draft"], signal.SIGKILL)
+    assert stream.result().text == expected
+    without = client.generate(**fields)
+    assert without.text == expected
+    reload(own_server, "eagle3_draft")
+    deadline = time.monotonic() + 60
+    while client.generate(text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
+        assert time.monotonic() < deadline, "speculation stayed off"
+        time.sleep(0.5)
+    assert client.generate(**fields).text == expected
+
+
+def test_a_killed_target_ends_or_resumes_every_request_and_comes_back(own_server):
+    client = KimiClient(f"localhost:{own_server.ports.grpc}")
+    fields = {"text_input": "tell 0", "max_tokens": 64, "ignore_eos": True, "seed": 1}
+    expected = client.generate(**fields).text
+    streams = start_streams(client, 4)
+    os.kill(stub_pids(own_server)["kimi_target"], signal.SIGKILL)
+    reasons, seconds = ends(streams)
+    assert set(reasons) <= {"length", "ServerFailed", "ServerBusy"}
+    assert seconds < 1.5  # noticed within a step, given up after `target_patience_s`
+    reload(own_server, "kimi_target")
+    assert generate_when_back(client, **fields).text == expected
+
+
+def test_unloading_the_orchestrator_ends_every_stream(own_server):
+    client = KimiClient(f"localhost:{own_server.ports.grpc}")
+    streams = start_streams(client, 8)
+    control(own_server, "spec_ensemble", "unload")
+    reasons, _ = ends(streams)
+    assert len(reasons) == 8
+    assert set(reasons) <= {"RequestCancelled", "length", "cancelled", "ServerFailed", "ServerBusy"}
+    control(own_server, "spec_ensemble", "load")
+    assert generate_when_back(client, text_input="x", max_tokens=4).num_output_tokens == 4

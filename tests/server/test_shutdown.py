@@ -1,0 +1,103 @@
+"""`kimi serve` under load: SIGTERM ends every request, every process and every shared-memory region."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kimi_backend.serving.embedded_server import free_port
+from kimi_client import KimiClient, KimiClientError, RequestCancelled
+from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S
+
+ENDS_WITHIN_S = 15
+
+
+def processes_of_group(group):
+    alive = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                alive.append(int(entry.name))
+    return alive
+
+
+@pytest.fixture
+def serve(checkpoint, tmp_path):
+    ports = {name: free_port() for name in ("http", "grpc", "metrics")}
+    command = [
+        sys.executable,
+        "-m",
+        "kimi_backend.cli.main",
+        "serve",
+        f"--checkpoint={checkpoint}",
+        f"--draft={checkpoint / 'draft'}",
+        f"--kv-tokens={KV_TOKENS}",
+        f"--max-model-len={MAX_MODEL_LEN}",
+        f"--log-file={tmp_path / 'server.log'}",
+        *(f"--{name}-port={port}" for name, port in ports.items()),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    yield process, ports
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+
+
+def wait_until_ready(process, ports):
+    client = KimiClient(f"localhost:{ports['grpc']}")
+    deadline = time.monotonic() + READY_WITHIN_S
+    while not client.is_ready():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return client
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_leaves_nothing_behind(serve, number):
+    process, ports = serve
+    client = wait_until_ready(process, ports)
+    server_group = next(
+        int(p.name)
+        for p in Path("/proc").iterdir()
+        if p.name.isdigit()
+        and b"tritonserver" in _command(p)
+        and f"--http-port={ports['http']}".encode() in _command(p)
+    )
+    fields = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
+    streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(12)]
+    for stream in streams:
+        next(iter(stream))
+    start = time.monotonic()
+    process.send_signal(number)
+    for stream in streams:
+        with pytest.raises(RequestCancelled):
+            stream.result()
+    assert process.wait(ENDS_WITHIN_S) == 0
+    assert time.monotonic() - start < ENDS_WITHIN_S
+    assert processes_of_group(server_group) == []
+    assert list(Path("/dev/shm").glob(f"kimi_{ports['http']}_*")) == []
+    with pytest.raises(KimiClientError):
+        client.generate(text_input="x", max_tokens=1)
+
+
+def _command(entry):
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_wrong_checkpoint_is_one_clear_message(tmp_path):
+    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={tmp_path / 'none'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
