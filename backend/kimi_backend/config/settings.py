@@ -58,7 +58,7 @@ class ServingSettings:
         0, "Output tokens where a request names no number; 0 allows up to max_model_len.", minimum=0
     )
     target_patience_s: float = _setting(
-        0.5, "Seconds that live requests wait for a lost target before they end with an error.", minimum=0
+        0.1, "Seconds that live requests wait for a lost target before they end with an error.", minimum=0
     )
     drain_timeout_s: float = _setting(10.0, "Seconds that a shutdown waits for live requests to end.", minimum=0)
     drain_file: str = _setting("", "When this file appears, live requests are cancelled and new ones refused.")
