@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.linear.kernel import linear, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.kernel import mha_attention, store_kv
 from kimi_kernels.mla_decode.kernel import mla_decode, plan_mla_decode
 from kimi_kernels.mla_prefill.kernel import mla_prefill
+from kimi_kernels.moe_experts.kernel import moe_experts, pack_experts
+from kimi_kernels.moe_route.kernel import route_experts
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.kernel import rope
@@ -14,7 +17,7 @@ from kimi_kernels.store_latent.kernel import store_latent
 
 
 def triton_kernel_set() -> KernelSet:
-    """Kernels for a CUDA device; linear layers, experts, router and sampling are the reference's until they have some."""
+    """Kernels for a CUDA device; sampling is the reference's until it has some."""
     return replace(
         reference_kernel_set(),
         name="triton",
@@ -32,4 +35,10 @@ def triton_kernel_set() -> KernelSet:
         concat_rms_norm=concat_rms_norm,
         chunked_rms_norm=chunked_rms_norm,
         silu_mul=silu_mul,
+        pack_linear=pack_linear,
+        linear=linear,
+        per_head_linear=per_head_linear,
+        route_experts=route_experts,
+        pack_experts=pack_experts,
+        moe_experts=moe_experts,
     )

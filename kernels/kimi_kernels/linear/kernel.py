@@ -1,4 +1,4 @@
-"""`pack_linear` and `linear` in Triton-language: tiles of int4 and fp8 for few rows; plain weights go to cuBLAS."""
+"""The linear layers in Triton-language: tiles of int4 and fp8, made for few rows; plain weights go to cuBLAS."""
 
 import torch
 import triton
@@ -138,6 +138,22 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, weight.out_features)
     return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind)
+
+
+def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """One batched product over the heads, by cuBLAS, written in the order of the result (`signatures.PerHeadLinear`).
+
+    Raises:
+        ValueError: x is not [T, N, in_features] for a weight [N, in_features, out_features] of its dtype.
+    """
+    require_shape("weight", weight, None, None, None)
+    num_heads, in_features, out_features = weight.shape
+    require_shape("x", x, None, num_heads, in_features)
+    require_dtype("weight", weight, x.dtype)
+    out = x.new_empty(x.shape[0], num_heads, out_features)
+    if out.numel():
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out
 
 
 def _tiled_linear(x: Tensor, weight: PackedWeight, kind: str, stages: int = 4) -> Tensor:

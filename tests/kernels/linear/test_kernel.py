@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kimi_kernels.linear import kernel, reference
+from kimi_kernels.quantization.reference import quantize_int4
 from kimi_kernels.weights import Fp8Weight, Int4Weight
 from support.expert_layers import random_weight, relative_error
 from support.interpreted import INTERPRETED
@@ -41,8 +42,6 @@ def test_half_precision() -> None:
 def test_larger_groups(group_size: int) -> None:
     torch.manual_seed(0)
     plain = torch.randn(96, 256)
-    from kimi_kernels.quantization.reference import quantize_int4
-
     weight = quantize_int4(plain, group_size=group_size)
     x = torch.randn(3, 256)
     expected = reference.linear(x, reference.pack_linear(weight))
@@ -76,3 +75,15 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="block_size: got 64, expected a multiple of 128"):
         values = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
         kernel.pack_linear(Fp8Weight(values=values, scales=torch.ones(1, 2), block_size=64))
+
+
+def test_per_head_linear() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 20, 12)
+    for x in (torch.randn(5, 3, 20), torch.randn(5, 3, 40)[..., :20], torch.randn(3, 5, 20).transpose(0, 1)):
+        out = kernel.per_head_linear(x, weight)
+        torch.testing.assert_close(out, reference.per_head_linear(x, weight))
+        assert out.is_contiguous()
+    assert kernel.per_head_linear(torch.empty(0, 3, 20), weight).shape == (0, 3, 12)
+    with pytest.raises(ValueError, match="weight: got"):
+        kernel.per_head_linear(torch.randn(5, 3, 20).half(), weight)
