@@ -1,4 +1,4 @@
-"""Routed experts and router at Kimi-K2's widths: 384 experts of 7168 x 2048, 8 a token; a TP8 rank holds 256 of 2048."""
+"""Routed experts and router at the widths of Kimi-K2: 384 experts of 7168 x 2048, 8 a token; 256 of 2048 a TP8 rank."""
 
 import functools
 from dataclasses import dataclass
