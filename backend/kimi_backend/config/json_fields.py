@@ -1,6 +1,7 @@
 """Typed access to the fields of a config.json: every refusal names the field, what was found and what is allowed."""
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from kimi_backend.errors import ConfigError
 
 MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e30
+_SHOWN_CHARS = 200
 
 JsonObject = Mapping[str, Any]
 JsonSource = JsonObject | str | Path
@@ -25,8 +27,11 @@ def load_json_object(source: JsonSource, file_name: str = "config.json") -> Json
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() and path.name != file_name:
         path = path / file_name
+    if path.exists() and not path.is_file():
+        found = "a folder" if path.is_dir() else "no regular file"
+        raise ConfigError(f"{path}: is {found}, expected a JSON file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -35,7 +40,7 @@ def load_json_object(source: JsonSource, file_name: str = "config.json") -> Json
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: an integer of more digits than Python converts
         raise ConfigError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
@@ -59,7 +64,7 @@ class JsonFields:
 
     def error(self, field: str, allowed: str) -> ConfigError:
         """The refusal of the field's present value."""
-        found = f"is {self.data[field]!r}" if field in self.data else "is missing"
+        found = f"is {_shown(self.data[field])}" if field in self.data else "is missing"
         return ConfigError(f"{self.path}: {field} {found}, expected {allowed}")
 
     def has(self, field: str) -> bool:
@@ -71,7 +76,8 @@ class JsonFields:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            limit = "" if maximum == MAX_INTEGER else f" and at most {maximum}"
+            is_above = isinstance(value, int) and value > maximum
+            limit = f" and at most {maximum}" if is_above or maximum != MAX_INTEGER else ""
             raise self.error(field, f"an integer of at least {minimum}{limit}")
         return value
 
@@ -147,6 +153,14 @@ class JsonFields:
         if not isinstance(value, Mapping):
             raise self.error(field, "an object")
         return JsonFields(value, f"{self.path} {field}")
+
+
+def _shown(value: object) -> str:
+    """The value as Python writes it; what would fill a screen is cut in its middle."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = _SHOWN_CHARS
+    short.maxlist = short.maxtuple = short.maxdict = 16
+    return short.repr(value)
 
 
 def _is_in_range(value: float, above: float, or_equal: bool) -> bool:

@@ -15,6 +15,10 @@ ARCHITECTURES = (MULTIMODAL_ARCHITECTURE, TEXT_ARCHITECTURE)
 MULTIMODAL_MODEL_TYPE = "kimi_k25"
 TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
 DTYPES = ("bfloat16", "float16", "float32")
+MAX_LAYERS = 1000
+"""Well above any model. A number beyond it is a damaged file, whose list of tensors would fill the memory."""
+MAX_EXPERTS = 10_000
+"""Of one layer; as MAX_LAYERS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ def _load_generation_config(source: JsonSource, generation_config: JsonSource | 
         return {}
     path = Path(source)
     path = (path if path.is_dir() else path.parent) / "generation_config.json"
-    return load_json_object(path) if path.exists() else {}
+    return load_json_object(path, path.name) if path.exists() else {}
 
 
 def _text_fields(top: JsonFields) -> tuple[str, JsonFields]:
@@ -134,11 +138,12 @@ def _build(
             *generation.integers("eos_token_id", maximum=last_token),
         )
     )
-    first_dense = text.integer("first_k_dense_replace", minimum=0, maximum=text.integer("num_hidden_layers"))
+    num_layers = text.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    first_dense = text.integer("first_k_dense_replace", minimum=0, maximum=num_layers)
     return cls(
         architecture=architecture,
         hidden_size=text.integer("hidden_size"),
-        num_hidden_layers=text.integer("num_hidden_layers"),
+        num_hidden_layers=num_layers,
         num_attention_heads=text.integer("num_attention_heads"),
         q_lora_rank=read_q_lora_rank(text),
         kv_lora_rank=text.integer("kv_lora_rank"),
@@ -148,7 +153,7 @@ def _build(
         rope=RopeConfig.from_fields(text, interleaved=True),
         intermediate_size=text.integer("intermediate_size"),
         moe_intermediate_size=text.integer("moe_intermediate_size"),
-        n_routed_experts=text.integer("n_routed_experts"),
+        n_routed_experts=text.integer("n_routed_experts", maximum=MAX_EXPERTS),
         n_shared_experts=text.integer("n_shared_experts", 0, minimum=0),
         num_experts_per_tok=text.integer("num_experts_per_tok"),
         n_group=text.integer("n_group", 1),
@@ -160,7 +165,7 @@ def _build(
         rms_norm_eps=text.number("rms_norm_eps"),
         vocab_size=vocab_size,
         max_position_embeddings=text.integer("max_position_embeddings"),
-        num_nextn_predict_layers=text.integer("num_nextn_predict_layers", 0, minimum=0),
+        num_nextn_predict_layers=text.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
         eos_token_ids=tuple(eos_token_ids),
         bos_token_id=_token_id("bos_token_id", top, text, last_token),
         pad_token_id=_token_id("pad_token_id", top, text, last_token),
@@ -210,15 +215,7 @@ def _check_quantized_modules(config: KimiModelConfig, path: str) -> None:
     quantization = config.quantization
     if quantization.method is QuantizationMethod.NONE:
         return
-    if quantization.method is QuantizationMethod.INT4:
-        for field, width in (
-            ("hidden_size", config.hidden_size),
-            ("moe_intermediate_size", config.moe_intermediate_size),
-        ):
-            if width % quantization.group_size:
-                raise ConfigError(
-                    f"{path}: {field} is {width}, expected a multiple of the int4 group_size {quantization.group_size}"
-                )
+    _check_quantized_widths(config, path)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         if config.is_moe_layer(layer):
@@ -231,6 +228,20 @@ def _check_quantized_modules(config: KimiModelConfig, path: str) -> None:
                         )
         if quantization.method is QuantizationMethod.INT4:
             _refuse_other_int4(config, prefix, layer, path)
+
+
+def _check_quantized_widths(config: KimiModelConfig, path: str) -> None:
+    """Gate and up are stacked, so a block of theirs must end where the matrix ends."""
+    quantization = config.quantization
+    is_int4 = quantization.method is QuantizationMethod.INT4
+    unit = quantization.group_size if is_int4 else quantization.block_size
+    name = "int4 group_size" if is_int4 else "fp8 weight_block_size"
+    checked = [("hidden_size", config.hidden_size)] if is_int4 else []
+    if is_int4 or config.num_moe_layers:
+        checked.append(("moe_intermediate_size", config.moe_intermediate_size))
+    for field, width in checked:
+        if width % unit:
+            raise ConfigError(f"{path}: {field} is {width}, expected a multiple of the {name} {unit}")
 
 
 def _refuse_other_int4(config: KimiModelConfig, prefix: str, layer: int, path: str) -> None:

@@ -112,8 +112,10 @@ def _read_ignore(fields: JsonFields) -> tuple[str, ...]:
         if pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
-            except re.error as error:
+            # Beside re.error: too large a repetition count, too many nested groups.
+            except (re.error, OverflowError, RecursionError) as error:
                 raise ConfigError(
-                    f"{fields.path}: ignore holds {pattern!r}, expected a regular expression after 're:' ({error})"
+                    f"{fields.path}: ignore holds {pattern[:100]!r}, expected a regular expression after 're:'"
+                    f" ({error})"
                 ) from error
     return patterns

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -242,6 +243,11 @@ def test_a_missing_field_is_named(field: str) -> None:
         ),
         ({"eos_token_id": 163840}, "eos_token_id is 163840, expected integers from 0 to 163839"),
         ({"eos_token_id": [1, True]}, "eos_token_id is"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, expected .* at most 1000"),
+        ({"n_routed_experts": 2**31 - 1}, "n_routed_experts is 2147483647, expected .* at most 10000"),
+        ({"num_nextn_predict_layers": 2**31 - 1}, "num_nextn_predict_layers is 2147483647, expected .* at most 1000"),
+        ({"hidden_size": 2**31}, "hidden_size is 2147483648, expected .* at most 2147483647"),
+        ({"hidden_act": "x" * 10_000}, r"hidden_act is 'x{50,100}\.\.\.x{50,100}', expected 'silu'"),
         ({"bos_token_id": -1}, "bos_token_id is -1"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2}},
@@ -305,6 +311,8 @@ def _int4_with(path: str, value: Any) -> Json:
         ),
         (_int4_with("config_groups/group_0/weights/actorder", "group"), "actorder is 'group'"),
         (_int4_with("ignore", ["re:("]), r"ignore holds 're:\(', expected a regular expression"),
+        (_int4_with("ignore", ["re:a{99999999999999}"]), "ignore holds 're:a.*expected a regular expression"),
+        (_int4_with("ignore", ["re:" + "(" * 5000]), r"ignore holds 're:\(+', expected a regular expression"),
         (_int4_with("ignore", "lm_head"), "ignore is 'lm_head', expected a list of strings"),
         (_int4_with("ignore", ["lm_head"]), "quantises model.layers.0.self_attn.q_a_proj to int4, expected routed"),
         (
@@ -315,6 +323,7 @@ def _int4_with(path: str, value: Any) -> Json:
             _int4_with("ignore", [*int4_quantization()["ignore"], "re:.*layers.7.mlp.experts.*"]),
             "ignore covers model.layers.7.mlp.experts.0.gate_proj, expected all routed experts quantised",
         ),
+        (fp8_quantization(96), "moe_intermediate_size is 2048, expected a multiple of the fp8 weight_block_size 96"),
         ({**fp8_quantization(), "fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
         ({**fp8_quantization(), "activation_scheme": "static"}, "activation_scheme is 'static'"),
         ({**fp8_quantization(), "weight_block_size": [128, 64]}, "weight_block_size is .*expected two equal"),
@@ -364,6 +373,7 @@ def test_two_quantization_configs_must_agree() -> None:
         (b"\xff\xfe", "not UTF-8"),
         (b"", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (None, "no such file"),
     ],
 )
@@ -371,6 +381,18 @@ def test_unreadable_files_are_named(tmp_path: Any, content: bytes | None, messag
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"config\.json.*{message}"):
+        KimiModelConfig.from_hf_json(tmp_path)
+
+
+def test_only_regular_files_are_read(tmp_path: Any) -> None:
+    """A pipe would keep the reader waiting for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json: is no regular file, expected a JSON file"):
+        KimiModelConfig.from_hf_json(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(text_config()))
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"generation_config\.json: is a folder"):
         KimiModelConfig.from_hf_json(tmp_path)
 
 
