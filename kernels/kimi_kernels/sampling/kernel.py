@@ -29,8 +29,12 @@ VERIFY_SEQUENCES = 8
 class Tuning:
     """Sizes that change the time and nothing else."""
 
-    tile_columns: int = 1024
-    num_warps: int = 4
+    draw_columns: int = 1024
+    draw_warps: int = 4
+    draw_registers: int | None = None
+    """The compiler is held to this many a thread, so that more programs fit."""
+    read_columns: int = 1024
+    read_warps: int = 4
     stages: int = 4
     wanted_programs: int = 1024
     """A row is cut until there are about this many programs: eight a multiprocessor of an H100."""
@@ -42,7 +46,7 @@ class Tuning:
 
 TUNING = Tuning()
 if INTERPRETED:  # small, so that tests cross every border with small vocabularies
-    TUNING = Tuning(tile_columns=32, wanted_programs=8, select_columns=64, process_entries=8)
+    TUNING = Tuning(draw_columns=32, read_columns=32, wanted_programs=8, select_columns=64, process_entries=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,10 @@ class _Splits:
 
     @staticmethod
     def of(num_rows: int, num_columns: int) -> "_Splits":
-        tiles = triton.cdiv(num_columns, TUNING.tile_columns)
+        tile_columns = max(TUNING.draw_columns, TUNING.read_columns)
+        tiles = triton.cdiv(num_columns, tile_columns)
         count = min(triton.next_power_of_2(triton.cdiv(TUNING.wanted_programs, num_rows)), TUNING.max_splits, tiles)
-        columns = triton.cdiv(tiles, count) * TUNING.tile_columns
+        columns = triton.cdiv(tiles, count) * tile_columns
         return _Splits(triton.cdiv(num_columns, columns), columns)
 
 
@@ -116,7 +121,7 @@ class _Call:
         self.part_bad = self._new(num_parts)
         self.part_sums = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.float32)
         self.part_mass = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.int64)
-        self.maxima = self._new(num_parts, TUNING.tile_columns, dtype=torch.float32)
+        self.maxima = self._new(num_parts, TUNING.draw_columns, dtype=torch.float32)
         self.threshold = self._new(self.num_rows)
         self.candidate = self._new(self.num_rows, CANDIDATES.value)
         self.row_best = self._new(self.num_rows, dtype=torch.float32)
@@ -150,9 +155,9 @@ class _Call:
             "SPLIT_COLUMNS": self.splits.columns,
             "EVEN": self.num_columns == self.splits.count * self.splits.columns,
             "SPLITS_P2": triton.next_power_of_2(self.splits.count),
-            "BLOCKS": TUNING.tile_columns // 4,
+            "BLOCKS": TUNING.read_columns // 4,
             "STAGES": TUNING.stages,
-            "num_warps": TUNING.num_warps,
+            "num_warps": TUNING.read_warps,
         }
 
     @property
@@ -184,7 +189,7 @@ class _Call:
             logit_mask.stride(0),
             SPLITS=self.splits.count,
             SPLIT_COLUMNS=self.splits.columns,
-            BLOCK=TUNING.tile_columns,
+            BLOCK=TUNING.read_columns,
             HAS_MAP=self.vocabulary_map is not None,
             HAS_MASK=has_mask,
         )
@@ -254,8 +259,9 @@ class _Call:
             self.logits.stride(0),
             self.num_columns,
             0,
-            **self._cut,
+            **(self._cut | {"BLOCKS": TUNING.draw_columns // 4, "num_warps": TUNING.draw_warps}),
             **self._kind,
+            maxnreg=TUNING.draw_registers,
         )
 
     def check(self, exact: bool) -> None:
@@ -289,7 +295,7 @@ class _Call:
             self.state,
             self.maxima,
             self.threshold.view(torch.uint32),
-            NUM_MAXIMA=self.splits.count * TUNING.tile_columns,
+            NUM_MAXIMA=self.splits.count * TUNING.draw_columns,
             BLOCK=TUNING.select_columns,
             num_warps=TUNING.select_warps,
         )
