@@ -59,6 +59,7 @@ class ResponseSender:
         """Take charge of a request's responses, before any delta of it can come."""
         with self._changed:
             self._live[request_id] = _Live(sender, parsed)
+            self._changed.notify()  # an idle thread must begin to look for cancellations
 
     def refuse(self, request_id: str | None, sender: Any, error: BaseException) -> None:
         """End a request by an error that came before its first delta."""

@@ -1,0 +1,40 @@
+"""What is checked before the embedded server starts, and what it must not leave behind."""
+
+import pytest
+
+from kimi_backend.errors import ConfigError
+from kimi_backend.serving import embedded_server
+from kimi_backend.serving.embedded_server import check_shared_memory, sweep_regions
+
+
+def test_only_regions_of_the_prefix_are_swept(tmp_path):
+    for name in ("kimi_8000_a", "kimi_8000_b", "kimi_80001", "other"):
+        (tmp_path / name).write_text("x")
+    assert sorted(sweep_regions("kimi_8000_", tmp_path)) == ["kimi_8000_a", "kimi_8000_b"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kimi_80001", "other"]
+
+
+def test_too_little_shared_memory_says_so(tmp_path):
+    check_shared_memory(tmp_path, needed_bytes=1)
+    with pytest.raises(ConfigError, match="MiB are needed"):
+        check_shared_memory(tmp_path, needed_bytes=2**60)
+    with pytest.raises(ConfigError, match="is missing"):
+        check_shared_memory(tmp_path / "none")
+
+
+def test_without_the_wheel_the_message_names_the_ways_out(monkeypatch):
+    monkeypatch.setattr(embedded_server.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"nvidia-pytriton.*kimi demo --in-process"):
+        embedded_server.find_installation()
+
+
+def test_an_interpreter_without_a_stub_is_told_which_have_one(tmp_path):
+    (tmp_path / "python_backend_stubs" / "3.8").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"it has them for 3\.8"):
+        embedded_server._place_stub(tmp_path)
+
+
+def test_a_static_interpreter_is_told_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded_server.sysconfig, "get_config_var", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"libpython3\.\d+\.so\.1\.0"):
+        embedded_server._libpython_folder()
