@@ -6,7 +6,7 @@ from kimi_backend.scheduler.plan_builder import DraftWork, emitted_tokens, first
 from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.types.plan import FloatArray, Int64Array, TargetPlan, TargetReply
-from kimi_backend.types.request import FinishReason
+from kimi_backend.types.request import EndCause, FinishReason
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def commit_step(batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: 
             commit.outputs.append(output)
             num_proposals = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens)
         elif status[index] != 0:
-            sequence.finish = Finish(FinishReason.ERROR, error=_status_text(status[index]))
+            sequence.finish = _bad_logits(status[index])
             commit.outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
         else:
             sequence.target_len += num_rows
@@ -96,7 +96,7 @@ def _append(
     if num_kept < len(token_ids):
         token_ids = token_ids[:num_kept]
     if status != 0 and sequence.finish is None:
-        sequence.finish = Finish(FinishReason.ERROR, error=_status_text(status))
+        sequence.finish = _bad_logits(status)
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
     sequence.num_draft_tokens = 0
     if num_draft_tokens:
@@ -114,8 +114,9 @@ def _logprob_rows(sequence: Sequence, reply: TargetReply, index: int) -> Logprob
     return LogprobRows(reply.logprobs[index], reply.top_logprob_ids[index], reply.top_logprobs[index])
 
 
-def _status_text(status: int) -> str:
-    return (
+def _bad_logits(status: int) -> Finish:
+    message = (
         "the model's logits were not finite, or the request's bans and masks left no token to draw"
         f" (row status {status})"
     )
+    return Finish(FinishReason.ERROR, error=message, cause=EndCause.BAD_LOGITS)

@@ -18,7 +18,7 @@ from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
 from kimi_backend.types.plan import AuxHandle, DraftPlan, TargetPlan, TargetReply
-from kimi_backend.types.request import FinishReason
+from kimi_backend.types.request import EndCause, FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
 
@@ -239,5 +239,5 @@ class EngineCore:
 
     def _fail(self, sequences: Iterable[Sequence], message: str) -> None:
         now = self._clock()
-        finish = Finish(FinishReason.ERROR, error=message)
+        finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.TARGET_LOST)
         self._emit([StepOutput(s, now, finish=finish) for s in sequences if self.end(s, finish)])

@@ -11,7 +11,7 @@ from kimi_backend.engine.commit import StepOutput
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.spec_decode.stats import SpeculationCounter
-from kimi_backend.types.request import FinishReason, SpeculationStats, TokenDelta
+from kimi_backend.types.request import EndCause, FinishReason, SpeculationStats, TokenDelta
 
 logger = logging.getLogger("kimi_backend.engine")
 
@@ -24,9 +24,13 @@ class OutputTotals:
     """What left the engine since it started."""
 
     num_finished: dict[FinishReason, int] = field(default_factory=dict)
+    num_ended_by: dict[EndCause, int] = field(default_factory=dict)
+    """Of the cancelled and failed ones."""
     num_prompt_tokens: int = 0
     """Of finished requests, cached ones included."""
     num_cached_tokens: int = 0
+    num_looked_up_tokens: int = 0
+    """Prompt tokens of finished requests that were looked up in the prefix cache: all but of those never started."""
     num_output_tokens: int = 0
     speculation: SpeculationStats | None = None
 
@@ -49,7 +53,8 @@ class Emitter:
         self._advanced = threading.Condition()
         self._lock = threading.Lock()
         self._finished: dict[FinishReason, int] = {}
-        self._tokens = [0, 0, 0]
+        self._ended_by: dict[EndCause, int] = {}
+        self._tokens = [0, 0, 0, 0]
         self._speculation = SpeculationCounter()
         self._thread = threading.Thread(target=self._run, name="kimi-emitter", daemon=True)
 
@@ -93,12 +98,14 @@ class Emitter:
     def totals(self) -> OutputTotals:
         """From any thread."""
         with self._lock:
-            prompt, cached, output = self._tokens
+            prompt, cached, output, looked_up = self._tokens
             return OutputTotals(
                 num_finished=dict(self._finished),
+                num_ended_by=dict(self._ended_by),
                 num_prompt_tokens=prompt,
                 num_cached_tokens=cached,
                 num_output_tokens=output,
+                num_looked_up_tokens=looked_up,
                 speculation=self._speculation.snapshot(),
             )
 
@@ -129,7 +136,7 @@ class Emitter:
             del self._outputs[sequence.uid]
             self._with_stop_strings.discard(sequence.uid)
             if output.finish is None:
-                self._on_end(sequence, Finish(delta.finish_reason, error=delta.error))
+                self._on_end(sequence, Finish(delta.finish_reason, error=delta.error, cause=delta.cause))
         self._count(output, delta)
         try:
             request_output.sink(delta)
@@ -146,4 +153,8 @@ class Emitter:
             if delta.finish_reason is not None and delta.stats is not None:
                 self._tokens[0] += delta.stats.num_prompt_tokens
                 self._tokens[1] += delta.stats.num_cached_tokens
+                if output.sequence.num_cached_tokens is not None:
+                    self._tokens[3] += delta.stats.num_prompt_tokens
                 self._finished[delta.finish_reason] = self._finished.get(delta.finish_reason, 0) + 1
+                if delta.cause is not None:
+                    self._ended_by[delta.cause] = self._ended_by.get(delta.cause, 0) + 1

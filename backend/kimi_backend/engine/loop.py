@@ -20,7 +20,7 @@ from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
 from kimi_backend.types.plan import RunnerDescription
-from kimi_backend.types.request import FinishReason
+from kimi_backend.types.request import EndCause, FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
 
@@ -123,7 +123,8 @@ class EngineLoop:
 
     def cancel(self, sequence: Sequence, reason: str) -> None:
         """Ask for a request's end, from any thread."""
-        self._put_ending(_Ending(sequence, Finish(FinishReason.CANCELLED, error=reason), True))
+        finish = Finish(FinishReason.CANCELLED, error=reason, cause=EndCause.CLIENT)
+        self._put_ending(_Ending(sequence, finish, True))
 
     def stop(self) -> None:
         """Cancel everything and end the thread."""
@@ -143,7 +144,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-        finish = Finish(FinishReason.CANCELLED, error="the server is shutting down")
+        finish = Finish(FinishReason.CANCELLED, error="the server is shutting down", cause=EndCause.SHUTDOWN)
         try:
             core = self._connect()
             while core is not None and self.state is not EngineState.CLOSED:
@@ -155,7 +156,8 @@ class EngineLoop:
         except Exception as error:
             logger.exception("the engine thread ends")
             self.failure = f"{type(error).__name__}: {error}"
-            finish = Finish(FinishReason.ERROR, error=f"the engine failed: {self.failure}")
+            message = f"the engine failed: {self.failure}"
+            finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.ENGINE_FAILED)
         finally:
             with self.changed:
                 self.state = EngineState.CLOSED
@@ -218,7 +220,8 @@ class EngineLoop:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             sequence = heapq.heappop(self._deadlines)[2]
             message = f"its deadline of {sequence.request.deadline_s} s has passed"
-            self._end(core, sequence, Finish(FinishReason.CANCELLED, error=message), True)
+            finish = Finish(FinishReason.CANCELLED, error=message, cause=EndCause.DEADLINE)
+            self._end(core, sequence, finish, True)
 
     def _watch_deadline(self, sequence: Sequence, deadline_s: float) -> None:
         """Also forgets those that ended long before their deadline, so that the heap holds as many as are live."""
@@ -235,7 +238,7 @@ class EngineLoop:
         lost_s = self._target_link.lost_s
         if lost_s is None or self._clock() - lost_s < self._patience.target_s or not core.scheduler.has_work:
             return
-        finish = Finish(FinishReason.ERROR, error=self._target_link.problem)
+        finish = Finish(FinishReason.ERROR, error=self._target_link.problem, cause=EndCause.TARGET_LOST)
         for sequence in core.scheduler.waiting.snapshot():  # a lost target leaves nobody running
             self._end(core, sequence, finish, True)
 

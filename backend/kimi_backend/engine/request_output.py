@@ -8,7 +8,7 @@ from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.spec_decode.stats import SpeculationCounter
 from kimi_backend.text.text_stream import TextUpdate
-from kimi_backend.types.request import FinishReason, RequestStats, TokenDelta, TokenLogprobs
+from kimi_backend.types.request import EndCause, FinishReason, RequestStats, TokenDelta, TokenLogprobs
 
 DeltaSink = Callable[[TokenDelta], None]
 """Called on the emitter thread, in order, the last time with `finish_reason` set. Must not block for long."""
@@ -72,6 +72,7 @@ class RequestOutput:
             finish_reason=None if finish is None else finish.reason,
             matched_stop=matched if matched is not None or finish is None else finish.matched_stop,
             error=None if finish is None else finish.error,
+            cause=None if finish is None else finish.cause,
             stats=None if finish is None else self._stats(output.time_s),
         )
 
@@ -83,6 +84,7 @@ class RequestOutput:
             token_ids=(),
             finish_reason=FinishReason.ERROR,
             error=message,
+            cause=EndCause.TEXT_FAILED,
             stats=self._stats(time_s),
         )
 

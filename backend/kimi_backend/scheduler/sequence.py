@@ -8,7 +8,7 @@ from kimi_backend.cache.kv_manager import SequenceBlocks
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.types.plan import Int32Array
-from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,8 @@ class Finish:
     reason: FinishReason
     matched_stop: int | None = None
     error: str | None = None
+    cause: EndCause | None = None
+    """Where it was cancelled or failed."""
 
 
 class Sequence:

@@ -27,6 +27,24 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
+class EndCause(str, Enum):
+    """Why a request was cancelled or failed, as an operator tells the cases apart."""
+
+    CLIENT = "client"
+    """Its client cancelled it or left."""
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+    TARGET_LOST = "target_lost"
+    BAD_LOGITS = "bad_logits"
+    """Logits that are not finite, or bans that leave no token."""
+    ENGINE_FAILED = "engine_failed"
+    TEXT_FAILED = "text_failed"
+    """Its tokens could not be turned into text."""
+
+
+CANCEL_CAUSES = (EndCause.CLIENT, EndCause.DEADLINE, EndCause.SHUTDOWN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to draw tokens and when to stop. Ranges are checked where a request enters (`scheduler.admission`)."""
@@ -148,4 +166,6 @@ class TokenDelta:
     matched_stop: str | int | None = None
     """The stop string or token id that ended the request."""
     error: str | None = None
+    cause: EndCause | None = None
+    """Of a cancelled or failed request."""
     stats: RequestStats | None = None
