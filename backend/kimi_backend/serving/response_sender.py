@@ -101,7 +101,9 @@ class ResponseSender:
 
     def _send_pending(self, request_id: str) -> None:
         with self._changed:
-            live = self._live[request_id]
+            live = self._live.get(request_id)
+            if live is None or not live.pending:
+                return  # what made it ready left with an earlier turn: it came while that turn was being sent
             delta = merge_deltas(live.pending)
             live.pending.clear()
             is_final = delta.finish_reason is not None

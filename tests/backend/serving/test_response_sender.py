@@ -63,7 +63,7 @@ def sender() -> ResponseSender:
 def register(sender: ResponseSender, request_id: str, client: Client) -> Callable[[str, bool], None]:
     """Returns a function that puts a delta."""
     generate = GenerateRequest(request_id=request_id, prompt_token_ids=(1,), sampling=SamplingParams())
-    sender.register(request_id, client, ParsedRequest(generate, stream=True, return_token_ids=False))
+    sender.register(request_id, client, ParsedRequest(generate=generate, stream=True, return_token_ids=False))
 
     def put(text: str, is_final: bool) -> None:
         reason = FinishReason.LENGTH if is_final else None

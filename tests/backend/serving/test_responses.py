@@ -1,0 +1,136 @@
+"""What a response holds on every path a request can take."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kimi_backend.serving.request_parser import ParsedRequest
+from kimi_backend.serving.response_sender import ResponseSender
+from kimi_backend.serving.responses import merge_deltas
+from kimi_backend.types.request import FinishReason, GenerateRequest, TokenDelta
+from support import fake_pb_utils as pb
+
+
+def parsed(stream=True):
+    return ParsedRequest(
+        generate=GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3)), stream=stream, return_token_ids=True
+    )
+
+
+def delta(i, finish=None, error=None, request_id="r"):
+    return TokenDelta(request_id=request_id, token_ids=(i,), text=f"<{i}>", finish_reason=finish, error=error)
+
+
+@pytest.fixture
+def sender():
+    cancelled = []
+    made = ResponseSender(pb, cancelled.append)
+    made.cancelled = cancelled
+    yield made
+    made.close(5)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_at_low_load_every_step_is_a_response(sender):
+    out = pb.RecordingSender()
+    sender.register("r", out, parsed())
+    for i in range(5):
+        sender.put(delta(i, FinishReason.LENGTH if i == 4 else None))
+        wait_for(lambda i=i: len(out.sent) == i + 1)
+    assert out.outputs("text_output") == [b"<0>", b"<1>", b"<2>", b"<3>", b"<4>"]
+    assert [flags for _, flags in out.sent] == [0, 0, 0, 0, 1]
+    assert [int(n) for n in out.outputs("num_input_tokens")] == [3, 0, 0, 0, 0]
+
+
+def test_what_comes_during_a_send_goes_out_merged(sender):
+    gate = threading.Event()
+    out = pb.RecordingSender(gate)
+    sender.register("r", out, parsed())
+    sender.put(delta(0))
+    time.sleep(0.05)
+    for i in range(1, 6):
+        sender.put(delta(i, FinishReason.STOP if i == 5 else None))
+    gate.set()
+    wait_for(lambda: out.finals == 1)
+    assert out.outputs("text_output") == [b"<0>", b"<1><2><3><4><5>"]
+    assert [int(n) for n in out.outputs("num_output_tokens")] == [1, 5]
+
+
+def test_without_streaming_there_is_one_response(sender):
+    out = pb.RecordingSender()
+    sender.register("r", out, parsed(stream=False))
+    for i in range(4):
+        sender.put(delta(i, FinishReason.LENGTH if i == 3 else None))
+    wait_for(lambda: out.finals == 1)
+    assert out.outputs("text_output") == [b"<0><1><2><3>"]
+
+
+def test_a_failure_ends_with_an_error_and_keeps_what_was_said(sender):
+    out = pb.RecordingSender()
+    sender.register("r", out, parsed())
+    sender.put(delta(0, FinishReason.ERROR, error="the row is not finite"))
+    wait_for(lambda: out.finals == 1)
+    assert out.outputs("text_output") == [b"<0>"]
+    last = out.sent[-1][0]
+    assert (last.error().code(), last.error().message()) == ("INTERNAL", "the row is not finite")
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+def test_a_cancellation_is_an_error_only_in_a_shutdown(sender, is_draining):
+    out = pb.RecordingSender()
+    sender.is_draining = is_draining
+    sender.register("r", out, parsed())
+    sender.put(delta(0, FinishReason.CANCELLED, error="why"))
+    wait_for(lambda: out.finals == 1)
+    last = out.sent[-1][0]
+    assert last.has_error() == is_draining
+    if is_draining:
+        assert last.error().code() == "CANCELLED"
+    else:
+        assert out.outputs("stop_reason") == [b"why"]
+
+
+def test_a_client_that_leaves_is_told_to_the_engine_once(sender):
+    out = pb.RecordingSender()
+    sender.register("r", out, parsed())
+    out.cancelled = True
+    wait_for(lambda: sender.cancelled == ["r"])
+    time.sleep(0.1)
+    assert sender.cancelled == ["r"]
+
+
+def test_a_send_that_fails_disturbs_no_other_request(sender):
+    bad, good = pb.RecordingSender(fails=True), pb.RecordingSender()
+    sender.register("bad", bad, parsed())
+    sender.register("good", good, parsed())
+    sender.put(delta(0, FinishReason.LENGTH, request_id="bad"))
+    sender.put(delta(0, FinishReason.LENGTH, request_id="good"))
+    wait_for(lambda: good.finals == 1)
+    assert sender.num_live == 0
+
+
+def test_a_refused_request_gets_its_one_end(sender):
+    out = pb.RecordingSender()
+    sender.register("r", out, parsed())
+    sender.refuse("r", out, ValueError("secret path"))
+    sender.put(delta(0, FinishReason.LENGTH))
+    time.sleep(0.05)
+    assert out.finals == len(out.sent) == 1
+    assert "secret" not in out.sent[0][0].error().message()
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.text(max_size=3)), min_size=1, max_size=6))
+def test_merging_loses_nothing(pieces):
+    deltas = [TokenDelta(request_id="r", token_ids=tuple(ids), text=text) for ids, text in pieces]
+    merged = merge_deltas(deltas)
+    assert merged.text == "".join(text for _, text in pieces)
+    assert list(merged.token_ids) == [i for ids, _ in pieces for i in ids]
