@@ -29,9 +29,9 @@ def load_json_object(source: JsonSource, file_name: str = "config.json") -> Json
     path = Path(source)
     if path.is_dir() and path.name != file_name:
         path = path / file_name
-    if path.exists() and not path.is_file():
-        found = "a folder" if path.is_dir() else "no regular file"
-        raise ConfigError(f"{path}: is {found}, expected a JSON file")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        # A pipe would keep the reader waiting for ever.
+        raise ConfigError(f"{path}: is no regular file, expected a JSON file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
