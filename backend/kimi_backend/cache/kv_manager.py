@@ -36,11 +36,15 @@ class KvManager:
         self.draft_pool = _draft_pool(num_draft_blocks)
         self.prefix_cache = PrefixCache(self.target_pool, self.draft_pool)
 
+    def new_chain(self, cache_salt: str | None) -> HashChain:
+        """An empty hash chain for a sequence; it stays right for as long as the sequence only grows."""
+        return HashChain(self.block_size, cache_salt)
+
     def start(
         self,
+        chain: HashChain,
         token_ids: Int32Array,
         *,
-        cache_salt: str | None,
         uses_draft: bool,
         num_target_slots: int,
         num_draft_slots: int,
@@ -52,6 +56,7 @@ class KvManager:
         the draft it is the smaller of both pools' hits.
 
         Args:
+            chain: the sequence's own; extended here as far as needed.
             token_ids: [num_tokens], everything known of the sequence.
             num_target_slots, num_draft_slots: KV slots to hold from the sequence's beginning, cached ones included.
             num_spare_blocks: blocks that must stay available in each pool.
@@ -59,7 +64,7 @@ class KvManager:
         Returns:
             None when there is no room; nothing has changed then.
         """
-        blocks = SequenceBlocks(HashChain(self.block_size, cache_salt), uses_draft)
+        blocks = SequenceBlocks(chain, uses_draft)
         if self.enable_prefix_cache:
             self._take_cached(blocks, token_ids)
         if self.grow(blocks, num_target_slots, num_draft_slots) and self._has_spare(blocks, num_spare_blocks):
@@ -157,12 +162,12 @@ class KvManager:
         size = self.block_size
         num_blocks = (len(token_ids) - 1) // size
         blocks.chain.extend(token_ids, num_blocks)
-        target_ids = self.prefix_cache.find_target(blocks.chain.keys)
+        keys = blocks.chain.keys[:num_blocks]
+        target_ids = self.prefix_cache.find_target(keys)
         if blocks.uses_draft:
             assert self.draft_pool is not None
             draft_keys: list[DraftBlockKey] = [
-                (key, int(token_ids[(block + 1) * size]))
-                for block, key in enumerate(blocks.chain.keys[: len(target_ids)])
+                (key, int(token_ids[(block + 1) * size])) for block, key in enumerate(keys[: len(target_ids)])
             ]
             draft_ids = self.prefix_cache.find_draft(draft_keys)
             target_ids = target_ids[: len(draft_ids)]

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kimi_backend.cache.hash_chain import HashChain
+from kimi_backend.engine.handshake import Geometry
 from kimi_backend.engine.loop import EngineLoop, Patience
 from kimi_backend.engine.request_output import DeltaSink, NoText, OutputText, RequestOutput
 from kimi_backend.engine.statistics import EngineState, EngineStatistics, take_statistics
@@ -89,7 +91,7 @@ class Engine:
             max_sequence_slots=geometry.num_target_blocks * geometry.block_size,
         )
         check_request(request, limits, self._settings)
-        sequence = self._make_sequence(request, geometry.max_model_len)
+        sequence = self._make_sequence(request, geometry)
         output = RequestOutput(sequence, self._make_text(request.sampling), sink)
         with self._loop.changed:
             core = self._loop.require_ready()
@@ -123,11 +125,12 @@ class Engine:
         loop = self._loop
         return take_statistics(loop.state, loop.problem, loop.num_newcomers, loop.core, loop.emitter.totals())
 
-    def _make_sequence(self, request: GenerateRequest, max_model_len: int) -> Sequence:
+    def _make_sequence(self, request: GenerateRequest, geometry: Geometry) -> Sequence:
+        """All work that grows with the prompt is done here, on the caller's thread."""
         params, k = request.sampling, request.num_speculative_tokens
-        num_prompt = len(request.prompt_token_ids)
+        num_prompt, max_model_len = len(request.prompt_token_ids), geometry.max_model_len
         max_num_tokens = max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
-        return Sequence(
+        sequence = Sequence(
             request,
             uid=next(self._uids),
             seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
@@ -136,6 +139,10 @@ class Engine:
             max_num_tokens=min(max_num_tokens, max_model_len),
             eos_token_ids=self._eos_token_ids,
         )
+        if self._settings.enable_prefix_cache:
+            sequence.chain = HashChain(geometry.block_size, request.cache_salt)
+            sequence.chain.extend(sequence.token_ids, (num_prompt - 1) // geometry.block_size)
+        return sequence
 
     def _make_text(self, params: SamplingParams) -> OutputText:
         if self._tokenizer is None:

@@ -154,9 +154,11 @@ class Scheduler:
         """Give blocks for all known tokens at once, leaving one for each running sequence to grow into."""
         uses_draft = sequence.wants_draft and self.is_drafting
         target_slots, draft_slots = self._slots(sequence, uses_draft)
+        if sequence.chain is None:
+            sequence.chain = self.kv.new_chain(sequence.request.cache_salt)
         blocks = self.kv.start(
+            sequence.chain,
             sequence.token_ids,
-            cache_salt=sequence.request.cache_salt,
             uses_draft=uses_draft,
             num_target_slots=target_slots,
             num_draft_slots=draft_slots,

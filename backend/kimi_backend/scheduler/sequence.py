@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kimi_backend.cache.hash_chain import HashChain
 from kimi_backend.cache.kv_manager import SequenceBlocks
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
 from kimi_backend.spec_decode.controller import SpeculationController
@@ -35,6 +36,7 @@ class Sequence:
         "_tokens",
         "arrival_s",
         "blocks",
+        "chain",
         "deadline_s",
         "draft_len",
         "finish",
@@ -95,6 +97,7 @@ class Sequence:
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         self.last_token_id: int = request.prompt_token_ids[-1]
         self.penalties = PenaltyCounts(prompt) if _uses_penalties(params) else None
+        self.chain: HashChain | None = None  # kept while it waits, so that a prompt is hashed once
         self.blocks: SequenceBlocks | None = None
         self.row = -1
         self.target_len = self.draft_len = 0

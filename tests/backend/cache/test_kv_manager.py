@@ -19,8 +19,8 @@ def start(
     kv: KvManager, token_ids: Int32Array, *, uses_draft: bool = True, cache_salt: str | None = None
 ) -> SequenceBlocks:
     blocks = kv.start(
+        kv.new_chain(cache_salt),
         token_ids,
-        cache_salt=cache_salt,
         uses_draft=uses_draft,
         num_target_slots=len(token_ids),
         num_draft_slots=len(token_ids),
@@ -38,7 +38,7 @@ def finish(kv: KvManager, blocks: SequenceBlocks, token_ids: Int32Array, valid: 
 
 def test_both_pools_are_taken_or_neither() -> None:
     kv = manager(num_blocks=8, num_draft_blocks=2)
-    refused = kv.start(tokens(12), cache_salt=None, uses_draft=True, num_target_slots=12, num_draft_slots=12)
+    refused = kv.start(kv.new_chain(None), tokens(12), uses_draft=True, num_target_slots=12, num_draft_slots=12)
     assert refused is None
     assert kv.draft_pool is not None
     assert (kv.target_pool.num_held, kv.draft_pool.num_held) == (0, 0)

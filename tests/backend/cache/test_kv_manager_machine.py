@@ -39,8 +39,8 @@ class KvManagerMachine(RuleBasedStateMachine):
     )
     def start(self, token_ids: list[int], salt: str | None, uses_draft: bool) -> None:
         blocks = self.kv.start(
+            self.kv.new_chain(salt),
             np.array(token_ids, np.int32),
-            cache_salt=salt,
             uses_draft=uses_draft,
             num_target_slots=len(token_ids),
             num_draft_slots=len(token_ids),
