@@ -162,6 +162,10 @@ class EmbeddedServer:
         self._exit_timeout_s = exit_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
 
+    def load_too(self, model: str) -> None:
+        """Load another model of the repository besides; before `start`."""
+        self._models = (*self._models, model)
+
     @property
     def process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
