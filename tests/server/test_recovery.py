@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 import urllib.request
 
 import pytest
 
+from kimi_backend.cli.serve import find_model_repository
 from kimi_client import KimiClient, KimiClientError
 from support.server_process import MAX_MODEL_LEN, running_server, serving_settings, stub_pids
 
@@ -102,6 +104,50 @@ def test_a_killed_target_ends_or_resumes_every_request_and_comes_back(own_server
     assert seconds < 2
     reload(own_server, "kimi_target")
     assert generate_when_back(client, **fields).text == expected
+
+
+RAISING_MODEL = """
+from pathlib import Path
+
+from kimi_backend.serving.runner_server import RunnerServer, load_target
+
+
+class FaultyServer(RunnerServer):
+    def _verify(self, buffer):
+        if Path({trigger!r}).exists():
+            raise RuntimeError("planted fault")
+        return super()._verify(buffer)
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.server = FaultyServer.from_model_args(args, load_target)
+
+    def execute(self, requests):
+        return self.server.run(requests)
+
+    def finalize(self):
+        self.server.close()
+"""
+
+
+def test_a_target_that_raises_fails_its_requests_and_serves_again(checkpoint, tmp_path):
+    trigger = tmp_path / "raise"
+    repository = tmp_path / "models"
+    shutil.copytree(find_model_repository(), repository)
+    (repository / "kimi_target/1/model.py").write_text(RAISING_MODEL.format(trigger=str(trigger)))
+    settings = serving_settings(checkpoint)
+    with running_server(settings, tmp_path, model_repository=repository) as server:
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        fields = {"text_input": "tell 0", "max_tokens": 48, "ignore_eos": True, "seed": 1}
+        expected = client.generate(**fields).text
+        streams = start_streams(client, 4)
+        trigger.touch()
+        reasons, seconds = ends(streams)
+        assert set(reasons) == {"ServerFailed"}
+        assert seconds < 1
+        trigger.unlink()
+        assert generate_when_back(client, **fields).text == expected
 
 
 def test_unloading_the_orchestrator_ends_every_stream(own_server):

@@ -140,3 +140,36 @@ def test_chat_messages_and_stop_strings(url):
     assert cut.finish_reason == "stop"
     assert cut.stop_reason == stop
     assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_what_other_tools_send_is_understood(url):
+    """The tensors of Triton's OpenAI frontend and of genai-perf's two request shapes."""
+    frontend = [
+        text_input("hi"),
+        raw_input("stream", np.array([[True]]), "BOOL"),
+        raw_input("max_tokens", np.array([[5]], np.int32), "INT32"),
+        raw_input("stop_words", np.array([["zzzz", "yyyy"]], dtype=np.object_), "BYTES"),
+        raw_input("top_p", np.array([[0.9]], np.float32), "FP32"),
+        raw_input("temperature", np.array([[0.7]], np.float32), "FP32"),
+        raw_input("frequency_penalty", np.array([[0.1]], np.float32), "FP32"),
+        raw_input("presence_penalty", np.array([[0.1]], np.float32), "FP32"),
+        raw_input("seed", np.array([[3]], np.uint64), "UINT64"),
+        raw_input("exclude_input_in_output", np.array([[True]]), "BOOL"),
+        raw_input("return_num_input_tokens", np.array([[True]]), "BOOL"),
+        raw_input("return_num_output_tokens", np.array([[True]]), "BOOL"),
+    ]
+    trtllm = [*frontend[:3], raw_input("min_length", np.array([[5]], np.int32), "INT32"), frontend[9]]
+    vllm = [
+        *frontend[:2],
+        raw_input("sampling_parameters", np.array([['{"max_tokens": 5, "min_tokens": 5}']], dtype=np.object_), "BYTES"),
+        frontend[9],
+    ]
+    stream = RawStream(url)
+    for name, inputs in (("frontend", frontend), ("trtllm", trtllm), ("vllm", vllm)):
+        stream.send(name, inputs)
+    results, errors = stream.until_final(3)
+    stream.close()
+    assert not errors
+    for responses in results.values():
+        assert sum(int(r.as_numpy("num_output_tokens").reshape(-1)[0]) for r in responses) == 5
+        assert sum(int(r.as_numpy("num_input_tokens").reshape(-1)[0]) for r in responses) == 1

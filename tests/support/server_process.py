@@ -43,9 +43,13 @@ def serving_settings(checkpoint: Path, **changes: object) -> ServingSettings:
 
 
 @contextmanager
-def running_server(settings: ServingSettings, folder: Path) -> Iterator[EmbeddedServer]:
+def running_server(
+    settings: ServingSettings, folder: Path, model_repository: Path | None = None
+) -> Iterator[EmbeddedServer]:
     """A server that is ready; its log is `folder`/server.log."""
-    server = make_server(settings, log_file=folder / "server.log", drain_folder=folder)
+    server = make_server(
+        settings, log_file=folder / "server.log", drain_folder=folder, model_repository=model_repository
+    )
     server.start()
     try:
         server.wait_until_ready(READY_WITHIN_S)

@@ -1,0 +1,164 @@
+"""`/metrics` of the real server says what the responses said, to the last count."""
+
+import contextlib
+import time
+
+import pytest
+
+from kimi_backend.serving.metric_table import METRICS, MetricKind
+from kimi_client import InvalidRequest, KimiClient, KimiClientError, RequestTimedOut
+from support.prometheus_text import parse_samples, scrape, value
+from support.server_process import MAX_MODEL_LEN
+
+WITHIN_S = 10.0
+PROMPT = "def fibonacci(n):\n    " + "# a prompt of several blocks, so that its second visit is cached\n" * 3
+
+
+class Watch:
+    """Differences of the server's metrics since this object was made."""
+
+    def __init__(self, server):
+        self.port = server.ports.metrics
+        self._settle()
+        self.before = parse_samples(scrape(self.port))
+
+    def _settle(self):
+        """Earlier tests' requests are published once two looks agree and nothing runs."""
+        last = None
+        while last != (last := scrape_own(self.port)):
+            time.sleep(0.6)
+
+    def since(self, name, **labels):
+        return value(parse_samples(scrape(self.port)), name, **labels) - value(self.before, name, **labels)
+
+    def until(self, wanted, name, **labels):
+        """Assert that the metric rises by exactly `wanted`."""
+        deadline = time.monotonic() + WITHIN_S
+        while self.since(name, **labels) < wanted and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.since(name, **labels) == wanted, (name, labels)
+
+
+def scrape_own(port):
+    names = tuple(m.name for m in METRICS)
+    return [line for line in scrape(port).splitlines() if line.startswith(names)]
+
+
+@pytest.fixture
+def watch(server):
+    return Watch(server)
+
+
+@pytest.fixture
+def client(url):
+    return KimiClient(url)
+
+
+def test_every_metric_is_there_with_its_type_and_meaning(server):
+    lines = scrape(server.ports.metrics).splitlines()
+    for metric in METRICS:
+        for name in filter(None, (metric.name, metric.vllm_name)):
+            assert f"# TYPE {name} {metric.kind.value}" in lines
+            assert f"# HELP {name} {metric.meaning}" in lines
+
+
+def test_counters_equal_the_responses_statistics(watch, client):
+    completions = [
+        client.generate(text_input=PROMPT, max_tokens=40, seed=7, ignore_eos=True, num_speculative_tokens=k)
+        for k in (3, 7, 0, 3)
+    ]
+    stats = [c.statistics for c in completions]
+    speculation = [s["speculative_decoding"] for s in stats if s["speculative_decoding"]]
+    assert len(speculation) == 3, "k = 0 does not speculate"
+    sums = {
+        "spec_decode_num_drafts_total": sum(s["num_spec_steps"] for s in speculation),
+        "spec_decode_num_draft_tokens_total": sum(s["num_draft_tokens"] for s in speculation),
+        "spec_decode_num_accepted_tokens_total": sum(s["num_accepted_draft_tokens"] for s in speculation),
+        "kimi_prompt_tokens_total": sum(s["num_prompt_tokens"] for s in stats),
+        "kimi_generation_tokens_total": sum(s["num_output_tokens"] for s in stats),
+        "kimi_prefix_cache_query_tokens_total": sum(s["num_prompt_tokens"] for s in stats),
+        "kimi_prefix_cache_hit_tokens_total": sum(s["num_cached_tokens"] for s in stats),
+        "kimi_time_to_first_token_seconds_count": 4,
+        "kimi_inter_token_seconds_count": 4,
+        "kimi_request_seconds_count": 4,
+        "kimi_queue_seconds_count": 4,
+    }
+    assert sums["kimi_prefix_cache_hit_tokens_total"] > 0
+    aliases = {m.name: m.vllm_name for m in METRICS if m.vllm_name}
+    for name, wanted in sums.items():
+        watch.until(wanted, name)
+        if name in aliases:
+            watch.until(wanted, aliases[name])
+    for position in range(7):
+        for metric, field in (("accepted", "accepted_per_position"), ("draft", "drafted_per_position")):
+            wanted = sum(s[field][position] for s in speculation if position < len(s[field]))
+            watch.until(wanted, f"spec_decode_num_{metric}_tokens_per_pos_total", position=str(position))
+    watch.until(4, "kimi_requests_finished_total", finish_reason="length")
+    watch.until(4, "vllm:request_success_total", finished_reason="length")
+
+
+def test_histogram_sums_are_the_responses_times(watch, client):
+    stats = client.generate(text_input="hi", max_tokens=9, seed=2, ignore_eos=True).statistics
+    watch.until(1, "kimi_request_seconds_count")
+    first, total = stats["first_token_time_s"], stats["total_time_s"]
+    assert watch.since("kimi_time_to_first_token_seconds_sum") == pytest.approx(first, abs=1e-4)
+    assert watch.since("kimi_request_seconds_sum") == pytest.approx(total, abs=1e-4)
+    assert watch.since("kimi_inter_token_seconds_sum") == pytest.approx((total - first) / 8, abs=1e-4)
+    assert watch.since("kimi_queue_seconds_sum") == pytest.approx(stats["queue_time_s"], abs=1e-4)
+    assert watch.since("kimi_request_seconds_bucket", le="+Inf") == 1
+
+
+def test_cancellations_and_refusals_are_counted_by_reason(watch, client):
+    stream = client.stream(text_input="tell", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True)
+    next(iter(stream))
+    stream.cancel()
+    with pytest.raises(RequestTimedOut):
+        client.generate(text_input="tell", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True, timeout_s=0.15)
+    with pytest.raises(InvalidRequest):
+        client.generate(text_input="hi", temperature=-1.0)
+    watch.until(1, "kimi_requests_cancelled_total", reason="client")
+    watch.until(1, "kimi_requests_cancelled_total", reason="deadline")
+    watch.until(2, "kimi_requests_finished_total", finish_reason="cancelled")
+    watch.until(1, "kimi_requests_refused_total", code="INVALID_ARG")
+    watch.until(0, "kimi_requests_cancelled_total", reason="shutdown")
+
+
+def test_gauges_follow_the_load(server, client):
+    streams = [client.stream(text_input=f"t{i}", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True) for i in range(3)]
+    for stream in streams:
+        next(iter(stream))
+    deadline = time.monotonic() + WITHIN_S
+    while time.monotonic() < deadline:
+        samples = parse_samples(scrape(server.ports.metrics))
+        if value(samples, "kimi_requests_running") == 3:
+            break
+        time.sleep(0.05)
+    assert value(samples, "kimi_requests_running") == value(samples, "vllm:num_requests_running") == 3
+    for pool in ("target", "draft"):
+        assert 3 <= value(samples, "kimi_kv_blocks_used", pool=pool) <= value(samples, "kimi_kv_blocks", pool=pool)
+    assert value(samples, "spec_decode_is_on") == 1
+    assert 1 <= value(samples, "spec_accept_length") <= 8
+    for stream in streams:
+        stream.cancel()
+        with contextlib.suppress(KimiClientError):
+            stream.result()
+    deadline = time.monotonic() + WITHIN_S
+    while value(samples, "kimi_kv_blocks_used", pool="target") and time.monotonic() < deadline:
+        samples = parse_samples(scrape(server.ports.metrics))
+    assert value(samples, "kimi_kv_blocks_used", pool="target") == value(samples, "kimi_requests_running") == 0
+
+
+def test_step_time_is_split_without_loss(watch, client):
+    client.generate(text_input="hi", max_tokens=30, ignore_eos=True, seed=1)
+    watch.until(1, "kimi_requests_finished_total", finish_reason="length")
+    assert watch.since("kimi_steps_total") > 0
+    phases = next(m.label_values for m in METRICS if m.name == "kimi_step_seconds_total")
+    split = {phase: watch.since("kimi_step_seconds_total", phase=phase) for phase in phases}
+    assert split["target"] > 0
+    assert split["draft"] > 0
+    assert sum(split.values()) < WITHIN_S
+
+
+def test_counters_are_named_as_counters_are():
+    for metric in METRICS:
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER), metric.name
