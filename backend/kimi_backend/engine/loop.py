@@ -13,6 +13,7 @@ from kimi_backend.engine.commit import StepOutput
 from kimi_backend.engine.core import EngineCore
 from kimi_backend.engine.emitter import Emitter
 from kimi_backend.engine.handshake import check_pair, check_runner, resolve
+from kimi_backend.engine.periodic_summary import PeriodicSummary
 from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.engine.statistics import EngineState
 from kimi_backend.errors import CapacityError, ModelUnavailableError
@@ -77,6 +78,7 @@ class EngineLoop:
         self._newcomers: deque[Sequence] = deque()
         self._endings: deque[_Ending] = deque()
         self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._summary = PeriodicSummary(clock)
         self._thread = threading.Thread(target=self._run, name="kimi-engine", daemon=True)
 
     def start(self) -> None:
@@ -150,7 +152,9 @@ class EngineLoop:
             while core is not None and self.state is not EngineState.CLOSED:
                 self.emitter.limit_lag()
                 self._take_inbox(core)
-                if not core.step():
+                if core.step():
+                    self._summary.log_when_due(core, self.emitter)
+                else:
                     self._give_up_on_target(core)
                     self._wait(LONGEST_WAIT_S)
         except Exception as error:

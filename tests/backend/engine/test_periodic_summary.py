@@ -1,0 +1,45 @@
+import logging
+
+import pytest
+
+from kimi_backend.engine.emitter import Emitter
+from kimi_backend.engine.periodic_summary import PERIOD_S, PeriodicSummary
+from kimi_backend.engine.request_output import NoText, RequestOutput
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+from support.engine_runs import EngineHarness, FakeClock
+from support.scripted_logits import LogitScript
+from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+
+SCRIPT = LogitScript(32)
+
+
+def test_rates_are_those_of_the_period(caplog: pytest.LogCaptureFixture) -> None:
+    clock, emitter = FakeClock(), Emitter(lambda sequence, finish: None)
+    harness = EngineHarness(
+        ScriptedTarget(describe("target", SCRIPT), SCRIPT), ScriptedDraft(describe("draft", SCRIPT), SCRIPT, 1.0)
+    )
+    summary = PeriodicSummary(clock)
+    emitter.start()
+    harness.core._emit = emitter.put
+    for uid in range(2):
+        request = GenerateRequest(
+            request_id=str(uid),
+            prompt_token_ids=(1, 2),
+            sampling=SamplingParams(seed=1, max_tokens=21, temperature=0),
+            num_speculative_tokens=3,
+        )
+        outcome = harness.add(request)
+        emitter.register(RequestOutput(outcome.sequence, NoText(), lambda delta: None))
+        while harness.step():
+            pass
+        while emitter.num_live:
+            pass
+        with caplog.at_level(logging.INFO, "kimi_backend.engine"):
+            summary.log_when_due(harness.core, emitter)
+            clock.now += PERIOD_S
+            summary.log_when_due(harness.core, emitter)
+    emitter.close()
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("running=0 waiting=0 tokens_per_s=2.1 acceptance_length=4.00 target_blocks=0/256")
