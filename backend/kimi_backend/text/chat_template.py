@@ -24,6 +24,15 @@ from kimi_backend.text.tool_declaration import declare_tools, sort_keys
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _TYPESCRIPT_VARIABLE = "tools_ts_str"
 _FIRST_PRIVATE_PLANE = 0xF0000
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,  # the sandbox raises OverflowError for a long range
+    RecursionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +183,7 @@ def _protect_message(message: dict[str, Any], stand_ins: StandIns) -> dict[str, 
 def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
     try:
         return template.render(variables)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except _TEMPLATE_FAILURES as error:
         # The template is the checkpoint's and the conversation the client's; most often they do not fit each other.
         raise InvalidRequestError(f"messages: the model's chat template refuses the conversation: {error}") from error
 

@@ -137,7 +137,9 @@ class HfTokenizer:
 def _build(definition: Mapping[str, Any]) -> Any:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(definition))
-    except Exception as error:  # the library raises plain Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception; its panics derive from BaseException
         raise ValueError(f"the tokenizers library refuses the file: {error}") from error
 
 

@@ -11,6 +11,7 @@ from kimi_backend.text.special_tokens import AddedToken
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_NAME_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 MAX_LISTED_PROBLEMS = 20
+_MAX_ID_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(str(path), [f"cannot be read: {error.strerror or error}"]) from error
     except UnicodeDecodeError as error:
         raise CheckpointError(str(path), [f"byte {error.start} is not UTF-8"]) from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: an integer of more digits than Python converts
         raise CheckpointError(str(path), [f"is not JSON: {error}"]) from error
     if not isinstance(value, dict):
         raise CheckpointError(str(path), [f"holds a {type(value).__name__}; a JSON object is expected"])
@@ -106,10 +107,12 @@ def _added_tokens(config: dict[str, Any], problems: list[str]) -> tuple[AddedTok
     owners: dict[str, str] = {}
     for key, entry in field.items():
         content = entry.get("content") if isinstance(entry, dict) else None
-        if not (key.isascii() and key.isdigit()):
-            problems.append(f"added_tokens_decoder[{key!r}]: the key must be a token id, a whole number")
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS):
+            problems.append(f"added_tokens_decoder[{key[:40]!r}]: the key must be a token id, a whole number")
         elif not isinstance(content, str) or not content:
             problems.append(f"added_tokens_decoder[{key!r}].content is {content!r}; a string with text is expected")
+        elif not _is_unicode(content):
+            problems.append(f"added_tokens_decoder[{key!r}].content is {content!r}; a lone surrogate is no character")
         elif content in owners:
             problems.append(f"added_tokens_decoder[{key!r}].content {content!r} also belongs to id {owners[content]}")
         elif not isinstance(entry.get("special", False), bool):
@@ -120,6 +123,14 @@ def _added_tokens(config: dict[str, Any], problems: list[str]) -> tuple[AddedTok
             owners[content] = key
             tokens[int(key)] = AddedToken(int(key), content, entry.get("special", False))
     return tuple(tokens[token_id] for token_id in sorted(tokens))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _special_names(config: dict[str, Any], problems: list[str]) -> dict[str, str]:

@@ -243,6 +243,9 @@ def test_harmless_text_merges_with_the_template_s_as_in_training() -> None:
         "{{ ''.__class__.__base__.__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ cycler.__init__.__globals__.os.popen('true') }}",
+        "{% for i in range(10**12) %}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 1 / 0 }}",
     ],
 )
 def test_the_sandbox_holds(source: str) -> None:

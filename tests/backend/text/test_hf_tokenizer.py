@@ -121,6 +121,13 @@ def test_loads_from_files(folder: Path) -> None:
         (lambda d: d.update(added_tokens=[{"id": 1, "content": ""}]), r"added_tokens\[0\]: an object with id"),
         (lambda d: d.update(model={"type": "Nonsense"}), "the tokenizers library refuses the file"),
         (lambda d: d.pop("model"), "the tokenizers library refuses the file"),
+        # A prefix longer than a token makes the library panic.
+        (
+            lambda d: d["model"].update(
+                continuing_subword_prefix="x" * 100, vocab={"aa": 0, "b": 1}, merges=[["aa", "b"]]
+            ),
+            "the tokenizers library refuses the file",
+        ),
     ],
 )
 def test_malformed_files_are_named(change: Any, message: str | None, folder: Path) -> None:

@@ -72,6 +72,14 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
 BROKEN_CONFIGS = {
     "not an object": (lambda c: c.update(added_tokens_decoder=[]), "added_tokens_decoder is a list"),
     "key is a word": (lambda c: c["added_tokens_decoder"].update(x={"content": "y"}), r"\['x'\]: the key must be"),
+    "key of 5000 digits": (
+        lambda c: c["added_tokens_decoder"].update({"9" * 5000: {"content": "y"}}),
+        r"\['9{40}'\]: the key must be a token id",
+    ),
+    "a lone surrogate": (
+        lambda c: c["added_tokens_decoder"].update({"800": {"content": "\ud800"}}),
+        r"\['800'\].content is '\\ud800'; a lone surrogate",
+    ),
     "no content": (lambda c: c["added_tokens_decoder"].update({"800": {}}), r"\['800'\].content is None"),
     "content twice": (
         lambda c: c["added_tokens_decoder"].update({"800": {"content": "[BOS]"}}),
