@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
+from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.request_fields import INPUT_FIELDS, OUTPUT_FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,10 +73,21 @@ def protocol_page(text: str) -> str:
     return _replace_table(_replace_table(text, "inputs", inputs), "outputs", outputs)
 
 
+def metrics_page(text: str) -> str:
+    """docs/metrics.md with its table rewritten."""
+    rows = ["| metric | type | label | vLLM name | meaning |", "| --- | --- | --- | --- | --- |"]
+    for m in METRICS:
+        label = "" if m.label is None else f"`{m.label}`: " + ", ".join(m.label_values)
+        vllm_name = "" if m.vllm_name is None else f"`{m.vllm_name}`"
+        rows.append(f"| `{m.name}` | {m.kind.value} | {label} | {vllm_name} | {m.meaning} |")
+    return _replace_table(text, "metrics", rows)
+
+
 GENERATED: dict[str, Callable[[str], str]] = {
     "model_repository/spec_ensemble/config.pbtxt": spec_ensemble_config,
     "docs/settings.md": settings_page,
     "docs/protocol.md": protocol_page,
+    "docs/metrics.md": metrics_page,
 }
 
 

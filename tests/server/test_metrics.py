@@ -1,12 +1,11 @@
 """`/metrics` of the real server says what the responses said, to the last count."""
 
-import contextlib
 import time
 
 import pytest
 
 from kimi_backend.serving.metric_table import METRICS, MetricKind
-from kimi_client import InvalidRequest, KimiClient, KimiClientError, RequestTimedOut
+from kimi_client import InvalidRequest, KimiClient, RequestTimedOut
 from support.prometheus_text import parse_samples, scrape, value
 from support.server_process import MAX_MODEL_LEN
 
@@ -124,7 +123,7 @@ def test_cancellations_and_refusals_are_counted_by_reason(watch, client):
 
 
 def test_gauges_follow_the_load(server, client):
-    streams = [client.stream(text_input=f"t{i}", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True) for i in range(3)]
+    streams = [client.stream(text_input=f"t{i}", max_tokens=150, ignore_eos=True) for i in range(3)]
     for stream in streams:
         next(iter(stream))
     deadline = time.monotonic() + WITHIN_S
@@ -139,9 +138,7 @@ def test_gauges_follow_the_load(server, client):
     assert value(samples, "spec_decode_is_on") == 1
     assert 1 <= value(samples, "spec_accept_length") <= 8
     for stream in streams:
-        stream.cancel()
-        with contextlib.suppress(KimiClientError):
-            stream.result()
+        stream.result()
     deadline = time.monotonic() + WITHIN_S
     while value(samples, "kimi_kv_blocks_used", pool="target") and time.monotonic() < deadline:
         samples = parse_samples(scrape(server.ports.metrics))

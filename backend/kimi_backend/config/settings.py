@@ -68,6 +68,9 @@ class ServingSettings:
     draft_interleaved: str = _setting("", "Overrides the draft's rotary pairing.", choices=("", "true", "false"))
     draft_fc_norm: str = _setting("", "Overrides the draft's fc_norm flag.", choices=("", "true", "false"))
     draft_norm_output: str = _setting("", "Overrides the draft's norm_output flag.", choices=("", "true", "false"))
+    metrics_interval_s: float = _setting(
+        0.25, "Seconds between updates of the custom metrics; 0 turns them off.", minimum=0
+    )
     log_level: str = _setting("INFO", "Least severe log record shown.", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
     def __post_init__(self) -> None:

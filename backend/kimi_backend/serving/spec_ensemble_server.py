@@ -11,11 +11,12 @@ from typing import Any
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine, RequestHandle
 from kimi_backend.engine.loop import Patience
-from kimi_backend.errors import InvalidRequestError
+from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
+from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.text.chat_template import load_chat_template
@@ -73,6 +74,7 @@ class SpecEnsembleServer:
             tokenizer=tokenizer,
             patience=Patience(target_s=settings.target_patience_s),
         )
+        self._metrics = MetricsPublisher(pb_utils, self._engine.statistics, settings.metrics_interval_s)
         self._engine.start()
         self._closed = threading.Event()
         if settings.drain_file:
@@ -95,6 +97,7 @@ class SpecEnsembleServer:
             try:
                 self._start(request_id, request, sender)
             except Exception as error:
+                self._metrics.refused(error.code if isinstance(error, KimiError) else KimiError.code)
                 self._sender.refuse(request_id, sender, error)
 
     def close(self) -> None:
@@ -103,6 +106,7 @@ class SpecEnsembleServer:
         self._sender.is_draining = True
         self._engine.stop()
         self._sender.close(self._settings.drain_timeout_s)
+        self._metrics.close()
 
     def _start(self, request_id: str, request: Any, sender: Any) -> None:
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
@@ -114,6 +118,8 @@ class SpecEnsembleServer:
     def _on_delta(self, delta: Any) -> None:
         if delta.finish_reason is not None:
             self._handles.pop(delta.request_id, None)
+        if delta.stats is not None:
+            self._metrics.finished(delta.stats)
         self._sender.put(delta)
 
     def _cancel(self, request_id: str) -> None:
