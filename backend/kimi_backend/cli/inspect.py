@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _GIB = 1 << 30
+_MAX_GIB = 1e6
 
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the target's checkpoint.")],
     draft: Annotated[Path | None, typer.Option(help="Folder of the draft's checkpoint.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GiB of one GPU to plan for.", min=0.001)] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GiB of one GPU to plan for.", min=0.001, max=_MAX_GIB)
+    ] = None,
     tp: Annotated[int, typer.Option(help="GPUs that share the models.", min=1)] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = 64,
     kv_dtype: Annotated[str, typer.Option(help="KV element type.")] = "bfloat16",
@@ -27,7 +30,9 @@ def inspect(
     from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
     from kimi_backend.cli import checkpoint_report
     from kimi_backend.config.memory_plan import MemorySettings
+    from kimi_backend.config.mla_dims import kv_item_bytes
 
+    kv_item_bytes(kv_dtype)  # refuses what is no KV type, even if no plan is asked for
     target = TargetCheckpoint.open(path)
     draft_checkpoint = DraftCheckpoint.open(draft, target.config) if draft is not None else None
     if values:

@@ -4,6 +4,7 @@ Modules imported here import nothing heavy, so that `kimi --help` answers at onc
 """
 
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -36,12 +37,17 @@ def main() -> None:
     try:
         app()
     except KimiError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
+        _fail(str(error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"error: {where}{error.strerror or error}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
+        _fail(f"{where}{error.strerror or error}")
+
+
+def _fail(message: str) -> NoReturn:
+    """Exit with the message; names that come from a checkpoint's files cannot steer the terminal."""
+    shown = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in message)
+    typer.echo(f"error: {shown}", err=True)
+    sys.exit(EXIT_BAD_INPUT)
 
 
 if __name__ == "__main__":

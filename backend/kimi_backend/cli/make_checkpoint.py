@@ -29,7 +29,7 @@ def make_checkpoint_command(
     draft: Annotated[DraftKind, typer.Option(help="Kind of draft.")] = DraftKind.MLA,
     architecture: Annotated[Architecture, typer.Option(help="Layout of the target's files.")] = Architecture.KIMI_K25,
     seed: Annotated[int, typer.Option(help="The same seed makes the same files.", min=0)] = 0,
-    shard_gb: Annotated[float, typer.Option(help="Most gigabytes of a file.", min=0.000001)] = 5.0,
+    shard_gb: Annotated[float, typer.Option(help="Most gigabytes of a file.", min=0.000001, max=1e6)] = 5.0,
 ) -> None:
     """Write a random target in OUT and its draft in OUT/draft, as real checkpoints are laid out."""
     make_checkpoint(
