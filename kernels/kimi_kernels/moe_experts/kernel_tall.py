@@ -1,145 +1,12 @@
-"""Products of many choices an expert: tensor cores run while the next weights are dequantised (Gluon, Hopper only).
-
-In Triton-language a product whose weights come from registers is waited for before the next one is prepared, so that
-tensor cores and arithmetic take turns. Here a step's four planes are four asynchronous products, and each is prepared
-while the one before it runs.
-"""
+"""The experts' two products for many choices an expert, on `kernel_overlapped` (Gluon, Hopper only)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
-from kimi_kernels.quantization.kernel_tiles import INT4_ASM_0, INT4_ASM_1, INT4_ASM_2, INT4_ASM_3
+from kimi_kernels.quantization.kernel_overlapped import TILE_ROWS, WORDS, multiply_overlapped
 
-TILE_ROWS = gl.constexpr(128)
-WORDS = gl.constexpr(32)
-PLANE = gl.constexpr(32)
-STEP = gl.constexpr(128)
 STRIPE = gl.constexpr(8)
-
-
-@gluon.jit
-def _int4_plane(words, P: gl.constexpr):
-    if P == 0:
-        values = gl.inline_asm_elementwise(INT4_ASM_0, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-    elif P == 1:
-        values = gl.inline_asm_elementwise(INT4_ASM_1, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-    elif P == 2:
-        values = gl.inline_asm_elementwise(INT4_ASM_2, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-    else:
-        values = gl.inline_asm_elementwise(INT4_ASM_3, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-    return values
-
-
-@gluon.jit
-def _copy_step(tiles, scales, x, is_valid, words_buffer, scales_buffer, x_buffer, word, row, step, num_steps):
-    """Start copying a step's words, scales and activations; past the last step, nothing."""
-    is_step = step < num_steps
-    async_copy.async_copy_global_to_shared(
-        words_buffer, tiles + step * (TILE_ROWS * WORDS) + word, mask=is_step & (word >= 0)
-    )
-    async_copy.async_copy_global_to_shared(scales_buffer, scales + step * TILE_ROWS + row, mask=is_step & (row >= 0))
-    for p in gl.static_range(4):
-        async_copy.async_copy_global_to_shared(x_buffer[p], x + (step * STEP + p * PLANE), mask=is_step & is_valid)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _multiply(
-    tiles,
-    scales,
-    x_rows,
-    is_valid,
-    num_steps,
-    COLUMNS: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """(ROWS of the weight) x (activation rows): [ROWS, COLUMNS] float32. Columns that are not valid hold anything.
-
-    Args:
-        tiles, scales: the rows' first step. x_rows, is_valid: [COLUMNS], pointers to the rows' first elements.
-        num_steps: a multiple of STAGES, at least STAGES.
-    """
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLUMNS, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
-    copy_scales: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    words_shared: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    x_shared: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    # A buffer a stage and plane, not one with an index: the compiler puts a barrier between accesses to one buffer.
-    words_buffers = ()
-    scales_buffers = ()
-    x_buffers = ()
-    for _ in gl.static_range(STAGES):
-        words_buffers = words_buffers + (gl.allocate_shared_memory(gl.int16, [ROWS, WORDS], words_shared),)
-        scales_buffers = scales_buffers + (
-            gl.allocate_shared_memory(gl.int64, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        )
-        x_buffers = x_buffers + (
-            (
-                gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, PLANE], x_shared),
-                gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, PLANE], x_shared),
-                gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, PLANE], x_shared),
-                gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, PLANE], x_shared),
-            ),
-        )
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, copy)).expand_dims(1)
-    plane_column = gl.arange(0, PLANE, gl.SliceLayout(0, copy)).expand_dims(0)
-    word = row // TILE_ROWS * (num_steps * (TILE_ROWS * WORDS)) + row % TILE_ROWS * WORDS + plane_column
-    scale_row = gl.arange(0, ROWS, copy_scales)
-    scale_row = scale_row // TILE_ROWS * (num_steps * TILE_ROWS) + scale_row % TILE_ROWS
-    x = x_rows.expand_dims(1) + plane_column
-    is_valid = is_valid.expand_dims(1)
-    for i in gl.static_range(STAGES - 2):
-        _copy_step(
-            tiles,
-            scales,
-            x,
-            is_valid,
-            words_buffers[i],
-            scales_buffers[i],
-            x_buffers[i],
-            word,
-            scale_row,
-            i,
-            num_steps,
-        )
-    # Else a path around the loop would set the accumulators too, and ptxas would serialise the products.
-    gl.assume(num_steps > 0)
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, mma)
-    for first in range(0, num_steps, STAGES):
-        for i in gl.static_range(STAGES):
-            async_copy.wait_group(STAGES - 3)
-            gl.thread_barrier()
-            # Of the step before, one product may still run; the one before that is done in all warps, its buffers free.
-            _copy_step(
-                tiles,
-                scales,
-                x,
-                is_valid,
-                words_buffers[(i + STAGES - 2) % STAGES],
-                scales_buffers[(i + STAGES - 2) % STAGES],
-                x_buffers[(i + STAGES - 2) % STAGES],
-                word,
-                scale_row,
-                first + (i + STAGES - 2),
-                num_steps,
-            )
-            words = words_buffers[i].load(weights_layout)
-            packed = scales_buffers[i].load(gl.SliceLayout(1, weights_layout))
-            for p in gl.static_range(4):
-                scale = (packed >> (16 * p)).to(gl.int16).to(gl.bfloat16, bitcast=True)
-                weights = _int4_plane(words, p) * scale.expand_dims(1)
-                acc = warpgroup_mma(weights, x_buffers[i][p].permute((1, 0)), acc, is_async=True)
-                # One product may still run, so its weights' registers must not be used again: they wait with it.
-                acc, weights = warpgroup_mma_wait(1, deps=[acc, weights])
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    async_copy.wait_group(0)
-    return acc
 
 
 @gluon.jit
@@ -170,7 +37,9 @@ def _gate_up_tile(
 ):
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
     choice, is_valid = _load_choices(choices, 0, count, COLUMNS, copy)
-    acc = _multiply(tiles, scales, X + choice // top_k * x_stride, is_valid, num_steps, COLUMNS, ROWS, STAGES, WARPS)
+    acc = multiply_overlapped(
+        tiles, scales, X + choice // top_k * x_stride, is_valid, num_steps, COLUMNS, ROWS, STAGES, WARPS
+    )
     gate, up = acc.reshape([ROWS // (2 * STRIPE), 2, STRIPE, COLUMNS]).permute((0, 2, 3, 1)).split()
     hidden = (gate / (1.0 + gl.exp(-gate)) * up).reshape([ROWS // 2, COLUMNS])
     store: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
@@ -270,7 +139,7 @@ def _down_tile(
 ):
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
     choice, is_valid = _load_choices(choices, 0, count, COLUMNS, copy)
-    acc = _multiply(
+    acc = multiply_overlapped(
         tiles, scales, HIDDEN + choice * intermediate_size, is_valid, num_steps, COLUMNS, ROWS, STAGES, WARPS
     )
     store: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])

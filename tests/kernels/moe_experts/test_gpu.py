@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from kimi_kernels.moe_experts import kernel, reference
+from kimi_kernels.moe_experts import kernel, kernel_layer, reference
+from kimi_kernels.moe_experts.launch import sorted_launch
 from support.expert_layers import expected_experts, random_choices, random_experts, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -35,9 +36,9 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(columns: int, rows:
     packed = kernel.pack_experts(random_experts("int4", 6, 1024, 512, "cuda"))
     x = torch.randn(700, 1024, device="cuda", dtype=torch.bfloat16)
     ids, weights = random_choices(700, 6, 3, "cuda")
-    layer = kernel.Layer(x, ids, weights, packed, 0)
+    layer = kernel_layer.Layer(x, ids, weights, packed, 0)
     plain = dataclasses.replace(
-        kernel.sorted_launch(layer.num_choices, 6, layer.down_steps, layer.tall_shapes()),
+        sorted_launch(layer.num_choices, 6, layer.down_steps, layer.tall_shapes()),
         columns=columns,
         gate_up_tall_rows=0,
         down_tall_rows=0,
@@ -45,10 +46,12 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(columns: int, rows:
         down_stages=2,
     )
     tall = dataclasses.replace(plain, gate_up_tall_rows=rows, down_tall_rows=rows)
-    order = kernel.sort_choices(layer, columns)
-    hidden = kernel.gate_up_sorted(layer, plain, order)
-    assert torch.equal(kernel.gate_up_sorted(layer, tall, order), hidden)
-    assert torch.equal(kernel.down_sorted(layer, tall, order, hidden), kernel.down_sorted(layer, plain, order, hidden))
+    order = kernel_layer.sort_choices(layer, columns)
+    hidden = kernel_layer.gate_up_sorted(layer, plain, order)
+    assert torch.equal(kernel_layer.gate_up_sorted(layer, tall, order), hidden)
+    assert torch.equal(
+        kernel_layer.down_sorted(layer, tall, order, hidden), kernel_layer.down_sorted(layer, plain, order, hidden)
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [2, 200])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kimi_kernels.moe_experts import kernel, reference
+from kimi_kernels.moe_experts import kernel, kernel_layer, reference
+from kimi_kernels.moe_experts.launch import FewLaunch, sorted_launch
 from kimi_kernels.weights import ExpertWeights
 from support.expert_layers import expected_experts, random_choices, random_experts, relative_error
 from support.interpreted import INTERPRETED
@@ -86,7 +87,7 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice() -> None:
 
 def test_more_choices_than_one_program_sorts() -> None:
     torch.manual_seed(0)
-    num_tokens = kernel.MAX_CHUNK // 4 + 3
+    num_tokens = kernel_layer.MAX_CHUNK // 4 + 3
     ids, weights = random_choices(num_tokens, 6, 4)
     weights_of_experts = random_experts("float", 6, 64, 16)
     check(weights_of_experts, torch.randn(num_tokens, 64), ids, weights)
@@ -97,15 +98,15 @@ def test_few_and_many_choices_agree() -> None:
     torch.manual_seed(0)
     experts = kernel.pack_experts(random_experts("int4", 4, 512, 64))
     x, (ids, weights) = torch.randn(3, 512), random_choices(3, 4, 2)
-    layer = kernel.Layer(x, ids, weights, experts, 0)
-    many = kernel.sorted_launch(layer.num_choices, 4, layer.down_steps, layer.tall_shapes())
-    order = kernel.sort_choices(layer, many.columns)
-    hidden = kernel.gate_up_sorted(layer, many, order)
-    out = kernel.sum_choices(layer, kernel.down_sorted(layer, many, order, hidden))
+    layer = kernel_layer.Layer(x, ids, weights, experts, 0)
+    many = sorted_launch(layer.num_choices, 4, layer.down_steps, layer.tall_shapes())
+    order = kernel_layer.sort_choices(layer, many.columns)
+    hidden = kernel_layer.gate_up_sorted(layer, many, order)
+    out = kernel_layer.sum_choices(layer, kernel_layer.down_sorted(layer, many, order, hidden))
     for splits in (1, 4):
-        few = kernel.FewLaunch(splits=splits, gate_up_stages=2, down_rows=64, down_stages=2)
-        torch.testing.assert_close(kernel.gate_up_few(layer, few), hidden)
-        torch.testing.assert_close(kernel.down_few(layer, few, hidden), out)
+        few = FewLaunch(splits=splits, gate_up_stages=2, down_rows=64, down_stages=2)
+        torch.testing.assert_close(kernel_layer.gate_up_few(layer, few), hidden)
+        torch.testing.assert_close(kernel_layer.down_few(layer, few, hidden), out)
         # The counts of finished programs are zero again, or the next call would sum too early.
         assert not layer.arrivals.any()
 

@@ -1,0 +1,277 @@
+"""Launches of the expert kernels: one function a kernel, each with the scratch it needs."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
+from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel, sum_choices_kernel
+from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
+from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
+from kimi_kernels.moe_experts.launch import FewLaunch, SortedLaunch, TallShapes, max_tiles
+from kimi_kernels.quantization.tiles import step_columns
+from kimi_kernels.weights import PackedExperts
+
+PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "fp8", "float")}
+TILE_ROWS = 128
+FEW_COLUMNS = 8
+MAX_CHUNK = 512
+"""Choices that one program sorts."""
+SUM_BLOCK = 1024
+TALL_STAGES = 4
+TALL_WARPS = 8
+
+
+class Layer:
+    """One call's arguments and what every launch derives from them."""
+
+    def __init__(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts, first_expert: int
+    ) -> None:
+        self.x = x if x.stride(1) == 1 else x.contiguous()
+        self.topk_ids = topk_ids.contiguous()
+        self.topk_weights = topk_weights.contiguous()
+        self.first_expert = first_expert
+        self.num_experts = experts.num_experts
+        self.hidden_size = experts.hidden_size
+        self.intermediate_size = experts.intermediate_size
+        self.num_tokens, self.top_k = topk_ids.shape
+        self.num_choices = topk_ids.numel()
+        self.gate_up, self.gate_up_scales, self.down, self.down_scales, self.arrivals = experts.tensors
+        self.gate_up_row_tiles, self.gate_up_steps = self.gate_up.shape[1:3]
+        self.down_row_tiles, self.down_steps = self.down.shape[1:3]
+        kind = PACKED_KINDS[experts.kind]
+        step = step_columns(kind)
+        # The bit tricks make bf16; other types, and the CPU, take plain arithmetic.
+        is_portable = x.dtype != torch.bfloat16 or x.device.type != "cuda"
+        self.gate_up_flags = {
+            "KIND": kind,
+            "WORDS": self.gate_up.shape[-1],
+            "EVEN": self.hidden_size % step == 0,
+            "PORTABLE": is_portable,
+        }
+        self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
+
+    def tall_shapes(self) -> TallShapes:
+        """Which products have int4 weights, bf16 arithmetic, and whole groups of rows and of steps."""
+        is_int4 = self.gate_up_flags["KIND"] == "int4" and not self.gate_up_flags["PORTABLE"]
+        has_groups = [
+            bool(flags["EVEN"]) and tiles.shape[1] % 2 == 0 and tiles.shape[2] % TALL_STAGES == 0
+            for tiles, flags in ((self.gate_up, self.gate_up_flags), (self.down, self.down_flags))
+        ]
+        return TallShapes(gate_up=is_int4 and has_groups[0], down=is_int4 and has_groups[1])
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.x.dtype, device=self.x.device)
+
+
+def gate_up_few(layer: Layer, launch: FewLaunch) -> Tensor:
+    """[choices, intermediate_size] activations of unsorted choices."""
+    hidden = layer.empty(layer.num_choices, layer.intermediate_size)
+    num_programs = layer.num_choices * layer.gate_up_row_tiles * launch.splits
+    gate_up_choice_kernel[(num_programs,)](
+        layer.x,
+        layer.gate_up,
+        layer.gate_up_scales,
+        hidden,
+        layer.empty(num_programs * TILE_ROWS if launch.splits > 1 else 0, dtype=torch.float32),
+        layer.arrivals,
+        layer.topk_ids,
+        layer.x.stride(0),
+        layer.top_k,
+        layer.first_expert,
+        layer.num_experts,
+        layer.hidden_size,
+        layer.intermediate_size,
+        layer.gate_up_row_tiles,
+        layer.gate_up_steps,
+        COLUMNS=FEW_COLUMNS,
+        STAGES=launch.gate_up_stages,
+        SPLITS=launch.splits,
+        **layer.gate_up_flags,
+    )
+    return hidden
+
+
+def down_few(layer: Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
+    """[T, hidden_size]: each program sums a token's experts as it goes."""
+    out = layer.empty(layer.num_tokens, layer.hidden_size)
+    down_token_kernel[(layer.num_tokens * layer.down_row_tiles * (TILE_ROWS // launch.down_rows),)](
+        hidden,
+        layer.down,
+        layer.down_scales,
+        out,
+        layer.topk_ids,
+        layer.topk_weights,
+        layer.first_expert,
+        layer.num_experts,
+        layer.intermediate_size,
+        layer.hidden_size,
+        layer.down_row_tiles,
+        layer.down_steps,
+        TOP_K=layer.top_k,
+        ROWS=launch.down_rows,
+        COLUMNS=FEW_COLUMNS,
+        STAGES=launch.down_stages,
+        num_warps=2 if launch.down_rows == 32 else 4,
+        **layer.down_flags,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Choices sorted by expert, as `place_kernel` writes them."""
+
+    entries: Tensor
+    choices: Tensor
+    num_tiles: Tensor
+
+
+def sort_choices(layer: Layer, columns: int) -> Order:
+    """Tiles of `columns` choices of one expert each."""
+    bins = max(16, triton.next_power_of_2(layer.num_experts))
+    chunk = min(MAX_CHUNK, max(32, triton.next_power_of_2(layer.num_choices)))
+    num_chunks = triton.cdiv(layer.num_choices, chunk)
+    limit = max_tiles(layer.num_choices, layer.num_experts, columns)
+    counts = layer.empty(num_chunks if num_chunks > 1 else 0, bins, dtype=torch.int32)
+    entries, choices, num_tiles = (layer.empty(size, dtype=torch.int32) for size in (limit, limit * columns, 1))
+    sizes = (layer.num_choices, layer.first_expert, layer.num_experts)
+    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4}
+    if num_chunks > 1:
+        count_kernel[(num_chunks,)](layer.topk_ids, counts, *sizes, **shape)
+    place_kernel[(num_chunks,)](
+        layer.topk_ids,
+        counts,
+        entries,
+        choices,
+        num_tiles,
+        *sizes,
+        num_chunks,
+        COLUMNS=columns,
+        SINGLE=num_chunks == 1,
+        **shape,
+    )
+    return Order(entries, choices, num_tiles)
+
+
+def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
+    """[choices, intermediate_size] activations; rows of experts held elsewhere are not written."""
+    hidden = layer.empty(layer.num_choices, layer.intermediate_size)
+    if launch.gate_up_tall_rows:
+        return _gate_up_tall(layer, launch, order, hidden)
+    gate_up_sorted_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
+        layer.x,
+        layer.gate_up,
+        layer.gate_up_scales,
+        hidden,
+        order.entries,
+        order.choices,
+        order.num_tiles,
+        layer.x.stride(0),
+        layer.top_k,
+        layer.hidden_size,
+        layer.intermediate_size,
+        layer.gate_up_row_tiles,
+        layer.gate_up_steps,
+        COLUMNS=launch.columns,
+        STAGES=launch.gate_up_stages,
+        SCALE_WEIGHTS=launch.scale_weights,
+        **layer.gate_up_flags,
+    )
+    return hidden
+
+
+def _gate_up_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
+    num_groups = layer.gate_up_row_tiles * TILE_ROWS // launch.gate_up_tall_rows
+    gate_up_tall_kernel[(order.entries.numel() * num_groups,)](
+        layer.x,
+        layer.gate_up,
+        layer.gate_up_scales,
+        hidden,
+        order.entries,
+        order.choices,
+        order.num_tiles,
+        layer.x.stride(0),
+        layer.top_k,
+        layer.intermediate_size,
+        layer.gate_up_row_tiles,
+        layer.gate_up_steps,
+        COLUMNS=launch.columns,
+        ROWS=launch.gate_up_tall_rows,
+        STAGES=TALL_STAGES,
+        WARPS=TALL_WARPS,
+        num_warps=TALL_WARPS,
+    )
+    return hidden
+
+
+def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
+    """[choices, hidden_size] products; rows of experts held elsewhere are not written."""
+    products = layer.empty(layer.num_choices, layer.hidden_size)
+    if launch.down_tall_rows:
+        return _down_tall(layer, launch, order, hidden, products)
+    num_groups = triton.cdiv(layer.down_row_tiles, launch.tiles_a_group)
+    down_sorted_kernel[(order.entries.numel() * num_groups,)](
+        hidden,
+        layer.down,
+        layer.down_scales,
+        products,
+        order.entries,
+        order.choices,
+        order.num_tiles,
+        layer.intermediate_size,
+        layer.hidden_size,
+        layer.down_row_tiles,
+        layer.down_steps,
+        num_groups,
+        launch.tiles_a_group,
+        COLUMNS=launch.columns,
+        STAGES=launch.down_stages,
+        SCALE_WEIGHTS=launch.scale_weights,
+        RESIDENT_STEPS=layer.down_steps if launch.resident else 0,
+        **layer.down_flags,
+    )
+    return products
+
+
+def _down_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor, products: Tensor) -> Tensor:
+    num_groups = layer.down_row_tiles * TILE_ROWS // launch.down_tall_rows
+    down_tall_kernel[(order.entries.numel() * num_groups,)](
+        hidden,
+        layer.down,
+        layer.down_scales,
+        products,
+        order.entries,
+        order.choices,
+        order.num_tiles,
+        layer.intermediate_size,
+        layer.hidden_size,
+        layer.down_row_tiles,
+        layer.down_steps,
+        COLUMNS=launch.columns,
+        ROWS=launch.down_tall_rows,
+        STAGES=TALL_STAGES,
+        WARPS=TALL_WARPS,
+        num_warps=TALL_WARPS,
+    )
+    return products
+
+
+def sum_choices(layer: Layer, products: Tensor) -> Tensor:
+    """[T, hidden_size]: each token's weighted products, summed in the order of its choices."""
+    out = layer.empty(layer.num_tokens, layer.hidden_size)
+    sum_choices_kernel[(layer.num_tokens, triton.cdiv(layer.hidden_size, SUM_BLOCK))](
+        products,
+        layer.topk_ids,
+        layer.topk_weights,
+        out,
+        layer.first_expert,
+        layer.num_experts,
+        layer.hidden_size,
+        TOP_K=layer.top_k,
+        BLOCK=SUM_BLOCK,
+    )
+    return out
