@@ -12,11 +12,13 @@ from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry, TritonDecodePlan, decode_geometry
 from kimi_kernels.mla_decode.kernel_attend import attend_kernel, merge_kernel
-from kimi_kernels.mla_decode.kernel_hopper import fits_hopper, launch_hopper
+from kimi_kernels.mla_decode.kernel_hopper_launch import fits_hopper, launch_hopper
 from kimi_kernels.mla_decode.kernel_plan import ENTRY, RECORD, plan_balanced_kernel, plan_fixed_kernel
 
 SEGMENT_COST = 3
 """A segment costs about as much as this many key tiles besides its own: start, query rows, result."""
+PIECE_SLACK = 108
+"""Percent of its fair share that a team may get so that it has one piece only, and nothing is cut twice."""
 MERGE_ELEMENTS = 4096
 """Numbers a merging program reads at a time."""
 INTERPRETER_PROCESSORS = 5
@@ -76,7 +78,9 @@ def plan_mla_decode(batch: AttentionBatch, num_heads: int, block_size: int, spli
     if split_tokens:
         plan_fixed_kernel[(geometry.num_teams,)](*arguments, **shape, SPLIT=split_tokens // TILE_KEYS, num_warps=1)
     else:
-        plan_balanced_kernel[(geometry.num_teams,)](*arguments, **shape, COST=SEGMENT_COST, num_warps=1)
+        plan_balanced_kernel[(geometry.num_teams,)](
+            *arguments, **shape, COST=SEGMENT_COST, SLACK=PIECE_SLACK, num_warps=1
+        )
     return TritonDecodePlan(tensors=(records, entries), geometry=geometry)
 
 

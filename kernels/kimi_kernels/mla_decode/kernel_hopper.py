@@ -4,109 +4,37 @@ Triton-language cannot say three things that this needs: which warps hold which 
 compute the same scores twice), when a product is waited for, and when a tile of latents may be overwritten. Latents lie
 in shared memory as two halves of their columns, so that half a tile is being loaded again while the other half is still
 multiplied. Notation as in kernel_attend.py; H = L / 2.
+
+float8 latents: scores are float8 products, of queries split into two float8 terms; the values are widened to float16
+while those products run.
 """
 
-import functools
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry
+from kimi_kernels.mla_decode.kernel_hopper_tiles import (
+    accumulate,
+    clear_unused,
+    load_first,
+    load_queries,
+    load_second,
+    load_tile,
+    multiply,
+    read_segment,
+    split_queries,
+    store_half,
+    widen,
+)
 
 RECORD = gl.constexpr(16)
 NO_SCORE = gl.constexpr(-1e30)
 LN2 = gl.constexpr(0.6931471805599453)
-NUM_WARPS = {16: 4, 32: 4, 64: 8}
-"""Warps by rows of a tile, for 16-bit latents."""
-NUM_WARPS_FLOAT8 = 8
-"""Twice as many where they also widen the latents."""
-
-
-@gluon.jit
-def _load_first(latents, rope_keys, row, half, rope, ready, L: gl.constexpr, there):
-    """Start copying the first half of a tile's columns and its rope part."""
-    mbarrier.expect(ready, latents.block_type.nbytes + rope_keys.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(latents, [row, 0], ready, half, pred=there)
-    tma.async_copy_global_to_shared(rope_keys, [row, L], ready, rope, pred=there)
-
-
-@gluon.jit
-def _load_second(latents, row, half, ready, H: gl.constexpr, there):
-    """Start copying the second half."""
-    mbarrier.expect(ready, latents.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(latents, [row, H], ready, half, pred=there)
-
-
-@gluon.jit
-def _clear_unused(half, num_used, WARPS: gl.constexpr):
-    """Zero the rows of a tile past the end of its sequence: 0 * NaN would spoil the values."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    used = gl.arange(0, half.shape[0], gl.SliceLayout(1, layout)) < num_used
-    for chunk in gl.static_range(half.shape[1] // 64):
-        part = half.slice(chunk * 64, 64, dim=1)
-        values = part.load(layout)
-        part.store(gl.where(used[:, None], values, gl.zeros_like(values)))
-
-
-@gluon.jit
-def _widen(raw, wide, WARPS: gl.constexpr):
-    """Copy float8 rows to 16-bit ones: exact in float16."""
-    step: gl.constexpr = 128 if raw.shape[1] >= 128 else raw.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // step, step // 16], [WARPS, 1], [1, 0])
-    for chunk in gl.static_range(raw.shape[1] // step):
-        values = raw.slice(chunk * step, step, dim=1).load(layout)
-        wide.slice(chunk * step, step, dim=1).store(values.to(wide.dtype))
-
-
-@gluon.jit
-def _copy_queries(q, row, num_used, wide, FIRST: gl.constexpr, ROW: gl.constexpr, WARPS: gl.constexpr):
-    """Queries to shared memory, converted to the type of the products."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    index = gl.arange(0, wide.shape[0], gl.SliceLayout(1, layout))
-    first = q + row.to(gl.int64) * ROW + FIRST
-    place = index[:, None] * ROW + gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    for chunk in gl.static_range(wide.shape[1] // 64):
-        values = gl.load(first + chunk * 64 + place, mask=(index < num_used)[:, None], other=0.0)
-        wide.slice(chunk * 64, 64, dim=1).store(values.to(wide.dtype))
-
-
-@gluon.jit
-def _multiply(queries, keys, scores, FRESH: gl.constexpr, SWAP: gl.constexpr):
-    """scores += queries . keys over some columns, not waited for: [R, K], or [K, R] if SWAP."""
-    if SWAP:
-        return warpgroup_mma(keys, queries.permute((1, 0)), scores, use_acc=not FRESH, is_async=True)
-    else:
-        return warpgroup_mma(queries, keys.permute((1, 0)), scores, use_acc=not FRESH, is_async=True)
-
-
-@gluon.jit
-def _accumulate(weights, values, acc, SWAP: gl.constexpr):
-    """acc += weights . values over some columns, not waited for: [R, H], or [H, R] if SWAP."""
-    if SWAP:
-        return warpgroup_mma(values.permute((1, 0)), weights, acc, is_async=True)
-    else:
-        return warpgroup_mma(weights, values, acc, is_async=True)
-
-
-@gluon.jit
-def _store_half(acc, factor, out, base, tile_row, exists, FIRST: gl.constexpr, L: gl.constexpr,
-                key_axis: gl.constexpr, row_axis: gl.constexpr, out_column: gl.constexpr):  # fmt: skip
-    H: gl.constexpr = L // 2
-    column = FIRST + gl.expand_dims(gl.arange(0, H, out_column), row_axis)
-    place = gl.expand_dims(base + tile_row, key_axis) * L + column
-    values = acc * gl.expand_dims(factor, key_axis)
-    gl.store(out + place, values.to(out.dtype.element_ty), mask=gl.expand_dims(exists, key_axis))
 
 
 @gluon.jit
@@ -142,15 +70,16 @@ def attend_hopper_kernel(
     dtype: gl.constexpr = gl.float16 if NARROW else latents.dtype
     H: gl.constexpr = L // 2
     groups: gl.constexpr = WARPS // 4
+    step: gl.constexpr = 32 if NARROW else 16  # columns a product instruction takes
     if SWAP:
-        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, R // groups, 16])
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, R // groups, step])
         out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, R, 16])
         key_axis: gl.constexpr = 0
         row_axis: gl.constexpr = 1
         acc_shape: gl.constexpr = [H, R]
         score_shape: gl.constexpr = [K, R]
     else:
-        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, K // groups, 16])
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, K // groups, step])
         out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, H // groups, 16])
         key_axis: gl.constexpr = 1
         row_axis: gl.constexpr = 0
@@ -163,16 +92,18 @@ def attend_hopper_kernel(
     wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     weight_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for(score_shape, dtype)
 
-    q1_shared = gl.allocate_shared_memory(dtype, [R, H], wide)
-    q2_shared = gl.allocate_shared_memory(dtype, [R, H], wide)
-    qr_shared = gl.allocate_shared_memory(dtype, [R, P], wide)
+    q1_shared = gl.allocate_shared_memory(latents.dtype, [R, H], latents.layout)
+    q2_shared = gl.allocate_shared_memory(latents.dtype, [R, H], latents.layout)
+    qr_shared = gl.allocate_shared_memory(latents.dtype, [R, P], rope_keys.layout)
     k1_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, H], latents.layout)
     k2_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, H], latents.layout)
     kr_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, P], rope_keys.layout)
     if NARROW:
-        k1_wide = gl.allocate_shared_memory(dtype, [K, H], wide)
-        k2_wide = gl.allocate_shared_memory(dtype, [K, H], wide)
-        kr_wide = gl.allocate_shared_memory(dtype, [K, P], wide)
+        q1_low = gl.allocate_shared_memory(latents.dtype, [R, H], latents.layout)
+        q2_low = gl.allocate_shared_memory(latents.dtype, [R, H], latents.layout)
+        qr_low = gl.allocate_shared_memory(latents.dtype, [R, P], rope_keys.layout)
+        v1_wide = gl.allocate_shared_memory(dtype, [1, K, H], wide)
+        v2_wide = gl.allocate_shared_memory(dtype, [1, K, H], wide)
     weights_shared = gl.allocate_shared_memory(dtype, score_shape, weight_shared)
     ready1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready2 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -189,57 +120,42 @@ def attend_hopper_kernel(
     member = gl.program_id(0) % team_size
     num_segments = gl.load(records + team * RECORD + 8)
     first_item = gl.load(records + team * RECORD + 9)
+    seq, first_row, num_rows, tile_start, begin, num_tiles, slot, length = read_segment(
+        records, team, member, num_heads, R, K
+    )
+    if num_segments == 0:
+        num_tiles = 0
+    table = block_table + seq.to(gl.int64) * table_stride
     done = 0  # tiles of earlier segments: which buffer comes next, in which phase
+    for ahead in gl.static_range(STAGES):
+        load_tile(latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready1,
+                  ready2, L, PAGE, K, STAGES)  # fmt: skip
+    if not NARROW:
+        load_queries(queries, rope_queries, first_row * num_heads + tile_start, q1_shared, q2_shared, qr_shared,
+                     q_ready, L, num_segments > 0)  # fmt: skip
     for segment in range(num_segments):
-        at = team
-        if segment > 0:
-            at = num_teams + first_item + segment
-        record = records + at * RECORD
-        seq = gl.load(record + 0)
-        first_row = gl.load(record + 1)
-        num_rows = gl.load(record + 2)
-        first_tile_row = (gl.load(record + 3) + member) * R
-        begin = gl.load(record + 4)
-        end = gl.load(record + 5)
-        slot = gl.load(record + 6)
-        length = gl.load(record + 7)
-        # The last row of this tile sees most keys.
-        last_token = gl.minimum((first_tile_row + R - 1) // num_heads, num_rows - 1)
-        end = gl.minimum(end, gl.cdiv(length - num_rows + last_token + 1, K))
-        num_tiles = gl.maximum(end - begin, 0)
-        if first_tile_row >= num_rows * num_heads:
-            num_tiles = 0
-        table = block_table + seq.to(gl.int64) * table_stride
-
-        gl.thread_barrier()  # nobody reads the buffers any more
-        for ahead in gl.static_range(STAGES):
-            free = (done + ahead) % STAGES
-            there = ahead < num_tiles
-            block = gl.load(table + (begin + ahead) * K // PAGE, mask=there, other=0)
-            row = block * PAGE + (begin + ahead) * K % PAGE
-            _load_first(latents, rope_keys, row, k1_shared.index(free), kr_shared.index(free), ready1.index(free), L,
-                        there)  # fmt: skip
-            _load_second(latents, row, k2_shared.index(free), ready2.index(free), H, there)
-        q_row = first_row * num_heads + first_tile_row
+        # Read the next segment's record now: its loads start before this segment's result is stored.
+        more = segment + 1 < num_segments
+        next_at = gl.where(more, num_teams + first_item + segment + 1, team)
+        (next_seq, next_first_row, next_num_rows, next_tile_start, next_begin, next_num_tiles, next_slot,
+         next_length) = read_segment(records, next_at, member, num_heads, R, K)  # fmt: skip
+        next_num_tiles = gl.where(more, next_num_tiles, 0)
+        row_scale = scale
         if NARROW:
-            num_used = num_rows * num_heads - first_tile_row
-            _copy_queries(q, q_row, num_used, q1_shared, 0, L + P, WARPS)
-            _copy_queries(q, q_row, num_used, q2_shared, H, L + P, WARPS)
-            _copy_queries(q, q_row, num_used, qr_shared, L, L + P, WARPS)
+            unit = split_queries(
+                q, first_row * num_heads + tile_start, num_rows * num_heads - tile_start, q1_shared, q2_shared,
+                qr_shared, q1_low, q2_low, qr_low, L, P, R, WARPS, score_row,
+            )  # fmt: skip
             fence_async_shared()
-        else:
-            mbarrier.expect(q_ready, R * (L + P) * 2)
-            tma.async_copy_global_to_shared(queries, [q_row, 0], q_ready, q1_shared)
-            tma.async_copy_global_to_shared(queries, [q_row, H], q_ready, q2_shared)
-            tma.async_copy_global_to_shared(rope_queries, [q_row, L], q_ready, qr_shared)
-
-        token = (first_tile_row + gl.arange(0, R, score_row)) // num_heads
+            row_scale = unit * scale
+        token = (tile_start + gl.arange(0, R, score_row)) // num_heads
         last_key = length - num_rows + gl.minimum(token, num_rows - 1)
         key_in_tile = gl.arange(0, K, score_key)
         row_max = gl.full([R], NO_SCORE, gl.float32, score_row)
         row_sum = gl.zeros([R], gl.float32, score_row)
         acc1 = gl.zeros(acc_shape, gl.float32, out_layout)
         acc2 = gl.zeros(acc_shape, gl.float32, out_layout)
+        none = seq - seq  # 0, but not to the assembler, which would keep every address made of a constant in registers
         if not NARROW:
             mbarrier.wait(q_ready, segment & 1)
         for index in range(num_tiles):
@@ -257,134 +173,99 @@ def attend_hopper_kernel(
             scores = gl.zeros(score_shape, gl.float32, score_layout)
             mbarrier.wait(ready_first, phase)
             if NARROW:
-                _widen(k1, k1_wide, WARPS)
-                _widen(kr, kr_wide, WARPS)
-                fence_async_shared()
-                gl.thread_barrier()
-                _load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
-                scores = _multiply(q1_shared, k1_wide, scores, True, SWAP)
-                scores = _multiply(qr_shared, kr_wide, scores, False, SWAP)
                 mbarrier.wait(ready_second, phase)
-                _widen(k2, k2_wide, WARPS)
-                fence_async_shared()
-                gl.thread_barrier()
-                _load_second(latents, next_row, k2, ready_second, H, there)
-                scores = _multiply(q2_shared, k2_wide, scores, False, SWAP)
+                low_scores = gl.zeros(score_shape, gl.float32, score_layout)
+                scores = multiply(q1_shared, k1, scores, True, SWAP)
+                scores = multiply(qr_shared, kr, scores, False, SWAP)
+                scores = multiply(q2_shared, k2, scores, False, SWAP)
+                low_scores = multiply(q1_low, k1, low_scores, True, SWAP)
+                low_scores = multiply(qr_low, kr, low_scores, False, SWAP)
+                low_scores = multiply(q2_low, k2, low_scores, False, SWAP)
+                v1 = v1_wide.index(none)
+                v2 = v2_wide.index(none)
+                widen(k1, v1, WARPS)
+                widen(k2, v2, WARPS)
+                scores, low_scores = warpgroup_mma_wait(0, deps=[scores, low_scores])
+                scores += low_scores * 0.0625
+                none = gl.minimum(next_block, 0)
             else:
-                scores = _multiply(q1_shared, k1, scores, True, SWAP)
-                scores = _multiply(qr_shared, kr, scores, False, SWAP)
+                scores = multiply(q1_shared, k1, scores, True, SWAP)
+                scores = multiply(qr_shared, kr, scores, False, SWAP)
                 mbarrier.wait(ready_second, phase)
-                scores = _multiply(q2_shared, k2, scores, False, SWAP)
-            scores = warpgroup_mma_wait(0, deps=[scores])
+                scores = multiply(q2_shared, k2, scores, False, SWAP)
+                v1 = k1
+                v2 = k2
+                scores = warpgroup_mma_wait(0, deps=[scores])
             if (tile + 1) * K > length:
-                if NARROW:
-                    _clear_unused(k1_wide, length - tile * K, WARPS)
-                    _clear_unused(k2_wide, length - tile * K, WARPS)
-                else:
-                    _clear_unused(k1, length - tile * K, WARPS)
-                    _clear_unused(k2, length - tile * K, WARPS)
+                clear_unused(v1, length - tile * K, WARPS)
+                clear_unused(v2, length - tile * K, WARPS)
                 fence_async_shared()
             visible = gl.expand_dims(tile * K + key_in_tile, row_axis) <= gl.expand_dims(last_key, key_axis)
             scores = gl.where(visible, scores, NO_SCORE)
-            new_max = gl.maximum(row_max, gl.max(scores, key_axis) * scale)
-            weights = gl.exp2(scores * scale - gl.expand_dims(new_max, key_axis))
+            new_max = gl.maximum(row_max, gl.max(scores, key_axis) * row_scale)
+            if NARROW:
+                scores = scores * gl.expand_dims(row_scale, key_axis)
+            else:
+                scores = scores * row_scale
+            weights = gl.exp2(scores - gl.expand_dims(new_max, key_axis))
             weights = gl.where(visible, weights, 0.0)
             shrink = gl.exp2(row_max - new_max)
             row_sum = row_sum * shrink + gl.sum(weights, key_axis)
             row_max = new_max
             weights_shared.store(weights.to(dtype))
             fence_async_shared()
+            if NARROW:
+                gl.thread_barrier()  # every warp has read this tile
             out_shrink = gl.expand_dims(gl.convert_layout(shrink, out_row), key_axis)
             acc1 = acc1 * out_shrink
             acc2 = acc2 * out_shrink
             if NARROW:
-                acc1 = _accumulate(weights_shared, k1_wide, acc1, SWAP)
-                acc2 = _accumulate(weights_shared, k2_wide, acc2, SWAP)
-                acc1, acc2 = warpgroup_mma_wait(0, deps=[acc1, acc2])
-                gl.thread_barrier()
-            else:
-                acc1 = _accumulate(weights_shared, k1, acc1, SWAP)
-                acc2 = _accumulate(weights_shared, k2, acc2, SWAP)
-                acc1 = warpgroup_mma_wait(1, deps=[acc1])
+                load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
+                load_second(latents, next_row, k2, ready_second, H, there)
+            acc1 = accumulate(weights_shared, v1, acc1, SWAP)
+            acc2 = accumulate(weights_shared, v2, acc2, SWAP)
+            acc1 = warpgroup_mma_wait(1, deps=[acc1])
+            if not NARROW:
                 gl.thread_barrier()  # every warp has read the first half
-                _load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
-                acc2 = warpgroup_mma_wait(0, deps=[acc2])
-                gl.thread_barrier()
-                _load_second(latents, next_row, k2, ready_second, H, there)
+                load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
+            acc2 = warpgroup_mma_wait(0, deps=[acc2])
+            gl.thread_barrier()
+            if not NARROW:
+                load_second(latents, next_row, k2, ready_second, H, there)
+        gl.thread_barrier()
         done += num_tiles
+        table = block_table + next_seq.to(gl.int64) * table_stride
+        for ahead in gl.static_range(STAGES):
+            load_tile(latents, rope_keys, table, next_begin, next_num_tiles, ahead, done, k1_shared, k2_shared,
+                      kr_shared, ready1, ready2, L, PAGE, K, STAGES)  # fmt: skip
+        if not NARROW:
+            load_queries(queries, rope_queries, next_first_row * num_heads + next_tile_start, q1_shared, q2_shared,
+                         qr_shared, q_ready, L, more)  # fmt: skip
 
-        tile_row = first_tile_row + gl.arange(0, R, score_row)
+        tile_row = tile_start + gl.arange(0, R, score_row)
         exists = tile_row < num_rows * num_heads
         seen = row_sum > 0.0
         safe_sum = gl.where(seen, row_sum, 1.0)
         log_sum = gl.where(seen, row_max + gl.log2(safe_sum), float("-inf"))
         factor = gl.convert_layout(gl.where(seen, kv_scale / safe_sum, 0.0), out_row)
-        out_tile_row = first_tile_row + gl.arange(0, R, out_row)
+        out_tile_row = tile_start + gl.arange(0, R, out_row)
         out_exists = out_tile_row < num_rows * num_heads
         if slot < 0:
             base = first_row.to(gl.int64) * num_heads
-            _store_half(acc1, factor, out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
-            _store_half(acc2, factor, out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
+            store_half(acc1, factor, out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
+            store_half(acc2, factor, out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
             if LSE:
                 gl.store(lse + base + tile_row, log_sum * LN2, mask=exists)
         else:
-            base = (slot.to(gl.int64) * team_size + member) * R - first_tile_row
-            _store_half(acc1, factor, part_out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
-            _store_half(acc2, factor, part_out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
+            base = (slot.to(gl.int64) * team_size + member) * R - tile_start
+            store_half(acc1, factor, part_out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
+            store_half(acc2, factor, part_out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
             gl.store(part_lse + base + tile_row, log_sum, mask=exists)
-
-
-@functools.lru_cache(maxsize=16)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def fits_hopper(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> bool:
-    """Whether `launch_hopper` takes this: Hopper, latents 512 + 64 wide, blocks of whole tiles."""
-    return (
-        _is_hopper(q.device)
-        and latent_cache.dtype in (q.dtype, torch.float8_e4m3fn)
-        and (kv_lora_rank, q.shape[2] - kv_lora_rank) == (512, 64)
-        and latent_cache.shape[1] % TILE_KEYS == 0
-    )
-
-
-def launch_hopper(
-    q: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    records: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    part_out: Tensor,
-    part_lse: Tensor,
-    geometry: DecodeGeometry,
-    kv_lora_rank: int,
-    scale: float,
-    kv_scale: float,
-) -> None:
-    """Launch `attend_hopper_kernel`; arguments as `attend_kernel` takes them."""
-    block_size, latent_dim = latent_cache.shape[1:]
-    rope_dim = latent_dim - kv_lora_rank
-    half = kv_lora_rank // 2
-    rows = geometry.tile_rows
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    queries = q.contiguous().view(-1, latent_dim)
-    cache_rows = latent_cache.view(-1, latent_dim)
-    narrow = latent_cache.dtype.itemsize == 1
-    # A box of the copy engine's 128-byte swizzle: 64 rope columns fill only half of one in float8.
-    latent_layout = gl.NVMMASharedLayout(128, 8, 2) if narrow else layout
-    rope_layout = gl.NVMMASharedLayout(64, 8, 2) if narrow else layout
-    num_warps = NUM_WARPS_FLOAT8 if narrow else NUM_WARPS[rows]
-    attend_hopper_kernel[(geometry.num_teams * geometry.team_size,)](
-        queries,
-        TensorDescriptor.from_tensor(queries, [rows, half], layout),
-        TensorDescriptor.from_tensor(queries, [rows, rope_dim], layout),
-        TensorDescriptor.from_tensor(cache_rows, [TILE_KEYS, half], latent_layout),
-        TensorDescriptor.from_tensor(cache_rows, [TILE_KEYS, rope_dim], rope_layout),
-        block_table, records, out, lse, part_out, part_lse,
-        block_table.stride(0), geometry.num_heads, geometry.num_teams, geometry.team_size,
-        scale, kv_scale,
-        L=kv_lora_rank, P=rope_dim, PAGE=block_size, R=rows, K=TILE_KEYS, SWAP=rows < 64,
-        LSE=lse is not None, STAGES=2, WARPS=num_warps, num_warps=num_warps, launch_pdl=True,
-    )  # fmt: skip
+        seq = next_seq
+        first_row = next_first_row
+        num_rows = next_num_rows
+        tile_start = next_tile_start
+        begin = next_begin
+        num_tiles = next_num_tiles
+        slot = next_slot
+        length = next_length

@@ -1,8 +1,10 @@
 """The work plan of `mla_decode`: which team of thread blocks attends which keys, from lengths on the device.
 
-An item is a sequence and a group of TEAM row tiles. Balanced plan (after stream-K, Osama et al. 2023): items stand in
-one line, each as long as its key tiles plus a fixed cost, and the line is cut into equal lengths, one a team; a team's
-part is a run of segments. Fixed plan: every item is cut at multiples of SPLIT key tiles, whatever stands beside it.
+An item is a sequence and a group of TEAM row tiles. Balanced plan, two ways. If it leaves no team with much more than
+its share, every item is cut into equal pieces, one piece a team: fewest partial results. Else (after stream-K, Osama et
+al. 2023) items stand in one line, each as long as its key tiles plus a fixed cost, and the line is cut into equal
+lengths, one a team; a team's part is a run of segments. Fixed plan: every item is cut at multiples of SPLIT key tiles,
+whatever stands beside it.
 
 records: [num_teams + items * pieces, 16] int32. Record t is team t's first segment, its further ones are at
     num_teams + field 9 + 1, + 2, ...: 0 sequence, 1 first query row, 2 query rows, 3 first row tile, 4 first key tile,
@@ -63,6 +65,47 @@ def _load_batch(
 
 
 @triton.jit
+def _piece_size(groups, tiles, num_teams):
+    """Fewest key tiles a piece such that all pieces together are no more than the teams (if items are not)."""
+    low = tl.maximum(tl.cdiv(tl.sum(groups * tiles), num_teams), 1)
+    high = tl.maximum(tl.max(tiles), 1)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(groups * tl.maximum(tl.cdiv(tiles, middle), 1)) <= num_teams
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    return high
+
+
+@triton.jit
+def _plan_piece(
+    records, entries, index, row, num_rows, length, groups, tiles, size, team, num_seqs, TEAM: tl.constexpr
+):
+    """Give a team its one piece, if there are that many."""
+    pieces = tl.maximum(tl.cdiv(tiles, size), 1)
+    after = tl.cumsum(groups * pieces)
+    tl.store(records + team * RECORD + 8, (team < tl.max(after)).to(tl.int32))
+    tl.store(records + team * RECORD + 9, 0)
+    if team < tl.max(after):
+        seq = tl.sum((after <= team).to(tl.int32))
+        num_pieces = _pick(pieces, index, seq)
+        inside = team - (_pick(after, index, seq) - _pick(groups, index, seq) * num_pieces)
+        group = inside // num_pieces
+        piece = inside % num_pieces
+        num_tiles = _pick(tiles, index, seq)
+        first_row = _pick(row, index, seq)
+        rows = _pick(num_rows, index, seq)
+        slot = tl.where(num_pieces == 1, -1, 2 * team + (piece == 0).to(tl.int32))
+        _write_record(
+            records, team, seq, first_row, rows, group * TEAM, piece * num_tiles // num_pieces,
+            (piece + 1) * num_tiles // num_pieces, slot, _pick(length, index, seq),
+        )  # fmt: skip
+        if piece == 0:
+            item = tl.sum(tl.where(index < seq, groups, 0)) + group
+            _write_entry(entries, item, first_row, rows, group * TEAM, 2 * team, num_pieces)
+
+
+@triton.jit
 def plan_balanced_kernel(
     cu_seqlens_q,  # [num_seqs + 1] int32
     seq_lens,  # [num_seqs] int32
@@ -76,17 +119,22 @@ def plan_balanced_kernel(
     KEYS: tl.constexpr,
     TEAM: tl.constexpr,
     COST: tl.constexpr,  # of a segment, in key tiles
+    SLACK: tl.constexpr,  # percent of its share that a team may get in one piece
 ):
     team = tl.program_id(0)
     index, row, num_rows, length, groups = _load_batch(cu_seqlens_q, seq_lens, num_seqs, num_heads, SEQS, ROWS, TEAM)
     tiles = tl.cdiv(length, KEYS)
+    if team == 0:
+        tl.store(entries, tl.sum(groups))
+    size = _piece_size(groups, tiles, num_teams)
+    if (tl.sum(groups) <= num_teams) & (size * 100 <= tl.maximum(tl.sum(groups * tiles) * SLACK // num_teams, 100)):
+        _plan_piece(records, entries, index, row, num_rows, length, groups, tiles, size, team, num_seqs, TEAM)
+        return
     # When teams get a handful of tiles each, a charge for segments would leave some of them without any.
     cost = tl.where(tl.sum(groups * tiles) > 4 * num_teams, COST, 0)
     item_size = tl.maximum(tiles + cost, 1)
     after = tl.cumsum(groups * item_size)
     share = tl.maximum(tl.cdiv(tl.max(after), num_teams), 1)
-    if team == 0:
-        tl.store(entries, tl.sum(groups))
     begin = team * share
     end = begin + share
     seq = tl.sum((after <= begin).to(tl.int32))

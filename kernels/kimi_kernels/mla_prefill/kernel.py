@@ -18,8 +18,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_ROWS = 1 << 19 if not INTERPRETED else 1024
 """Rows of all heads and sequences up-projected at a time: 0.27 GB of keys and values."""
 TILE_ROWS = 128
-TILE_KEYS = 128
-ATTEND_WARPS, ATTEND_STAGES = 8, 2
+TILE_KEYS = 64
+ATTEND_WARPS, ATTEND_STAGES = 8, 3
 GATHER_ROWS = 16
 MAX_ROWS = 2**31 - 1
 """Descriptor coordinates are int32."""

@@ -17,6 +17,8 @@ SCALE = 192**-0.5
 ERROR_LIMIT = 6e-3
 """norm(error) / norm(result): weights and result rounded to bf16, 2^-9 each."""
 LSE_LIMIT = 2e-3
+FLOAT8_LSE_LIMIT = 1e-2
+"""The tensor cores add float8 products with some 13 bits."""
 SEQ_LENS = [700, 0, 64, 1, 129, 3000, 63, 65]
 QUERY_LENS = [4, 1, 0, 1, 8, 2, 4, 3]
 
@@ -56,7 +58,9 @@ def check(
     assert relative_error(out, expected) < ERROR_LIMIT
     finite = expected_lse.isfinite()
     assert torch.equal(lse.cpu().isfinite(), finite)
-    assert (lse.cpu()[finite] - expected_lse[finite]).abs().max() < LSE_LIMIT
+    assert (lse.cpu()[finite] - expected_lse[finite]).abs().max() < (
+        FLOAT8_LSE_LIMIT if dtype.itemsize == 1 else LSE_LIMIT
+    )
     assert torch.equal(out.cpu()[~finite], torch.zeros_like(out.cpu()[~finite]))
     return out
 
