@@ -116,6 +116,10 @@ class KvManager:
         """Let nobody find this sequence's blocks any more: what it computed cannot be trusted."""
         self.prefix_cache.withdraw(blocks.target_ids, blocks.draft_ids)
 
+    def withdraw_draft(self, blocks: SequenceBlocks) -> None:
+        """Likewise for its draft blocks alone."""
+        self.prefix_cache.withdraw((), blocks.draft_ids)
+
     def drop_draft(self, blocks: SequenceBlocks) -> None:
         """Give the draft blocks back and never use the draft for this sequence again."""
         if blocks.draft_ids:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.engine.commit import StepOutput, commit_step
-from kimi_backend.engine.handshake import Geometry, check_pair, check_runner, check_same_model
+from kimi_backend.engine.handshake import Geometry, check_limits, check_pair, check_runner, check_same_model
 from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.engine.step_times import StepTimes
 from kimi_backend.errors import ConfigError, KimiError, ModelUnavailableError
@@ -171,6 +171,8 @@ class EngineCore:
                     logger.warning(
                         "request_id=%s draft status=%d, goes on without", sequence.request.request_id, status
                     )
+                    assert sequence.blocks is not None
+                    self.kv.withdraw_draft(sequence.blocks)
                     self.scheduler.drop_draft(sequence)
                     sequence.wants_draft = False
 
@@ -212,6 +214,7 @@ class EngineCore:
         try:
             check_runner(description, "draft")
             check_pair(self._target_link.description, description)
+            check_limits(description, self.geometry.settings)
         except ConfigError as error:
             link.lose(str(error))
             return

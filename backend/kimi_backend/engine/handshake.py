@@ -7,6 +7,7 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import PROTOCOL_VERSION, RunnerDescription
 
 _EQUAL_IN_A_PAIR = ("block_size", "vocab_size", "aux_layer_ids", "hidden_size")
+_NOT_LESS_AFTER_A_RESTART = ("max_num_batched_tokens", "max_num_seqs")
 _KEPT_OVER_A_RESTART = ("block_size", "vocab_size", "max_model_len", "aux_layer_ids", "hidden_size")
 
 
@@ -69,7 +70,7 @@ def check_pair(target: RunnerDescription, draft: RunnerDescription) -> None:
 
 
 def check_same_model(before: RunnerDescription, after: RunnerDescription) -> None:
-    """Pass silently if a restarted runner is the one that left, its KV apart.
+    """Pass silently if a restarted runner is the one that left, its KV apart, and takes steps no smaller.
 
     Raises:
         ConfigError: lists every field that changed, with both values.
@@ -79,8 +80,27 @@ def check_same_model(before: RunnerDescription, after: RunnerDescription) -> Non
         for name in _KEPT_OVER_A_RESTART
         if getattr(before, name) != getattr(after, name)
     ]
+    changes += [
+        f"{name}: {getattr(before, name)} before, less now ({getattr(after, name)})"
+        for name in _NOT_LESS_AFTER_A_RESTART
+        if getattr(after, name) < getattr(before, name)
+    ]
     if changes:
         raise ConfigError(f"{after.role} runner came back as another model: " + "; ".join(changes))
+
+
+def check_limits(description: RunnerDescription, settings: SchedulerSettings) -> None:
+    """Pass silently if a runner that comes late takes the steps that are made already.
+
+    Raises:
+        ConfigError: names the limit and both values.
+    """
+    for name in _NOT_LESS_AFTER_A_RESTART:
+        if getattr(description, name) < getattr(settings, name):
+            raise ConfigError(
+                f"{description.role} runner: {name} {getattr(description, name)}, the engine makes steps of up to"
+                f" {getattr(settings, name)}"
+            )
 
 
 def resolve(target: RunnerDescription, draft: RunnerDescription | None, settings: SchedulerSettings) -> Geometry:

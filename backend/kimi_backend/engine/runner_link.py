@@ -51,6 +51,7 @@ class RunnerLink:
         self.description = description
         self.is_up = True
         self.lost_s = None
+        self.problem = ""
         logger.info("runner=%s is up epoch=%d blocks=%d", self.role, description.runner_epoch, description.num_blocks)
 
     def lose(self, problem: str) -> None:
@@ -58,8 +59,10 @@ class RunnerLink:
         self.is_up = False
         if self.lost_s is None:
             self.lost_s = self._clock()
+        before = self.problem
         self._wait(f"runner {self.role} is gone: {problem}")
-        logger.warning("runner=%s is gone: %s", self.role, problem)
+        if self.problem != before:  # said once, however often it is tried again
+            logger.warning("runner=%s is gone: %s", self.role, problem)
 
     def retry_now(self) -> None:
         """It is known to be there: do not wait before asking."""

@@ -157,6 +157,16 @@ def test_withdrawn_blocks_are_found_no_more() -> None:
     kv.check_invariants()
 
 
+def test_draft_blocks_can_be_withdrawn_alone() -> None:
+    kv = manager()
+    bad = start(kv, tokens(9))
+    kv.publish(bad, tokens(9), 8, 8)
+    kv.withdraw_draft(bad)
+    kv.check_invariants()
+    assert start(kv, tokens(9)).num_cached_tokens == 0
+    assert start(kv, tokens(9), uses_draft=False).num_cached_tokens == 8
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_prefix_cache_can_be_off(enabled: bool) -> None:
     kv = KvManager(block_size=SIZE, num_target_blocks=8, num_draft_blocks=8, enable_prefix_cache=enabled)

@@ -1,6 +1,6 @@
 import pytest
 
-from kimi_backend.engine.handshake import check_pair, check_runner, check_same_model, resolve
+from kimi_backend.engine.handshake import check_limits, check_pair, check_runner, check_same_model, resolve
 from kimi_backend.errors import ConfigError
 from kimi_backend.scheduler.settings import SchedulerSettings
 from support.scripted_logits import LogitScript
@@ -45,6 +45,15 @@ def test_a_runner_that_comes_back_as_another_model_is_refused() -> None:
     check_same_model(TARGET, describe("target", SCRIPT, runner_epoch=2, num_blocks=64))
     with pytest.raises(ConfigError, match="came back as another model: vocab_size: 32 before, 64 now"):
         check_same_model(TARGET, describe("target", SCRIPT, vocab_size=64))
+    with pytest.raises(ConfigError, match=r"max_num_seqs: 512 before, less now \(8\)"):
+        check_same_model(TARGET, describe("target", SCRIPT, max_num_seqs=8))
+
+
+def test_a_draft_that_comes_late_must_take_the_steps_that_are_made() -> None:
+    settings = SchedulerSettings(max_num_seqs=64, max_num_batched_tokens=2048)
+    check_limits(DRAFT, settings)
+    with pytest.raises(ConfigError, match="draft runner: max_num_seqs 8, the engine makes steps of up to 64"):
+        check_limits(describe("draft", SCRIPT, max_num_seqs=8), settings)
 
 
 def test_the_tightest_limit_holds() -> None:
