@@ -27,6 +27,7 @@ def bench_command(
     num_requests: Annotated[int | None, typer.Option(min=1, help="By default one a prompt.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests that run together.")] = 16,
     compare_no_spec: Annotated[bool, typer.Option(help="Run again without speculation; server only.")] = False,
+    load_generator: Annotated[str, typer.Option(help="auto, perf_analyzer or own; server only.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the result; server only.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, reference or triton; --in-process only.")] = "auto",
@@ -61,7 +62,7 @@ def bench_command(
     if checkpoint is not None or draft is not None:
         raise InvalidRequestError("--checkpoint and --draft go with --in-process; a server has its own")
     fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "draft_sampling": draft_sampling}
-    _bench_server(url, prompts, fields, concurrency, num_requests, compare_no_spec, plot, as_json)
+    _bench_server(url, prompts, fields, concurrency, num_requests, compare_no_spec, load_generator, plot, as_json)
 
 
 def _bench_in_process(
@@ -99,6 +100,7 @@ def _bench_server(
     concurrency: int,
     num_requests: int | None,
     compare_no_spec: bool,
+    load_generator: str,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -112,6 +114,7 @@ def _bench_server(
         concurrency=concurrency,
         num_requests=len(requests) if num_requests is None else num_requests,
         compare_no_spec=compare_no_spec,
+        load_generator=load_generator,
     )
     if plot is not None:
         write_plot(report, plot)

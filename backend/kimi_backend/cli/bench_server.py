@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kimi_backend.cli.perf_analyzer import find_perf_analyzer, run_perf_analyzer
 from kimi_backend.errors import InvalidRequestError
 from kimi_client.load import LoadResult, run_load
 
@@ -44,17 +45,27 @@ def bench(
     concurrency: int,
     num_requests: int,
     compare_no_spec: bool,
+    load_generator: str = "auto",
 ) -> dict[str, Any]:
     """Run the load, twice with `compare_no_spec`, and return everything measured.
 
     Args:
+        load_generator: perf_analyzer, own, or auto: the former where it is installed.
         fields: sampling fields of every request; its `seed` is raised by one from request to request.
     """
     runs = {"speculative": fields}
     if compare_no_spec:
         runs["plain"] = {**fields, "num_speculative_tokens": 0}
-    results = {name: _run(url, prompts, run, concurrency, num_requests, name) for name, run in runs.items()}
+    program = _choose(load_generator)
+    results = {}
+    for name, run in runs.items():
+        requests = _requests(prompts, run, num_requests)
+        if program is not None:
+            results[name] = run_perf_analyzer(program, url, requests, concurrency)
+        else:
+            results[name] = _run(url, requests, concurrency, name)
     report: dict[str, Any] = {name: result.summary() for name, result in results.items()}
+    report["load_generator"] = "own" if program is None else "perf_analyzer"
     if compare_no_spec:
         texts = [[r.completion.text for r in result.requests] for result in results.values()]
         report["texts_equal"] = sorted(texts[0]) == sorted(texts[1])
@@ -64,16 +75,32 @@ def bench(
     return report
 
 
-def _run(
-    url: str, prompts: list[dict[str, Any]], fields: dict[str, Any], concurrency: int, num_requests: int, name: str
-) -> LoadResult:
+def _choose(load_generator: str) -> str | None:
+    """The perf_analyzer to use, or None for our own generator.
+
+    Raises:
+        InvalidRequestError: perf_analyzer is asked for and not installed, or another name is.
+    """
+    if load_generator not in ("auto", "perf_analyzer", "own"):
+        raise InvalidRequestError(f"--load-generator: {load_generator!r} given, auto, perf_analyzer or own is allowed")
+    program = None if load_generator == "own" else find_perf_analyzer()
+    if program is None and load_generator == "perf_analyzer":
+        raise InvalidRequestError("--load-generator: perf_analyzer is not installed; scripts/get_perf_analyzer.sh")
+    return program
+
+
+def _requests(prompts: list[dict[str, Any]], fields: dict[str, Any], number: int) -> list[dict[str, Any]]:
     requests = []
-    for i in range(num_requests):
+    for i in range(number):
         seed = {} if fields.get("seed") is None else {"seed": fields["seed"] + i}
         requests.append({**prompts[i % len(prompts)], **fields, **seed})
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return requests
+
+
+def _run(url: str, requests: list[dict[str, Any]], concurrency: int, name: str) -> LoadResult:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(name, total=num_requests)
+        task = progress.add_task(name, total=len(requests))
         return asyncio.run(run_load(url, requests, concurrency, lambda: progress.advance(task)))
 
 

@@ -1,0 +1,121 @@
+"""The command line against a running server: generate, chat, bench, and Ctrl-C."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.server_process import MAX_MODEL_LEN
+
+KIMI = [sys.executable, "-m", "kimi_backend.cli.main"]
+TIMEOUT_S = 120
+
+
+def run(*words):
+    return subprocess.run([*KIMI, *words], capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def test_generate_as_json_repeats_with_its_seed(url):
+    words = ("generate", "def add(a, b):", f"--url={url}", "--max-tokens=8", "--seed=3", "--json")
+    first, again = (json.loads(run(*words).stdout) for _ in range(2))
+    assert first["text"] == again["text"]
+    assert len(first["token_ids"]) == 8
+
+
+def test_generate_streams_text_and_notes_how_it_went(url):
+    done = run("generate", "hi", f"--url={url}", "--max-tokens=8")
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert "8 tokens" in done.stderr
+    assert "finish: length" in done.stderr
+
+
+def test_a_bad_value_is_one_message_and_exit_code_2(url):
+    done = run("generate", "hi", f"--url={url}", "--top-p=7")
+    assert done.returncode == 2
+    assert "top_p" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class Terminal:
+    """`kimi chat` on a terminal of its own."""
+
+    def __init__(self, *words):
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen([*KIMI, *words], stdin=slave, stdout=slave, stderr=slave)
+        os.close(slave)
+        os.set_blocking(self._master, False)
+        self.seen = ""
+
+    def wait_for(self, text, after=0):
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in self.seen[after:]:
+            assert time.monotonic() < deadline, self.seen
+            try:
+                self.seen += os.read(self._master, 65536).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:
+                break
+        return self.seen.index(text, after) + len(text)
+
+    def type(self, text):
+        os.write(self._master, text.encode())
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(url):
+    opened = Terminal("chat", f"--url={url}", f"--max-tokens={MAX_MODEL_LEN - 100}", "--seed=2")
+    yield opened
+    opened.close()
+
+
+def test_ctrl_c_cancels_an_answer_and_neither_chat_nor_server(terminal, url):
+    terminal.wait_for("> ")
+    terminal.type("tell me everything\n")
+    end = terminal.wait_for("everything")
+    time.sleep(0.5)
+    terminal.process.send_signal(signal.SIGINT)
+    end = terminal.wait_for("cancelled", end)
+    terminal.wait_for("> ", end)
+    assert terminal.process.poll() is None
+    terminal.type("/exit\n")
+    assert terminal.process.wait(TIMEOUT_S) == 0
+    assert run("generate", "hi", f"--url={url}", "--max-tokens=2").returncode == 0
+
+
+@pytest.mark.parametrize("generator", ["own", "perf_analyzer"])
+def test_bench_compares_with_no_speculation(url, tmp_path, generator):
+    if generator == "perf_analyzer":
+        subprocess.run(["scripts/get_perf_analyzer.sh"], check=True, capture_output=True)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(4)))
+    done = run(
+        "bench",
+        f"--prompts={prompts}",
+        f"--url={url}",
+        "--max-tokens=12",
+        "--seed=1",
+        "--concurrency=2",
+        "--compare-no-spec",
+        f"--load-generator={generator}",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["load_generator"] == generator
+    assert report["texts_equal"] is True
+    assert report["plain"]["speculation"] is None
+    assert report["speculative"]["speculation"]["acceptance_length"] >= 1
+    for name in ("first_token_ms", "inter_token_ms", "inter_chunk_ms", "request_ms"):
+        assert report["speculative"][name]["p50"] > 0
