@@ -1,0 +1,218 @@
+"""`attend_hopper_kernel` for latents in float8.
+
+Scores are float8 products of queries split into two float8 terms each, which together are as exact as bf16; the values
+are widened to float16 while those products run, because the tensor cores do not take float8 transposed. Notation as in
+kernel_attend.py; H = L / 2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.mla_decode.kernel_hopper_tiles import (
+    accumulate,
+    clear_unused,
+    find_tile,
+    load_whole,
+    multiply,
+    read_segment,
+    split_queries,
+    store_half,
+    widen,
+)
+
+RECORD = gl.constexpr(16)
+NO_SCORE = gl.constexpr(-1e30)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def attend_hopper_float8_kernel(
+    q,  # [tokens * heads, L + P], bf16 or float16
+    latents,  # [cache rows, L + P]: descriptor of [K, L] boxes
+    rope_keys,  # the same: descriptor of [K, P] boxes
+    block_table,  # [seqs, max blocks] int32
+    records,
+    out,  # [tokens, heads, L]
+    lse,  # [tokens, heads] float32, natural log, or unused
+    part_out,  # [slots, team_size, R, L] float32
+    part_lse,  # [slots, team_size, R] float32, base 2
+    table_stride,
+    num_heads,
+    num_teams,
+    team_size,
+    scale,  # softmax scale * kv_scale * log2(e)
+    kv_scale,
+    L: gl.constexpr,
+    P: gl.constexpr,
+    PAGE: gl.constexpr,
+    R: gl.constexpr,
+    K: gl.constexpr,
+    SWAP: gl.constexpr,
+    LSE: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    dtype: gl.constexpr = gl.float16
+    H: gl.constexpr = L // 2
+    groups: gl.constexpr = WARPS // 4
+    if SWAP:
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, R // groups, 32])
+        out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, R, 16])
+        key_axis: gl.constexpr = 0
+        row_axis: gl.constexpr = 1
+        acc_shape: gl.constexpr = [H, R]
+        score_shape: gl.constexpr = [K, R]
+    else:
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, K // groups, 32])
+        out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, H // groups, 16])
+        key_axis: gl.constexpr = 1
+        row_axis: gl.constexpr = 0
+        acc_shape: gl.constexpr = [R, H]
+        score_shape: gl.constexpr = [R, K]
+    score_row: gl.constexpr = gl.SliceLayout(key_axis, score_layout)
+    score_key: gl.constexpr = gl.SliceLayout(row_axis, score_layout)
+    out_row: gl.constexpr = gl.SliceLayout(key_axis, out_layout)
+    out_column: gl.constexpr = gl.SliceLayout(row_axis, out_layout)
+    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    weight_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for(score_shape, dtype)
+
+    q_high = gl.allocate_shared_memory(latents.dtype, [R, L], latents.layout)
+    q_low = gl.allocate_shared_memory(latents.dtype, [R, L], latents.layout)
+    qr_high = gl.allocate_shared_memory(latents.dtype, [R, P], rope_keys.layout)
+    qr_low = gl.allocate_shared_memory(latents.dtype, [R, P], rope_keys.layout)
+    k_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, L], latents.layout)
+    kr_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, P], rope_keys.layout)
+    v1_shared = gl.allocate_shared_memory(dtype, [1, K, H], wide)
+    v2_shared = gl.allocate_shared_memory(dtype, [1, K, H], wide)
+    weights_shared = gl.allocate_shared_memory(dtype, score_shape, weight_shared)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(STAGES):
+        mbarrier.init(ready.index(buffer), count=1)
+    fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()
+
+    team = gl.program_id(0) // team_size
+    member = gl.program_id(0) % team_size
+    num_segments = gl.load(records + team * RECORD + 8)
+    first_item = gl.load(records + team * RECORD + 9)
+    seq, first_row, num_rows, tile_start, begin, num_tiles, slot, length = read_segment(
+        records, team, member, num_heads, R, K
+    )
+    if num_segments == 0:
+        num_tiles = 0
+    table = block_table + seq.to(gl.int64) * table_stride
+    done = 0  # tiles of earlier segments: which buffer comes next, in which phase
+    for ahead in gl.static_range(STAGES):
+        row, there = find_tile(table, begin, num_tiles, ahead, PAGE, K)
+        load_whole(latents, rope_keys, row, k_shared.index(ahead), kr_shared.index(ahead), ready.index(ahead), L, there)
+    for segment in range(num_segments):
+        # Read the next segment's record now: its loads start before this segment's result is stored.
+        more = segment + 1 < num_segments
+        next_at = gl.where(more, num_teams + first_item + segment + 1, team)
+        (next_seq, next_first_row, next_num_rows, next_tile_start, next_begin, next_num_tiles, next_slot,
+         next_length) = read_segment(records, next_at, member, num_heads, R, K)  # fmt: skip
+        next_num_tiles = gl.where(more, next_num_tiles, 0)
+        unit = split_queries(
+            q, first_row * num_heads + tile_start, num_rows * num_heads - tile_start, q_high, qr_high, q_low, qr_low,
+            L, P, R, WARPS, score_row,
+        )  # fmt: skip
+        fence_async_shared()
+        row_scale = unit * scale
+        token = (tile_start + gl.arange(0, R, score_row)) // num_heads
+        last_key = length - num_rows + gl.minimum(token, num_rows - 1)
+        key_in_tile = gl.arange(0, K, score_key)
+        row_max = gl.full([R], NO_SCORE, gl.float32, score_row)
+        weight_sum = gl.zeros(score_shape, gl.float32, score_layout)  # of every key position in a tile
+        acc1 = gl.zeros(acc_shape, gl.float32, out_layout)
+        acc2 = gl.zeros(acc_shape, gl.float32, out_layout)
+        none = 0  # never anything else, but the assembler would keep every address made of a constant in registers
+        for index in range(num_tiles):
+            stage = (done + index) % STAGES
+            phase = (done + index) // STAGES & 1
+            tile = begin + index
+            next_row, there = find_tile(table, begin, num_tiles, index + STAGES, PAGE, K)
+            k_tile = k_shared.index(stage)
+            kr = kr_shared.index(stage)
+            arrived = ready.index(stage)
+            v1 = v1_shared.index(none)
+            v2 = v2_shared.index(none)
+            scores = gl.zeros(score_shape, gl.float32, score_layout)
+            low_scores = gl.zeros(score_shape, gl.float32, score_layout)
+            mbarrier.wait(arrived, phase)
+            scores = multiply(q_high, k_tile, scores, True, SWAP)
+            scores = multiply(qr_high, kr, scores, False, SWAP)
+            low_scores = multiply(q_low, k_tile, low_scores, True, SWAP)
+            low_scores = multiply(qr_low, kr, low_scores, False, SWAP)
+            widen(k_tile, 0, v1, WARPS)
+            widen(k_tile, H, v2, WARPS)
+            scores, low_scores = warpgroup_mma_wait(0, deps=[scores, low_scores])
+            scores = (scores + low_scores * 0.0625) * gl.expand_dims(row_scale, key_axis)
+            none = gl.minimum(next_row, 0)
+            if (tile + 1) * K > length:
+                clear_unused(v1, length - tile * K, WARPS)
+                clear_unused(v2, length - tile * K, WARPS)
+                fence_async_shared()
+            visible = gl.expand_dims(tile * K + key_in_tile, row_axis) <= gl.expand_dims(last_key, key_axis)
+            scores = gl.where(visible, scores, NO_SCORE)
+            new_max = gl.maximum(row_max, gl.max(scores, key_axis))
+            weights = gl.exp2(scores - gl.expand_dims(new_max, key_axis))
+            weights = gl.where(visible, weights, 0.0)
+            shrink = gl.exp2(row_max - new_max)
+            weight_sum = weight_sum * gl.expand_dims(shrink, key_axis) + weights
+            row_max = new_max
+            weights_shared.store(weights.to(dtype))
+            fence_async_shared()
+            out_shrink = gl.expand_dims(gl.convert_layout(shrink, out_row), key_axis)
+            acc1 = acc1 * out_shrink
+            acc2 = acc2 * out_shrink
+            gl.thread_barrier()  # every warp has read this tile
+            load_whole(latents, rope_keys, next_row, k_tile, kr, arrived, L, there)
+            acc1 = accumulate(weights_shared, v1, acc1, SWAP)
+            acc2 = accumulate(weights_shared, v2, acc2, SWAP)
+            acc1, acc2 = warpgroup_mma_wait(0, deps=[acc1, acc2])
+            gl.thread_barrier()
+        gl.thread_barrier()
+        done += num_tiles
+        table = block_table + next_seq.to(gl.int64) * table_stride
+        for ahead in gl.static_range(STAGES):
+            row, there = find_tile(table, next_begin, next_num_tiles, ahead, PAGE, K)
+            free = (done + ahead) % STAGES
+            load_whole(
+                latents, rope_keys, row, k_shared.index(free), kr_shared.index(free), ready.index(free), L, there
+            )
+
+        tile_row = tile_start + gl.arange(0, R, score_row)
+        exists = tile_row < num_rows * num_heads
+        row_sum = gl.sum(weight_sum, key_axis)
+        seen = row_sum > 0.0
+        safe_sum = gl.where(seen, row_sum, 1.0)
+        log_sum = gl.where(seen, row_max + gl.log2(safe_sum), float("-inf"))
+        factor = gl.convert_layout(gl.where(seen, kv_scale / safe_sum, 0.0), out_row)
+        out_tile_row = tile_start + gl.arange(0, R, out_row)
+        out_exists = out_tile_row < num_rows * num_heads
+        if slot < 0:
+            base = first_row.to(gl.int64) * num_heads
+            store_half(acc1, factor, out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
+            store_half(acc2, factor, out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
+            if LSE:
+                gl.store(lse + base + tile_row, log_sum * LN2, mask=exists)
+        else:
+            base = (slot.to(gl.int64) * team_size + member) * R - tile_start
+            store_half(acc1, factor, part_out, base, out_tile_row, out_exists, 0, L, key_axis, row_axis, out_column)
+            store_half(acc2, factor, part_out, base, out_tile_row, out_exists, H, L, key_axis, row_axis, out_column)
+            gl.store(part_lse + base + tile_row, log_sum, mask=exists)
+        seq = next_seq
+        first_row = next_first_row
+        num_rows = next_num_rows
+        tile_start = next_tile_start
+        begin = next_begin
+        num_tiles = next_num_tiles
+        slot = next_slot
+        length = next_length
