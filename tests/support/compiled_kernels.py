@@ -16,7 +16,7 @@ from pathlib import Path
 WIDE = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
 NARROW = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)"
 NARROW_HALF = "NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)"
-OPCODES = ("HGMMA", "QGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
+OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,37 +77,28 @@ def _run(*command: object) -> str:
     return done.stdout + done.stderr
 
 
-def mla_hopper(rows: int, is_float8: bool) -> Build:
-    """The Hopper kernels of `mla_decode` for tiles of `rows`."""
-    if is_float8:
-        inputs = {
-            "q": "*bf16",
-            "latents": f"tensordesc<fp8e4nv[64, 512],{NARROW}>",
-            "rope_keys": f"tensordesc<fp8e4nv[64, 64],{NARROW_HALF}>",
-        }
-    else:
-        inputs = {
-            "queries": f"tensordesc<bf16[{rows}, 256],{WIDE}>",
-            "rope_queries": f"tensordesc<bf16[{rows}, 64],{WIDE}>",
-            "latents": f"tensordesc<bf16[64, 256],{WIDE}>",
-            "rope_keys": f"tensordesc<bf16[64, 64],{WIDE}>",
-        }
+def mla_hopper(rows: int, cache: str) -> Build:
+    """`attend_hopper_kernel` for tiles of `rows`, cache "bf16" or "fp8e4nv"."""
+    wide, narrow, half = (WIDE, WIDE, WIDE) if cache == "bf16" else (WIDE, NARROW, NARROW_HALF)
     types = {
-        **inputs,
+        "q": "*bf16",
+        "queries": f"tensordesc<bf16[{rows}, 256],{wide}>",
+        "rope_queries": f"tensordesc<bf16[{rows}, 64],{wide}>",
+        "latents": f"tensordesc<{cache}[64, 256],{narrow}>",
+        "rope_keys": f"tensordesc<{cache}[64, 64],{half}>",
         **dict.fromkeys(("block_table", "records"), "*i32"),
         "out": "*bf16",
         **dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32"),
         **dict.fromkeys(("table_stride", "num_heads", "num_teams", "team_size"), "i32"),
         **dict.fromkeys(("scale", "kv_scale"), "fp32"),
     }
-    warps = 8 if rows == 64 or is_float8 else 4
-    constants = {"L": 512, "P": 64, "PAGE": 64, "R": rows, "K": 64, "SWAP": rows < 64, "LSE": True, "WARPS": warps}
-    name = "kernel_hopper_float8" if is_float8 else "kernel_hopper"
+    warps = 8 if rows == 64 or cache != "bf16" else 4
+    constants = {"L": 512, "P": 64, "PAGE": 64, "R": rows, "K": 64, "SWAP": rows < 64, "LSE": True}
     return Build(
-        module=f"kimi_kernels.mla_decode.{name}",
-        function="attend_hopper_float8_kernel" if is_float8 else "attend_hopper_kernel",
+        module="kimi_kernels.mla_decode.kernel_hopper",
+        function="attend_hopper_kernel",
         types=types,
-        constants={**constants, "STAGES": 3 if is_float8 and rows < 64 else 2},
+        constants={**constants, "STAGES": 2, "WARPS": warps},
         num_warps=warps,
         is_gluon=True,
     )
@@ -196,8 +187,8 @@ def mha() -> Build:
 
 
 BUILDS: dict[str, Callable[[], Build]] = {
-    **{f"mla hopper {rows} {name}": lambda rows=rows, narrow=name == "float8": mla_hopper(rows, narrow)  # type: ignore[misc]
-       for rows in (16, 32, 64) for name in ("bf16", "float8")},
+    **{f"mla hopper {rows} {cache}": lambda rows=rows, cache=cache: mla_hopper(rows, cache)  # type: ignore[misc]
+       for rows in (16, 32, 64) for cache in ("bf16", "fp8e4nv")},
     **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
     "prefill": prefill,
     "mha": mha,

@@ -9,8 +9,8 @@ RECORD = gl.constexpr(16)
 
 @gluon.jit
 def load_first(latents, rope_keys, row, half, rope, ready, L: gl.constexpr, there):
-    """Start copying the first half of a tile's columns and its rope part; `ready` waits for the second half too."""
-    mbarrier.expect(ready, 2 * latents.block_type.nbytes + rope_keys.block_type.nbytes, pred=there)
+    """Start copying the first half of a tile's columns and its rope part."""
+    mbarrier.expect(ready, latents.block_type.nbytes + rope_keys.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(latents, [row, 0], ready, half, pred=there)
     tma.async_copy_global_to_shared(rope_keys, [row, L], ready, rope, pred=there)
 
@@ -18,33 +18,20 @@ def load_first(latents, rope_keys, row, half, rope, ready, L: gl.constexpr, ther
 @gluon.jit
 def load_second(latents, row, half, ready, H: gl.constexpr, there):
     """Start copying the second half."""
+    mbarrier.expect(ready, latents.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(latents, [row, H], ready, half, pred=there)
 
 
 @gluon.jit
-def load_whole(latents, rope_keys, row, tile, rope, ready, L: gl.constexpr, there):
-    """Start copying all of a tile."""
-    mbarrier.expect(ready, latents.block_type.nbytes + rope_keys.block_type.nbytes, pred=there)
-    tma.async_copy_global_to_shared(latents, [row, 0], ready, tile, pred=there)
-    tma.async_copy_global_to_shared(rope_keys, [row, L], ready, rope, pred=there)
-
-
-@gluon.jit
-def find_tile(table, begin, num_tiles, ahead, PAGE: gl.constexpr, K: gl.constexpr):
-    """(the cache row that tile `ahead` of a segment starts at, whether the segment has that many)."""
+def load_tile(latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready1, ready2,
+              L: gl.constexpr, PAGE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Start copying tile `ahead` of a segment, if it has that many, to the buffer that it falls to."""
     there = ahead < num_tiles
     key = (begin + ahead) * K
-    return gl.load(table + key // PAGE, mask=there, other=0) * PAGE + key % PAGE, there
-
-
-@gluon.jit
-def load_tile(latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready,
-              L: gl.constexpr, PAGE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Start copying tile `ahead` of a segment, if it has that many, to the buffers that it falls to."""
-    row, there = find_tile(table, begin, num_tiles, ahead, PAGE, K)
+    row = gl.load(table + key // PAGE, mask=there, other=0) * PAGE + key % PAGE
     stage = (done + ahead) % STAGES
-    load_first(latents, rope_keys, row, k1_shared.index(stage), kr_shared.index(stage), ready.index(stage), L, there)
-    load_second(latents, row, k2_shared.index(stage), ready.index(stage), L // 2, there)
+    load_first(latents, rope_keys, row, k1_shared.index(stage), kr_shared.index(stage), ready1.index(stage), L, there)
+    load_second(latents, row, k2_shared.index(stage), ready2.index(stage), L // 2, there)
 
 
 @gluon.jit
@@ -84,8 +71,8 @@ def clear_unused(half, num_used, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def widen(raw, FIRST: gl.constexpr, wide, WARPS: gl.constexpr):
-    """Copy columns of float8 rows [64, L] from FIRST on to float16 [64, H], which holds them exactly.
+def widen(raw, wide, WARPS: gl.constexpr):
+    """Copy float8 rows [64, H] to float16, which holds them exactly.
 
     A thread takes 16 columns. Rows of the lanes are spread so that neither the reads (16 bytes) nor the writes (twice
     16) of eight lanes meet in a bank of the two swizzled layouts.
@@ -106,8 +93,8 @@ def widen(raw, FIRST: gl.constexpr, wide, WARPS: gl.constexpr):
             block_bases=[],
             shape=[64, 128],
         )
-    for chunk in gl.static_range(wide.shape[1] // 128):
-        values = raw.slice(FIRST + chunk * 128, 128, dim=1).load(layout)
+    for chunk in gl.static_range(raw.shape[1] // 128):
+        values = raw.slice(chunk * 128, 128, dim=1).load(layout)
         wide.slice(chunk * 128, 128, dim=1).store(values.to(wide.dtype))
 
 
@@ -130,23 +117,27 @@ def _store_split(values, high, low):
 
 
 @gluon.jit
-def split_queries(q, row, num_used, high, high_rope, low, low_rope, L: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
-                  WARPS: gl.constexpr, out_layout: gl.constexpr):  # fmt: skip
+def split_queries(q, row, num_used, high1, high2, high_rope, low1, low2, low_rope, L: gl.constexpr, P: gl.constexpr,
+                  R: gl.constexpr, WARPS: gl.constexpr, out_layout: gl.constexpr):  # fmt: skip
     """Queries to shared memory as two float8 tensors each, so that float8 keys need no widening.
 
     Returns [R] float32: what row r's queries were divided by.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     rope_layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WARPS, 1], [1, 0])
+    H: gl.constexpr = L // 2
     rope = _query_chunk(q, row, num_used, L, L + P, R, rope_layout, P)
     largest = gl.convert_layout(gl.max(gl.abs(rope), 1), gl.SliceLayout(1, layout))
     for chunk in gl.static_range(L // 128):
         values = _query_chunk(q, row, num_used, chunk * 128, L + P, R, layout, 128)
         largest = gl.maximum(largest, gl.max(gl.abs(values), 1))
     unit = gl.maximum(largest, 1e-30) / 448.0
-    for chunk in gl.static_range(L // 128):
-        values = _query_chunk(q, row, num_used, chunk * 128, L + P, R, layout, 128) * (1.0 / unit)[:, None]
-        _store_split(values, high.slice(chunk * 128, 128, dim=1), low.slice(chunk * 128, 128, dim=1))
+    inverse = (1.0 / unit)[:, None]
+    for chunk in gl.static_range(H // 128):
+        values = _query_chunk(q, row, num_used, chunk * 128, L + P, R, layout, 128) * inverse
+        _store_split(values, high1.slice(chunk * 128, 128, dim=1), low1.slice(chunk * 128, 128, dim=1))
+        values = _query_chunk(q, row, num_used, H + chunk * 128, L + P, R, layout, 128) * inverse
+        _store_split(values, high2.slice(chunk * 128, 128, dim=1), low2.slice(chunk * 128, 128, dim=1))
     rope = rope * gl.convert_layout(1.0 / unit, gl.SliceLayout(1, rope_layout))[:, None]
     _store_split(rope, high_rope, low_rope)
     return gl.convert_layout(unit, out_layout)
