@@ -9,6 +9,7 @@ from typing import NoReturn
 import typer
 
 from kimi_backend.cli.bench import bench_command
+from kimi_backend.cli.health import health_command
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
 from kimi_backend.cli.server_commands import chat_command, demo_command, generate_command, serve_command
@@ -30,6 +31,7 @@ app.command("generate")(generate_command)
 app.command("chat")(chat_command)
 app.command("demo")(demo_command)
 app.command("bench")(bench_command)
+app.command("health")(health_command)
 
 
 def main() -> None:
