@@ -12,10 +12,9 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.sampling.kernel_check import check_kernel
-from kimi_kernels.sampling.kernel_draw import CANDIDATES, draw_kernel
+from kimi_kernels.sampling.kernel_draw import CANDIDATES, LISTED, draw_kernel
 from kimi_kernels.sampling.kernel_process import copy_kernel, process_kernel
 from kimi_kernels.sampling.kernel_select import select_kernel
-from kimi_kernels.sampling.kernel_top_k import LISTED, collect_kernel, threshold_kernel
 from kimi_kernels.sampling.kernel_verify import verify_kernel
 from kimi_kernels.sampling.logprobs_reference import row_logprobs
 from kimi_kernels.sampling.processors_reference import ColumnOrder
@@ -29,8 +28,8 @@ VERIFY_SEQUENCES = 8
 class Tuning:
     """Sizes that change the time and nothing else."""
 
-    draw_columns: int = 1024
-    draw_warps: int = 4
+    draw_columns: int = 512
+    draw_warps: int = 2
     draw_registers: int | None = None
     """The compiler is held to this many a thread, so that more programs fit."""
     read_columns: int = 1024
@@ -90,9 +89,7 @@ def sample_tokens(
     call = _Call(logits, inputs, rows, vocabulary_map)
     call.process()
     call.draw()
-    call.check(exact=False)
-    call.check(exact=True)
-    call.collect()
+    call.check()
     call.select()
     if num_logprobs is None:
         return SampleOutput(token_ids=call.token_ids, status=call.status)
@@ -112,16 +109,15 @@ class _Call:
             entries.numel() for entries in (inputs.penalty_ids, inputs.bias_ids, inputs.ban_ids, inputs.bad_word_tokens)
         )
         num_parts = self.num_rows * self.splits.count
-        # Tickets of three kernels, whether a processed row was not finite, the bound that splits share,
-        # and how many tokens a row lists.
-        self.zeros = torch.zeros(6, self.num_rows, dtype=torch.int32, device=logits.device)
+        # Tickets of two kernels, whether a processed row was not finite, the bound that splits share, and how many
+        # tokens a row lists.
+        self.zeros = torch.zeros(5, self.num_rows, dtype=torch.int32, device=logits.device)
         self.part_score = self._new(num_parts, CANDIDATES.value, dtype=torch.float64)
         self.part_token = self._new(num_parts, CANDIDATES.value)
         self.part_best = self._new(num_parts, dtype=torch.float32)
         self.part_bad = self._new(num_parts)
-        self.part_sums = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.float32)
-        self.part_mass = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.int64)
-        self.maxima = self._new(num_parts, TUNING.draw_columns, dtype=torch.float32)
+        self.part_mass = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.float64)
+        self.maxima = self._new(num_parts, TUNING.draw_columns // 4, dtype=torch.float32)
         self.threshold = self._new(self.num_rows)
         self.candidate = self._new(self.num_rows, CANDIDATES.value)
         self.row_best = self._new(self.num_rows, dtype=torch.float32)
@@ -176,7 +172,7 @@ class _Call:
             self.logits,
             self.work,
             self.uses_work_rows,
-            self.zeros[3],
+            self.zeros[2],
             rows.sequence,
             inputs.penalty_offsets,
             inputs.bias_offsets,
@@ -234,7 +230,7 @@ class _Call:
             self.logits,
             self.work,
             self.uses_work_rows,
-            self.zeros[3],
+            self.zeros[2],
             rows.sequence,
             rows.token_index,
             inputs.temperature,
@@ -249,7 +245,8 @@ class _Call:
             self.part_best,
             self.part_bad,
             self.maxima,
-            self.zeros[4].view(torch.uint32),
+            self.threshold.view(torch.uint32),
+            self.zeros[3].view(torch.uint32),
             self.candidate,
             self.row_best,
             self.state,
@@ -264,7 +261,7 @@ class _Call:
             maxnreg=TUNING.draw_registers,
         )
 
-    def check(self, exact: bool) -> None:
+    def check(self) -> None:
         check_kernel[(self.num_rows * self.splits.count,)](
             self.logits,
             self.work,
@@ -273,47 +270,21 @@ class _Call:
             self.inputs.temperature,
             self.inputs.top_p,
             self.inputs.min_p,
+            self._token_of_column,
             self._column_of_token,
             self.candidate,
             self.row_best,
             self.state,
-            self.part_mass if exact else self.part_sums,
-            self.zeros[1 + exact],
+            self.part_mass,
+            self.threshold.view(torch.uint32),
+            self.list,
+            self.zeros[4],
+            self.zeros[1],
             self.token_ids,
             self.logits.stride(0),
             self.num_columns,
             0,
             **self._cut,
-            **self._kind,
-            EXACT=exact,
-        )
-
-    def collect(self) -> None:
-        threshold_kernel[(self.num_rows,)](
-            self.rows.sequence,
-            self.inputs.top_k,
-            self.state,
-            self.maxima,
-            self.threshold.view(torch.uint32),
-            NUM_MAXIMA=self.splits.count * TUNING.draw_columns,
-            BLOCK=TUNING.select_columns,
-            num_warps=TUNING.select_warps,
-        )
-        cut = {name: value for name, value in self._cut.items() if name != "SPLITS_P2"}
-        collect_kernel[(self.num_rows * self.splits.count,)](
-            self.logits,
-            self.work,
-            self.uses_work_rows,
-            self.rows.sequence,
-            self.inputs.temperature,
-            self._token_of_column,
-            self.state,
-            self.threshold.view(torch.uint32),
-            self.list,
-            self.zeros[5],
-            self.logits.stride(0),
-            self.num_columns,
-            **cut,
             **self._kind,
         )
 
@@ -331,10 +302,11 @@ class _Call:
             inputs.top_p,
             inputs.min_p,
             self._column_of_token,
+            self.candidate,
             self.row_best,
             self.state,
             self.list,
-            self.zeros[5],
+            self.zeros[4],
             self.token_ids,
             self.logits.stride(0),
             self.num_columns,

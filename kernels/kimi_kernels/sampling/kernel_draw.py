@@ -37,9 +37,16 @@ CANDIDATES = tl.constexpr(4)
 """Candidates a row keeps: a top-p row needs `kernel_select` only if none of them survives."""
 STATE_DONE = tl.constexpr(0)
 STATE_ESTIMATE = tl.constexpr(1)
-STATE_CHECK = tl.constexpr(2)
-STATE_SELECT = tl.constexpr(3)
-STATE_TOP_K = tl.constexpr(4)
+"""The second pass sums floats. STATE_COUNT: integers. STATE_LIST: it lists what top-k may keep."""
+STATE_COUNT = tl.constexpr(2)
+STATE_LIST = tl.constexpr(3)
+STATE_SELECT = tl.constexpr(4)
+"""The general way. STATE_DOUBT: only if the candidates, counted in integers, all fall."""
+STATE_DOUBT = tl.constexpr(5)
+LISTED = tl.constexpr(4096)
+"""Tokens that fit a row's list; a row with more to list is selected from all tokens."""
+NEVER = tl.constexpr(0xFFFFFFFF)
+"""A key above all."""
 PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 OK = tl.constexpr(STATUS_OK)
 NOT_FINITE = tl.constexpr(STATUS_NOT_FINITE)
@@ -100,19 +107,13 @@ def _floor_of_tile(lower, keeps_four):
 
 @triton.jit
 def _nearness(bits, raw, scale, bound):
-    """`reach` as int32, whose order is the same and whose maximum is one instruction a warp."""
-    return reach(bits, raw, scale, lowered_bound(bound)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _raised(bound, s0, s3, keeps_four):
-    """The bound after a candidate was put in."""
-    return tl.maximum(bound, tl.where(keeps_four, s3, s0).to(tl.float32))
+    """`reach` as int32, whose order is the same and whose maximum is one instruction a warp; NaN is not near."""
+    return tl.maximum(reach(bits, raw, scale, lowered_bound(bound)), -1.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _publish_bound(ROW_BOUND, row, bound):
-    """Let the row's other splits know what its best reach; only ever used to pass tokens over."""
+    """Let the row's other splits know what its best reach."""
     tl.atomic_max(ROW_BOUND + row, order_key(bound), sem="relaxed")
 
 
@@ -164,12 +165,13 @@ def _noisy_split(
     s1, s2, s3 = s0, s0, s0
     t0 = tl.full((), NO_TOKEN, tl.int32)
     t1, t2, t3 = t0, t0, t0
-    bound = tl.full((), minus_inf, tl.float32)
+    floor = tl.full((), minus_inf, tl.float32)
     best_y = tl.full((BLOCKS, 4), minus_inf, tl.float32)
     # The loop below is too irregular for the compiler to fetch ahead, so it does that itself.
     ahead = load_tile(source, start, stop, BLOCKS, EVEN, HAS_WORK)
     for at in tl.range(start, stop, BLOCKS * 4):
-        published = tl.load(ROW_BOUND + source[3], volatile=True)  # at first 0, the lowest key
+        # Warps may read different values here, so nothing but `near` may depend on them: no branch, no result.
+        published = from_order_key(tl.maximum(tl.load(ROW_BOUND + source[3], volatile=True), order_key(minus_inf)))
         raw = ahead
         ahead = load_tile(source, at + BLOCKS * 4, stop, BLOCKS, EVEN, HAS_WORK)
         column = tile_columns(at, BLOCKS)
@@ -181,11 +183,10 @@ def _noisy_split(
         else:
             bits = bits_of_blocks(index, (first_token + at) // 4, key_low, key_high, BLOCKS)
         # Outside the split raw is -inf, which almost never looks near and is never taken.
-        bound = from_order_key(tl.maximum(published, order_key(bound)))
-        if bound == minus_inf:
-            bound = _floor_of_tile(tl.where(is_open, raw * inverse + gumbel_floor(bits), minus_inf), keeps_four)
-            _publish_bound(ROW_BOUND, source[3], bound)
-        near = _nearness(bits, raw, scale, bound)
+        if floor == minus_inf:
+            floor = _floor_of_tile(tl.where(is_open, raw * inverse + gumbel_floor(bits), minus_inf), keeps_four)
+            _publish_bound(ROW_BOUND, source[3], floor)
+        near = _nearness(bits, raw, scale, tl.maximum(published, floor))
         nearest = tl.max(near)
         while nearest >= 0:
             # The likeliest first, so that the bound rises fast whatever the order of the logits.
@@ -193,15 +194,15 @@ def _noisy_split(
             one = load_columns(source, at_column, at_column < stop, HAS_WORK) * inverse
             one_token = first_token + at_column
             if HAS_MAP:
-                one_token = tl.load(TOKEN_OF_COLUMN + at_column).to(tl.int32)
+                one_token = tl.load(TOKEN_OF_COLUMN + at_column, mask=at_column < stop, other=0).to(tl.int32)
             noise = gumbel(bits_of_tokens(index, one_token, key_low, key_high))
             score = one.to(tl.float64) + noise.to(tl.float64)
             if score > minus_inf:
                 s0, s1, s2, s3, t0, t1, t2, t3 = _insert(score, one_token, s0, s1, s2, s3, t0, t1, t2, t3)
-            bound = _raised(bound, s0, s3, keeps_four)
-            _publish_bound(ROW_BOUND, source[3], bound)
+            floor = tl.maximum(floor, tl.where(keeps_four, s3, s0).to(tl.float32))
+            _publish_bound(ROW_BOUND, source[3], floor)
             is_open = is_open & (column != at_column)
-            near = tl.where(is_open, _nearness(bits, raw, scale, bound), -1)
+            near = tl.where(is_open, _nearness(bits, raw, scale, tl.maximum(published, floor)), -1)
             nearest = tl.max(near)
     bad = tl.max(is_not_finite(best_y).to(tl.int32))
     return s0, s1, s2, s3, t0, t1, t2, t3, tl.max(best_y), bad
@@ -227,6 +228,7 @@ def draw_kernel(
     PART_BEST,
     PART_BAD,
     MAXIMA,
+    THRESHOLD,
     ROW_BOUND,
     CANDIDATE,
     ROW_BEST,
@@ -254,7 +256,8 @@ def draw_kernel(
         TOKEN_OF_COLUMN: [num_columns] int64 with a map, else column c is token first_token + c.
         COLUMN_OF_TOKEN: [vocab_size] int64 with a map.
         PART_SCORE: [R, SPLITS, 4] float64. PART_TOKEN: [R, SPLITS, 4] int32. PART_BEST: [R, SPLITS] float32, largest y.
-        PART_BAD: [R, SPLITS] int32. MAXIMA: [R, SPLITS, 4 * BLOCKS] float32, of rows with top-k.
+        PART_BAD: [R, SPLITS] int32. MAXIMA: [R, SPLITS, BLOCKS] float32, of rows with top-k.
+        THRESHOLD: [R] uint32 out, for STATE_LIST.
         ROW_BOUND: [R] uint32, zeros: an `order_key`. TICKETS: [R] int32, zeros.
         CANDIDATE: [R, 4] int32 out. ROW_BEST: [R] float32 out. STATE: [R] int32 out.
         TOKEN_IDS: [R] int64 out, STATUS: [R] int32 out: final where STATE is STATE_DONE.
@@ -286,8 +289,7 @@ def draw_kernel(
         tl.store(PART_BAD + part, bad)
     elif top_k > 0:
         maxima = _maxima_split(source, start, stop, inverse, BLOCKS, STAGES, EVEN, HAS_WORK)
-        place = tl.arange(0, BLOCKS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        tl.store(MAXIMA + part.to(tl.int64) * (BLOCKS * 4) + place, maxima)
+        tl.store(MAXIMA + part * BLOCKS + tl.arange(0, BLOCKS), tl.max(maxima, 1))
         slot = tl.arange(0, 4)
         tl.store(PART_SCORE + part * 4 + slot, tl.full((4,), -float("inf"), tl.float64))
         tl.store(PART_TOKEN + part * 4 + slot, tl.full((4,), NO_TOKEN, tl.int32))
@@ -312,10 +314,10 @@ def draw_kernel(
         tl.store(PART_BAD + part, bad)
     tl.debug_barrier()
     if tl.atomic_add(TICKETS + row, 1) == SPLITS - 1:
-        parts = (PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD)
-        out = (CANDIDATE, ROW_BEST, STATE, TOKEN_IDS, STATUS)
+        parts = (PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, MAXIMA)
+        out = (CANDIDATE, ROW_BEST, STATE, THRESHOLD, TOKEN_IDS, STATUS)
         rules = (inverse, filters, top_k, top_p, min_p)
-        _merge_row(source, parts, out, rules, first_token, SPLITS, SPLITS_P2, HAS_MAP, HAS_WORK)
+        _merge_row(source, parts, out, rules, first_token, SPLITS, BLOCKS, SPLITS_P2, HAS_MAP, HAS_WORK)
 
 
 @triton.jit
@@ -328,13 +330,48 @@ def candidate_logit(source, token, first_token, inverse, HAS_MAP: tl.constexpr, 
 
 
 @triton.jit
+def _list_threshold(ROW_MAXIMA, top_k, NUM_MAXIMA: tl.constexpr, BLOCK: tl.constexpr):
+    """A key that at least k tokens of the row reach, and hardly more; NEVER if k is too large for a list.
+
+    At least k of the row's largest y by place reach the k-th of them; its key is cut to 16 bits.
+    """
+    key_k = tl.full((), 0, tl.uint32)
+    left = top_k
+    num_finite = tl.full((), 0, tl.int32)
+    for digit in tl.static_range(2):
+        shift = 24 - 8 * digit
+        counts = tl.zeros((256,), tl.int32)
+        for at in tl.range(0, NUM_MAXIMA, BLOCK):
+            entry = at + tl.arange(0, BLOCK)
+            y = tl.load(ROW_MAXIMA + entry, mask=entry < NUM_MAXIMA, other=-float("inf"), cache_modifier=".cg")
+            key = order_key(y)
+            counted = y > -float("inf")
+            if digit > 0:
+                counted = counted & ((key >> (shift + 8)) == (key_k >> (shift + 8)))
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=counted)
+        if digit == 0:
+            num_finite = tl.sum(counts)
+        key_k, left = next_digit(key_k, left, counts, shift)
+    return tl.where((top_k <= num_finite) & (top_k <= LISTED), key_k, NEVER)
+
+
+@triton.jit
+def next_digit(key, left, counts, shift: tl.constexpr):
+    """One byte of a radix selection: (key with the byte that holds the left-th largest, its place within)."""
+    above = tl.sum(counts) - tl.cumsum(counts, 0)
+    is_digit = (above < left) & (left <= above + counts)
+    digit = tl.sum(tl.where(is_digit, tl.arange(0, 256), 0)).to(tl.uint32)
+    return key | (digit << shift), left - tl.sum(tl.where(is_digit, above, 0))
+
+
+@triton.jit
 def _merge_row(
     source, parts, out, rules, first_token,
-    SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
     """Candidates, status and state of a row whose splits are all written."""
-    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD = parts
-    CANDIDATE, ROW_BEST, STATE, TOKEN_IDS, STATUS = out
+    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, MAXIMA = parts
+    CANDIDATE, ROW_BEST, STATE, THRESHOLD, TOKEN_IDS, STATUS = out
     inverse, filters, top_k, top_p, min_p = rules
     row = source[3]
     split = tl.arange(0, SPLITS_P2)
@@ -361,9 +398,13 @@ def _merge_row(
             y = candidate_logit(source, first, first_token, inverse, HAS_MAP, HAS_WORK)
             survives = survives & (token_weight(y, best_y) >= min_weight(min_p))
         drawn = tl.where(survives & (drawn == NO_TOKEN), first, drawn)
-    next_state = tl.where(min_p > 0.0, STATE_CHECK, STATE_ESTIMATE)
+    next_state = tl.where(min_p > 0.0, STATE_COUNT, STATE_ESTIMATE)
     next_state = tl.where(only_min_p, tl.where(drawn == NO_TOKEN, STATE_SELECT, STATE_DONE), next_state)
-    next_state = tl.where(top_k > 0, tl.where(min_p > 0.0, STATE_SELECT, STATE_TOP_K), next_state)
+    if (top_k > 0) & is_ok:
+        threshold = _list_threshold(MAXIMA + row * SPLITS * BLOCKS, top_k, SPLITS * BLOCKS, BLOCKS)
+        tl.store(THRESHOLD + row, threshold)
+        # min-p ranks by weight, which may differ from the order of y by a unit: not from a list.
+        next_state = tl.where((threshold == NEVER) | (min_p > 0.0), STATE_SELECT, STATE_LIST)
     tl.store(ROW_BEST + row, best_y)
     tl.store(STATUS + row, tl.where(is_ok, OK, NOT_FINITE))
     tl.store(TOKEN_IDS + row, tl.where(is_ok, drawn, PLACEHOLDER).to(tl.int64))

@@ -2,16 +2,24 @@
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """The general way, for rows with top-k and those whose candidates all fell: find the thresholds, then draw.
 
-One program a row. It looks at all tokens, or at the list that `kernel_top_k` made of the likely ones. top-k: radix
+One program a row. It looks at all tokens, or at the list that `kernel_check` made of the likely ones. top-k: radix
 selection of the k-th largest y, a byte at a time, and bisection for the last id among its equals. top-p: bisection
-over the keys of y, by integer mass.
+over the keys of y, by integer mass. A row in doubt first counts its candidates' masses in integers.
 """
 
 import triton
 import triton.language as tl
 
-from kimi_kernels.sampling.kernel_check import survives_top_p
-from kimi_kernels.sampling.kernel_draw import STATE_DONE, STATE_SELECT, STATE_TOP_K, best_of
+from kimi_kernels.sampling.kernel_check import judge, load_candidates, sum_masses
+from kimi_kernels.sampling.kernel_draw import (
+    LISTED,
+    STATE_DONE,
+    STATE_DOUBT,
+    STATE_LIST,
+    STATE_SELECT,
+    best_of,
+    next_digit,
+)
 from kimi_kernels.sampling.kernel_noise import (
     NO_TOKEN,
     bits_of_tokens,
@@ -22,7 +30,6 @@ from kimi_kernels.sampling.kernel_noise import (
     order_key,
     token_weight,
 )
-from kimi_kernels.sampling.kernel_top_k import LISTED
 
 LEAST_WITH_WEIGHT = tl.constexpr(-23.0)
 """y - best below which the weight is 0 for certain, so that top-p cannot keep the token."""
@@ -63,12 +70,8 @@ def _kth_key(source, entries, rules, top_k, BLOCK: tl.constexpr, HAS_MAP: tl.con
             if digit > 0:
                 alive = alive & ((key >> (shift + 8)) == (key_k >> (shift + 8)))
             counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alive)
-        total = tl.sum(counts)
-        left = tl.minimum(left, total)
-        above = total - tl.cumsum(counts, 0)
-        is_digit = (above < left) & (left <= above + counts)
-        key_k = key_k | (tl.sum(tl.where(is_digit, tl.arange(0, 256), 0)).to(tl.uint32) << shift)
-        left -= tl.sum(tl.where(is_digit, above, 0))
+        left = tl.minimum(left, tl.sum(counts))
+        key_k, left = next_digit(key_k, left, counts, shift)
     return key_k, left
 
 
@@ -123,7 +126,8 @@ def _top_p_key(source, entries, rules, cut, top_p, BLOCK: tl.constexpr, HAS_MAP:
     while low < high:
         middle = (low + high) // 2
         above = _mass_above(source, entries, rules, cut, middle.to(tl.uint32), BLOCK, HAS_MAP, HAS_WORK)
-        reaches = survives_top_p(above, total, top_p)
+        # Sums of weights are exact in float64.
+        reaches = (above == 0) | (above.to(tl.float64) < top_p.to(tl.float64) * total.to(tl.float64))
         low = tl.where(reaches, low, middle + 1)
         high = tl.where(reaches, middle, high)
     return low.to(tl.uint32)
@@ -142,6 +146,7 @@ def select_kernel(
     TOP_P,
     MIN_P,
     COLUMN_OF_TOKEN,
+    CANDIDATE,
     ROW_BEST,
     STATE,
     LIST,
@@ -157,50 +162,59 @@ def select_kernel(
     """One row.
 
     Args:
-        as `draw_kernel`; num_tokens: size of the target's vocabulary. LIST, NUM_LISTED: of `collect_kernel`.
+        as `draw_kernel` and `check_kernel`; num_tokens: size of the target's vocabulary.
     """
     row = tl.program_id(0)
     state = tl.load(STATE + row)
-    if (state == STATE_SELECT) | (state == STATE_TOP_K):
+    if (state == STATE_SELECT) | (state == STATE_LIST) | (state == STATE_DOUBT):
         sequence = tl.load(SEQUENCE + row)
         inverse = inverse_temperature(tl.load(TEMPERATURE + sequence))
         top_k = tl.load(TOP_K + sequence)
         top_p = tl.load(TOP_P + sequence)
-        least = min_weight(tl.load(MIN_P + sequence))
-        best = tl.load(ROW_BEST + row)
         uses_work = False
         if HAS_WORK:
             uses_work = tl.load(USES_WORK + row) != 0
-
         source = (LOGITS, WORK, COLUMN_OF_TOKEN, row, row_stride, num_columns, uses_work)
-        rules = (inverse, best, least)
-
-        num_listed = tl.load(NUM_LISTED + row)
-        is_listed = (state == STATE_TOP_K) & (num_listed > 0) & (num_listed <= LISTED)
-        entries = (LIST, tl.where(is_listed, num_listed, num_tokens), is_listed)
-        key_k = tl.full((), 0, tl.uint32)
-        cut_token = tl.full((), NO_TOKEN, tl.int32)
-        if top_k > 0:
-            key_k, num_equal = _kth_key(source, entries, rules, top_k, BLOCK, HAS_MAP, HAS_WORK)
-            cut_token = _last_equal(source, entries, rules, key_k, num_equal, num_tokens, BLOCK, HAS_MAP, HAS_WORK)
-        cut = (key_k, cut_token)
-
-        key_p = tl.full((), 0, tl.uint32)
-        if top_p < 1.0:
-            key_p = _top_p_key(source, entries, rules, cut, top_p, BLOCK, HAS_MAP, HAS_WORK)
-
-        seed = tl.load(SEED + sequence)
-        index = tl.load(TOKEN_INDEX + row).to(tl.uint32)
-        best_score = tl.full((), -float("inf"), tl.float64)
+        rules = (inverse, tl.load(ROW_BEST + row), min_weight(tl.load(MIN_P + sequence)))
         drawn = tl.full((), NO_TOKEN, tl.int32)
-        for at in tl.range(0, entries[1], BLOCK):
-            token, y, key, alive = _load_survivors(source, entries, at, rules, cut, BLOCK, HAS_MAP, HAS_WORK)
-            alive = alive & (key >= key_p)
-            if tl.max(alive.to(tl.int32)) > 0:
-                noise = gumbel(bits_of_tokens(index, token, seed.to(tl.uint32), (seed >> 32).to(tl.uint32)))
-                score, first = best_of(tl.where(alive, y.to(tl.float64) + noise.to(tl.float64), -float("inf")), token)
-                better = (score > best_score) | ((score == best_score) & (first < drawn))
-                best_score = tl.where(better, score, best_score)
-                drawn = tl.where(better, first, drawn)
+        if state == STATE_DOUBT:
+            candidates = load_candidates(source, CANDIDATE, 0, inverse, HAS_MAP, HAS_WORK)
+            masses = sum_masses(source, 0, num_columns, rules, candidates, BLOCK // 4, 2, False, HAS_WORK, True)
+            drawn, _ = judge(masses, candidates, rules, top_p, 0.0)
+        if drawn == NO_TOKEN:
+            num_listed = tl.load(NUM_LISTED + row)
+            is_listed = (state == STATE_LIST) & (num_listed <= LISTED)
+            entries = (LIST, tl.where(is_listed, num_listed, num_tokens), is_listed)
+            cut = (tl.full((), 0, tl.uint32), tl.full((), NO_TOKEN, tl.int32))
+            if top_k > 0:
+                key_k, num_equal = _kth_key(source, entries, rules, top_k, BLOCK, HAS_MAP, HAS_WORK)
+                last = _last_equal(source, entries, rules, key_k, num_equal, num_tokens, BLOCK, HAS_MAP, HAS_WORK)
+                cut = (key_k, last)
+            key_p = tl.full((), 0, tl.uint32)
+            if top_p < 1.0:
+                key_p = _top_p_key(source, entries, rules, cut, top_p, BLOCK, HAS_MAP, HAS_WORK)
+            seed = tl.load(SEED + sequence)
+            noise_key = (tl.load(TOKEN_INDEX + row).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
+            drawn = _draw_survivor(source, entries, rules, cut, key_p, noise_key, BLOCK, HAS_MAP, HAS_WORK)
         tl.store(TOKEN_IDS + row, drawn.to(tl.int64))
         tl.store(STATE + row, STATE_DONE)
+
+
+@triton.jit
+def _draw_survivor(
+    source, entries, rules, cut, key_p, noise_key, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr
+):
+    """The survivor with the best score, lowest id first among equals."""
+    index, key_low, key_high = noise_key
+    best_score = tl.full((), -float("inf"), tl.float64)
+    drawn = tl.full((), NO_TOKEN, tl.int32)
+    for at in tl.range(0, entries[1], BLOCK):
+        token, y, key, alive = _load_survivors(source, entries, at, rules, cut, BLOCK, HAS_MAP, HAS_WORK)
+        alive = alive & (key >= key_p)
+        if tl.max(alive.to(tl.int32)) > 0:
+            noise = gumbel(bits_of_tokens(index, token, key_low, key_high))
+            score, first = best_of(tl.where(alive, y.to(tl.float64) + noise.to(tl.float64), -float("inf")), token)
+            better = (score > best_score) | ((score == best_score) & (first < drawn))
+            best_score = tl.where(better, score, best_score)
+            drawn = tl.where(better, first, drawn)
+    return drawn

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kimi_kernels.sampling import kernel, kernel_noise, reference
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.kernel_draw import STATE_CHECK, STATE_SELECT
+from kimi_kernels.sampling.kernel_draw import STATE_DOUBT, STATE_LIST, STATE_SELECT
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling.weights_reference import token_weights
 from support.sampling_cases import SequenceCase, sampling_tensors
@@ -96,10 +96,8 @@ def test_all_candidates_fall() -> None:
     inputs, rows = sampling_tensors([SequenceCase(top_p=0.011, seed=8)])
     call = kernel._Call(logits, inputs, rows, None)
     call.draw()
-    call.check(exact=False)
-    call.check(exact=True)
+    call.check()
     assert call.state.item() == STATE_SELECT.value
-    call.collect()
     call.select()
     expected = reference.sample_tokens(logits, inputs, rows).token_ids.item()
     assert call.token_ids.item() == expected
@@ -112,11 +110,23 @@ def test_sums_in_doubt_are_counted_in_integers() -> None:
     inputs, rows = sampling_tensors([SequenceCase(top_p=0.5, seed=seed) for seed in range(12)])
     call = kernel._Call(logits, inputs, rows, None)
     call.draw()
-    call.check(exact=False)
-    in_doubt = call.state == STATE_CHECK.value
+    call.check()
+    in_doubt = call.state == STATE_DOUBT.value
     assert in_doubt.any() and not in_doubt.all()
-    call.check(exact=True)
-    assert (call.state != STATE_CHECK.value).all()
+    call.select()
+    assert torch.equal(call.token_ids, reference.sample_tokens(logits, inputs, rows).token_ids)
+
+
+def test_top_k_is_selected_from_a_list() -> None:
+    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(6))
+    logits[1] = logits[1].round()
+    logits[2, :396] = float("-inf")  # fewer tokens than k
+    inputs, rows = sampling_tensors([SequenceCase(top_k=top_k, top_p=0.9, seed=4) for top_k in (5, 5, 9)])
+    call = kernel._Call(logits, inputs, rows, None)
+    call.draw()
+    call.check()
+    assert call.state.tolist() == [STATE_LIST.value, STATE_LIST.value, STATE_SELECT.value]
+    assert call.zeros[4, 0] >= 5
     call.select()
     assert torch.equal(call.token_ids, reference.sample_tokens(logits, inputs, rows).token_ids)
 
