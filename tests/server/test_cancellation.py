@@ -1,5 +1,6 @@
 """A request that nobody waits for ends within a step and gives its blocks back."""
 
+import asyncio
 import http.client
 import json
 import time
@@ -7,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from kimi_client import KimiClient
+from kimi_client import InvalidRequest, KimiClient, RequestCancelled, RequestTimedOut
+from kimi_client.aio import AsyncKimiClient
 from support.raw_streams import RawStream, raw_input, text_input
 from support.server_process import MAX_MODEL_LEN
 
@@ -66,4 +68,24 @@ def test_a_deadline_ends_a_request_with_what_it_has(client):
     assert completion.finish_reason == "cancelled"
     assert "deadline" in completion.stop_reason
     assert 0.4 < time.monotonic() - start < 5
+    assert_everything_is_free(client)
+
+
+def test_the_asyncio_client_cancels_and_times_out(client, url):
+    async def scenario():
+        async with AsyncKimiClient(url) as connected:
+            assert await connected.is_ready()
+            stream = connected.stream(text_input="tell", **LONG)
+            async for _ in stream:
+                stream.cancel()
+            with pytest.raises(RequestCancelled):
+                await stream.result()
+            with pytest.raises(RequestTimedOut):
+                await connected.generate(text_input="tell", timeout_s=0.3, **LONG)
+            with pytest.raises(InvalidRequest, match="top_p"):
+                await connected.generate(text_input="tell", top_p=3.0)
+            done = await connected.generate(text_input="tell", max_tokens=4, seed=1)
+            assert done.num_output_tokens == 4
+
+    asyncio.run(scenario())
     assert_everything_is_free(client)
