@@ -12,12 +12,13 @@ from kimi_kernels.moe_route.kernel import route_experts
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.kernel import rope
+from kimi_kernels.sampling.kernel import sample_tokens, verify_draft_tokens
 from kimi_kernels.silu_mul.kernel import silu_mul
 from kimi_kernels.store_latent.kernel import store_latent
 
 
 def triton_kernel_set() -> KernelSet:
-    """Kernels for a CUDA device; sampling is the reference's until it has some."""
+    """Kernels for a CUDA device: every op of the set."""
     return replace(
         reference_kernel_set(),
         name="triton",
@@ -41,4 +42,6 @@ def triton_kernel_set() -> KernelSet:
         route_experts=route_experts,
         pack_experts=pack_experts,
         moe_experts=moe_experts,
+        sample_tokens=sample_tokens,
+        verify_draft_tokens=verify_draft_tokens,
     )
