@@ -4,6 +4,7 @@ They check what a real model cannot: a slot read by another prefix, a rejected o
 an aux hidden state of another position. S sequences, T rows, R sampled rows, B sampling sequences, W draft tokens.
 """
 
+import threading
 from dataclasses import fields
 
 import numpy as np
@@ -62,6 +63,7 @@ class ScriptedRunner:
         self.violation: StaleSlotError | None = None
         """The first broken rule; kept, because an engine may take the error for a failing runner and go on."""
         self._is_known = True
+        self._lock = threading.RLock()  # a restart falls between two steps, whichever thread asks for it
 
     def describe(self) -> RunnerDescription:
         if self.unavailable:
@@ -72,6 +74,10 @@ class ScriptedRunner:
     def restart(self, num_blocks: int | None = None) -> None:
         """Lose all KV and come back under a new epoch. Steps are answered with garbage until somebody asks who is
         there."""
+        with self._lock:
+            self._restart(num_blocks)
+
+    def _restart(self, num_blocks: int | None) -> None:
         self._is_known = False
         values = {f.name: getattr(self.description, f.name) for f in fields(self.description)}
         values["runner_epoch"] += 1
@@ -93,8 +99,9 @@ class ScriptedTarget(ScriptedRunner):
     """`TargetModel` by script."""
 
     def verify(self, plan: TargetPlan) -> TargetReply:
-        self._begin_step()
-        return self._verify(plan) if self._is_known else self._garbage(plan)
+        with self._lock:
+            self._begin_step()
+            return self._verify(plan) if self._is_known else self._garbage(plan)
 
     def _verify(self, plan: TargetPlan) -> TargetReply:
         rows, store = RowGrid(plan.rows), self.store
@@ -190,14 +197,15 @@ class ScriptedDraft(ScriptedRunner):
         self.nan_token_id: int | None = None
 
     def propose(self, plan: DraftPlan) -> DraftReply:
-        self._begin_step()
-        if not self._is_known:
-            return self._garbage(plan)
-        try:
-            return self._propose(plan)
-        except StaleSlotError as error:
-            self.violation = self.violation or error
-            raise
+        with self._lock:
+            self._begin_step()
+            if not self._is_known:
+                return self._garbage(plan)
+            try:
+                return self._propose(plan)
+            except StaleSlotError as error:
+                self.violation = self.violation or error
+                raise
 
     def _propose(self, plan: DraftPlan) -> DraftReply:
         rows, store = RowGrid(plan.rows), self.store
