@@ -15,6 +15,17 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 """Order of sums; the rounding of activations, products and result to float16."""
 
 
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel wrote is not a number, so that reading or returning it fails."""
+
+    def poisoned(layer: kernel_layer.Layer, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = dtype or layer.x.dtype
+        return torch.full(shape, torch.nan if dtype.is_floating_point else 2**30, dtype=dtype)
+
+    monkeypatch.setattr(kernel_layer.Layer, "empty", poisoned)
+
+
 def check(
     weights: ExpertWeights,
     x: torch.Tensor,

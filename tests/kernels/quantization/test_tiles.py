@@ -1,0 +1,68 @@
+"""Weights cut into tiles, read back by the layout's description."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_kernels.quantization.reference import dequantize, quantize_fp8, quantize_int4
+from kimi_kernels.quantization.tiles import WeightTiles, cut_tiles, gate_up_rows, identity_rows
+from kimi_kernels.weights import Int4Weight, Weight
+
+
+def read_back(cut: WeightTiles) -> Tensor:
+    """[E, padded rows, padded columns] float32, from the words of each tile."""
+    words = cut.tiles
+    if cut.kind == "float":
+        values = words.float()
+    elif cut.kind == "int4":
+        nibbles = torch.stack([words.int() >> 4 * plane & 15 for plane in range(4)], dim=-2) - 8
+        scales = cut.scales.unsqueeze(-1).view(torch.bfloat16).float()
+        values = (nibbles * scales.unsqueeze(-1)).flatten(-2)
+    else:
+        planes = torch.stack([(words.int() >> 8 * plane & 255).to(torch.uint8) for plane in range(2)], dim=-2)
+        values = planes.view(torch.float8_e4m3fn).float().flatten(-2) * cut.scales.unsqueeze(-1)
+    return values.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def weight_of(kind: str, *shape: int) -> Weight:
+    torch.manual_seed(0)
+    plain = torch.randn(shape)
+    return {"int4": quantize_int4, "fp8": quantize_fp8, "float": lambda weight: weight}[kind](plain)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (128, 128), (130, 320), (256, 96)])
+def test_rows_in_order(kind: str, rows: int, columns: int) -> None:
+    weight = weight_of(kind, 2, rows, columns)
+    values = read_back(cut_tiles(weight, identity_rows(rows, torch.device("cpu"))))
+    assert torch.equal(values[:, :rows, :columns], dequantize(weight))
+    assert not values[:, rows:].any() and not values[:, :, columns:].any()
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("intermediate", [64, 20, 136])
+def test_gate_and_up_alternate_in_stripes_of_eight(kind: str, intermediate: int) -> None:
+    weight = weight_of(kind, 1, 2 * intermediate, 64)
+    values = read_back(cut_tiles(weight, gate_up_rows(intermediate, torch.device("cpu"))))[0, :, :64]
+    gate, up = dequantize(weight)[0].chunk(2)
+    for column in range(intermediate):
+        row = column // 8 * 16 + column % 8
+        assert torch.equal(values[row], gate[column])
+        assert torch.equal(values[row + 8], up[column])
+    assert int(values.any(dim=1).sum()) == 2 * intermediate
+
+
+def test_scales_of_larger_groups_and_types() -> None:
+    weight = quantize_int4(torch.randn(1, 128, 256), group_size=128)
+    wide = Int4Weight(packed=weight.packed, scales=weight.scales.float(), group_size=128)
+    for given in (weight, wide):
+        values = read_back(cut_tiles(given, identity_rows(128, torch.device("cpu"))))
+        assert torch.equal(values, dequantize(weight))
+
+
+def test_wrong_scales_are_refused() -> None:
+    weight = quantize_int4(torch.randn(1, 128, 64))
+    with pytest.raises(ValueError, match=r"scales: got shape \[1, 128, 1\], expected \[1, 128, 2\]"):
+        cut_tiles(
+            Int4Weight(packed=weight.packed, scales=weight.scales[..., :1]), identity_rows(128, torch.device("cpu"))
+        )
