@@ -1,67 +1,22 @@
-"""`sample_tokens` and `verify_draft_tokens` in Triton-language: checks, scratch and launches around the kernels.
+"""`sample_tokens` and `verify_draft_tokens` in Triton-language.
 
-Launches depend on shapes alone, so a CUDA graph may hold them: which rows are greedy, filter or use a processor is
-read on the device, and a row that needs nothing of a kernel leaves it at once.
+Which arrays of `SamplingInputs` are empty decides whether rows are copied for processors, so a CUDA graph must be
+captured with arrays that are as empty, or not, as those it is replayed with.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
-from kimi_kernels.sampling.kernel_check import check_kernel
-from kimi_kernels.sampling.kernel_draw import CANDIDATES, LISTED, draw_kernel
-from kimi_kernels.sampling.kernel_process import copy_kernel, process_kernel
-from kimi_kernels.sampling.kernel_select import select_kernel
+from kimi_kernels.sampling.kernel_launch import SamplingCall
 from kimi_kernels.sampling.kernel_verify import verify_kernel
 from kimi_kernels.sampling.logprobs_reference import row_logprobs
 from kimi_kernels.sampling.processors_reference import ColumnOrder
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 VERIFY_SEQUENCES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Sizes that change the time and nothing else."""
-
-    draw_columns: int = 512
-    draw_warps: int = 2
-    draw_registers: int | None = None
-    """The compiler is held to this many a thread, so that more programs fit."""
-    read_columns: int = 1024
-    read_warps: int = 4
-    stages: int = 4
-    wanted_programs: int = 1024
-    """A row is cut until there are about this many programs: eight a multiprocessor of an H100."""
-    max_splits: int = 64
-    select_columns: int = 1024
-    select_warps: int = 4
-    process_entries: int = 256
-
-
-TUNING = Tuning()
-if INTERPRETED:  # small, so that tests cross every border with small vocabularies
-    TUNING = Tuning(draw_columns=32, read_columns=32, wanted_programs=8, select_columns=64, process_entries=8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Splits:
-    """How rows are cut."""
-
-    count: int
-    columns: int
-
-    @staticmethod
-    def of(num_rows: int, num_columns: int) -> "_Splits":
-        tile_columns = max(TUNING.draw_columns, TUNING.read_columns)
-        tiles = triton.cdiv(num_columns, tile_columns)
-        count = min(triton.next_power_of_2(triton.cdiv(TUNING.wanted_programs, num_rows)), TUNING.max_splits, tiles)
-        columns = triton.cdiv(tiles, count) * tile_columns
-        return _Splits(triton.cdiv(num_columns, columns), columns)
+"""Sequences a program of the verify kernel."""
 
 
 def sample_tokens(
@@ -86,7 +41,7 @@ def sample_tokens(
         return SampleOutput(token_ids=empty, status=empty.to(torch.int32))
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    call = _Call(logits, inputs, rows, vocabulary_map)
+    call = SamplingCall(logits, inputs, rows, vocabulary_map)
     call.process()
     call.draw()
     call.check()
@@ -96,228 +51,7 @@ def sample_tokens(
     return _with_logprobs(call, num_logprobs)
 
 
-class _Call:
-    """Scratch of one call and the launches on it."""
-
-    def __init__(
-        self, logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, vocabulary_map: VocabularyMap | None
-    ) -> None:
-        self.logits, self.inputs, self.rows, self.vocabulary_map = logits, inputs, rows, vocabulary_map
-        self.num_rows, self.num_columns = logits.shape
-        self.splits = _Splits.of(self.num_rows, self.num_columns)
-        self.uses_work = rows.logit_mask is not None or any(
-            entries.numel() for entries in (inputs.penalty_ids, inputs.bias_ids, inputs.ban_ids, inputs.bad_word_tokens)
-        )
-        num_parts = self.num_rows * self.splits.count
-        # Tickets of two kernels, whether a processed row was not finite, the bound that splits share, and how many
-        # tokens a row lists.
-        self.zeros = torch.zeros(5, self.num_rows, dtype=torch.int32, device=logits.device)
-        self.part_score = self._new(num_parts, CANDIDATES.value, dtype=torch.float64)
-        self.part_token = self._new(num_parts, CANDIDATES.value)
-        self.part_best = self._new(num_parts, dtype=torch.float32)
-        self.part_bad = self._new(num_parts)
-        self.part_mass = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.float64)
-        self.maxima = self._new(num_parts, TUNING.draw_columns // 4, dtype=torch.float32)
-        self.threshold = self._new(self.num_rows)
-        self.candidate = self._new(self.num_rows, CANDIDATES.value)
-        self.row_best = self._new(self.num_rows, dtype=torch.float32)
-        self.state = self._new(self.num_rows)
-        self.list = self._new(self.num_rows, LISTED.value)
-        self.token_ids = self._new(self.num_rows, dtype=torch.int64)
-        self.status = self._new(self.num_rows)
-        work_shape = (self.num_rows, self.num_columns) if self.uses_work else (1, 1)
-        self.work = self._new(*work_shape, dtype=torch.float32)
-        self.uses_work_rows = self._new(self.num_rows)
-
-    def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=self.logits.device)
-
-    @property
-    def _token_of_column(self) -> Tensor:
-        return self.status if self.vocabulary_map is None else self.vocabulary_map.token_id_of_column
-
-    @property
-    def _column_of_token(self) -> Tensor:
-        return self.status if self.vocabulary_map is None else self.vocabulary_map.column_of_token_id
-
-    @property
-    def _num_tokens(self) -> int:
-        return self.num_columns if self.vocabulary_map is None else self.vocabulary_map.column_of_token_id.numel()
-
-    @property
-    def _cut(self) -> dict[str, int]:
-        return {
-            "SPLITS": self.splits.count,
-            "SPLIT_COLUMNS": self.splits.columns,
-            "EVEN": self.num_columns == self.splits.count * self.splits.columns,
-            "SPLITS_P2": triton.next_power_of_2(self.splits.count),
-            "BLOCKS": TUNING.read_columns // 4,
-            "STAGES": TUNING.stages,
-            "num_warps": TUNING.read_warps,
-        }
-
-    @property
-    def _kind(self) -> dict[str, bool]:
-        return {"HAS_MAP": self.vocabulary_map is not None, "HAS_WORK": self.uses_work, "enable_fp_fusion": False}
-
-    def process(self) -> None:
-        if not self.uses_work:
-            return
-        inputs, rows = self.inputs, self.rows
-        has_mask = rows.logit_mask is not None
-        logit_mask = self.status if rows.logit_mask is None else rows.logit_mask
-        if has_mask:
-            require_shape("rows.logit_mask", logit_mask, self.num_rows, triton.cdiv(self._num_tokens, 32))
-        copy_kernel[(self.num_rows * self.splits.count,)](
-            self.logits,
-            self.work,
-            self.uses_work_rows,
-            self.zeros[2],
-            rows.sequence,
-            inputs.penalty_offsets,
-            inputs.bias_offsets,
-            inputs.ban_offsets,
-            inputs.bad_word_offsets,
-            logit_mask,
-            self._token_of_column,
-            self.logits.stride(0),
-            self.num_columns,
-            logit_mask.stride(0),
-            SPLITS=self.splits.count,
-            SPLIT_COLUMNS=self.splits.columns,
-            BLOCK=TUNING.read_columns,
-            HAS_MAP=self.vocabulary_map is not None,
-            HAS_MASK=has_mask,
-        )
-        window_width = rows.window_token_ids.shape[1]
-        process_kernel[(self.num_rows,)](
-            self.work,
-            self.uses_work_rows,
-            rows.sequence,
-            rows.token_index,
-            rows.window_token_ids,
-            rows.window_len,
-            self._column_of_token,
-            inputs.repetition_penalty,
-            inputs.frequency_penalty,
-            inputs.presence_penalty,
-            inputs.penalty_offsets,
-            inputs.penalty_ids,
-            inputs.penalty_counts,
-            inputs.penalty_in_prompt,
-            inputs.bias_offsets,
-            inputs.bias_ids,
-            inputs.bias_values,
-            inputs.ban_offsets,
-            inputs.ban_ids,
-            inputs.ban_until,
-            inputs.bad_word_offsets,
-            inputs.bad_word_token_offsets,
-            inputs.bad_word_tokens,
-            inputs.history_tail,
-            self.num_columns,
-            window_width,
-            inputs.history_tail.shape[1],
-            BLOCK=TUNING.process_entries,
-            WINDOW_P2=triton.next_power_of_2(max(window_width, 1)),
-            HAS_MAP=self.vocabulary_map is not None,
-            enable_fp_fusion=False,
-        )
-
-    def draw(self) -> None:
-        inputs, rows = self.inputs, self.rows
-        draw_kernel[(self.num_rows * self.splits.count,)](
-            self.logits,
-            self.work,
-            self.uses_work_rows,
-            self.zeros[2],
-            rows.sequence,
-            rows.token_index,
-            inputs.temperature,
-            inputs.seed,
-            inputs.top_k,
-            inputs.top_p,
-            inputs.min_p,
-            self._token_of_column,
-            self._column_of_token,
-            self.part_score,
-            self.part_token,
-            self.part_best,
-            self.part_bad,
-            self.maxima,
-            self.threshold.view(torch.uint32),
-            self.zeros[3].view(torch.uint32),
-            self.candidate,
-            self.row_best,
-            self.state,
-            self.zeros[0],
-            self.token_ids,
-            self.status,
-            self.logits.stride(0),
-            self.num_columns,
-            0,
-            **(self._cut | {"BLOCKS": TUNING.draw_columns // 4, "num_warps": TUNING.draw_warps}),
-            **self._kind,
-            maxnreg=TUNING.draw_registers,
-        )
-
-    def check(self) -> None:
-        check_kernel[(self.num_rows * self.splits.count,)](
-            self.logits,
-            self.work,
-            self.uses_work_rows,
-            self.rows.sequence,
-            self.inputs.temperature,
-            self.inputs.top_p,
-            self.inputs.min_p,
-            self._token_of_column,
-            self._column_of_token,
-            self.candidate,
-            self.row_best,
-            self.state,
-            self.part_mass,
-            self.threshold.view(torch.uint32),
-            self.list,
-            self.zeros[4],
-            self.zeros[1],
-            self.token_ids,
-            self.logits.stride(0),
-            self.num_columns,
-            0,
-            **self._cut,
-            **self._kind,
-        )
-
-    def select(self) -> None:
-        inputs, rows = self.inputs, self.rows
-        select_kernel[(self.num_rows,)](
-            self.logits,
-            self.work,
-            self.uses_work_rows,
-            rows.sequence,
-            rows.token_index,
-            inputs.temperature,
-            inputs.seed,
-            inputs.top_k,
-            inputs.top_p,
-            inputs.min_p,
-            self._column_of_token,
-            self.candidate,
-            self.row_best,
-            self.state,
-            self.list,
-            self.zeros[4],
-            self.token_ids,
-            self.logits.stride(0),
-            self.num_columns,
-            self._num_tokens,
-            BLOCK=TUNING.select_columns,
-            num_warps=TUNING.select_warps,
-            **self._kind,
-        )
-
-
-def _with_logprobs(call: _Call, num_logprobs: int) -> SampleOutput:
+def _with_logprobs(call: SamplingCall, num_logprobs: int) -> SampleOutput:
     """Rare, so in torch; nothing here waits for the device."""
     order = ColumnOrder.from_map(call.vocabulary_map)
     raw = call.logits.to(torch.float32)

@@ -13,7 +13,15 @@ top-k: the tokens that reach the row's threshold are listed, so that `kernel_sel
 import triton
 import triton.language as tl
 
-from kimi_kernels.sampling.kernel_draw import (
+from kimi_kernels.sampling.kernel_noise import (
+    LOG2_E,
+    NO_TOKEN,
+    inverse_temperature,
+    min_weight,
+    order_key,
+    token_weight,
+)
+from kimi_kernels.sampling.kernel_rows import (
     LISTED,
     STATE_COUNT,
     STATE_DONE,
@@ -24,14 +32,6 @@ from kimi_kernels.sampling.kernel_draw import (
     candidate_logit,
     load_tile,
     tile_columns,
-)
-from kimi_kernels.sampling.kernel_noise import (
-    LOG2_E,
-    NO_TOKEN,
-    inverse_temperature,
-    min_weight,
-    order_key,
-    token_weight,
 )
 
 DOUBT = tl.constexpr(2e-4)

@@ -12,6 +12,7 @@ Almost no token can be among the best, and a cheap bound shows it (`reach`); exa
 import triton
 import triton.language as tl
 
+from kimi_kernels.sampling.kernel_merge import merge_row
 from kimi_kernels.sampling.kernel_noise import (
     GREEDY_BELOW,
     LOG2_E,
@@ -24,56 +25,11 @@ from kimi_kernels.sampling.kernel_noise import (
     inverse_temperature,
     is_not_finite,
     load_columns,
-    load_tokens,
     lowered_bound,
-    min_weight,
     order_key,
     reach,
-    token_weight,
 )
-from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE, STATUS_OK
-
-CANDIDATES = tl.constexpr(4)
-"""Candidates a row keeps: a top-p row needs `kernel_select` only if none of them survives."""
-STATE_DONE = tl.constexpr(0)
-STATE_ESTIMATE = tl.constexpr(1)
-"""The second pass sums floats. STATE_COUNT: integers. STATE_LIST: it lists what top-k may keep."""
-STATE_COUNT = tl.constexpr(2)
-STATE_LIST = tl.constexpr(3)
-STATE_SELECT = tl.constexpr(4)
-"""The general way. STATE_DOUBT: only if the candidates, counted in integers, all fall."""
-STATE_DOUBT = tl.constexpr(5)
-LISTED = tl.constexpr(4096)
-"""Tokens that fit a row's list; a row with more to list is selected from all tokens."""
-NEVER = tl.constexpr(0xFFFFFFFF)
-"""A key above all."""
-PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
-OK = tl.constexpr(STATUS_OK)
-NOT_FINITE = tl.constexpr(STATUS_NOT_FINITE)
-
-
-@triton.jit
-def tile_columns(start, BLOCKS: tl.constexpr):
-    """[BLOCKS, 4] columns from `start`: a block of four tokens a row."""
-    return start + tl.arange(0, BLOCKS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-
-
-@triton.jit
-def load_tile(source, at, stop, BLOCKS: tl.constexpr, EVEN: tl.constexpr, HAS_WORK: tl.constexpr):
-    """Processed logits of `tile_columns`; EVEN: splits are whole tiles; a tile past the end reads the last again."""
-    if EVEN:
-        value = load_columns(source, tile_columns(tl.minimum(at, stop - BLOCKS * 4), BLOCKS), None, HAS_WORK)
-    else:
-        column = tile_columns(at, BLOCKS)
-        value = load_columns(source, column, column < stop, HAS_WORK)
-    return value
-
-
-@triton.jit
-def best_of(score, token):
-    """Largest score and the lowest token among its equals."""
-    best = tl.max(score)
-    return best, tl.min(tl.where(score == best, token, NO_TOKEN))
+from kimi_kernels.sampling.kernel_rows import best_of, load_tile, tile_columns
 
 
 @triton.jit
@@ -317,95 +273,4 @@ def draw_kernel(
         parts = (PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, MAXIMA)
         out = (CANDIDATE, ROW_BEST, STATE, THRESHOLD, TOKEN_IDS, STATUS)
         rules = (inverse, filters, top_k, top_p, min_p)
-        _merge_row(source, parts, out, rules, first_token, SPLITS, BLOCKS, SPLITS_P2, HAS_MAP, HAS_WORK)
-
-
-@triton.jit
-def candidate_logit(source, token, first_token, inverse, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
-    """y of a token of this shard; -inf for NO_TOKEN."""
-    is_token = token != NO_TOKEN
-    if HAS_MAP:
-        return inverse * load_tokens(source, token, is_token, HAS_MAP, HAS_WORK)
-    return inverse * load_columns(source, token - first_token, is_token, HAS_WORK)
-
-
-@triton.jit
-def _list_threshold(ROW_MAXIMA, top_k, NUM_MAXIMA: tl.constexpr, BLOCK: tl.constexpr):
-    """A key that at least k tokens of the row reach, and hardly more; NEVER if k is too large for a list.
-
-    At least k of the row's largest y by place reach the k-th of them; its key is cut to 16 bits.
-    """
-    key_k = tl.full((), 0, tl.uint32)
-    left = top_k
-    num_finite = tl.full((), 0, tl.int32)
-    for digit in tl.static_range(2):
-        shift = 24 - 8 * digit
-        counts = tl.zeros((256,), tl.int32)
-        for at in tl.range(0, NUM_MAXIMA, BLOCK):
-            entry = at + tl.arange(0, BLOCK)
-            y = tl.load(ROW_MAXIMA + entry, mask=entry < NUM_MAXIMA, other=-float("inf"), cache_modifier=".cg")
-            key = order_key(y)
-            counted = y > -float("inf")
-            if digit > 0:
-                counted = counted & ((key >> (shift + 8)) == (key_k >> (shift + 8)))
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=counted)
-        if digit == 0:
-            num_finite = tl.sum(counts)
-        key_k, left = next_digit(key_k, left, counts, shift)
-    return tl.where((top_k <= num_finite) & (top_k <= LISTED), key_k, NEVER)
-
-
-@triton.jit
-def next_digit(key, left, counts, shift: tl.constexpr):
-    """One byte of a radix selection: (key with the byte that holds the left-th largest, its place within)."""
-    above = tl.sum(counts) - tl.cumsum(counts, 0)
-    is_digit = (above < left) & (left <= above + counts)
-    digit = tl.sum(tl.where(is_digit, tl.arange(0, 256), 0)).to(tl.uint32)
-    return key | (digit << shift), left - tl.sum(tl.where(is_digit, above, 0))
-
-
-@triton.jit
-def _merge_row(
-    source, parts, out, rules, first_token,
-    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
-):  # fmt: skip
-    """Candidates, status and state of a row whose splits are all written."""
-    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, MAXIMA = parts
-    CANDIDATE, ROW_BEST, STATE, THRESHOLD, TOKEN_IDS, STATUS = out
-    inverse, filters, top_k, top_p, min_p = rules
-    row = source[3]
-    split = tl.arange(0, SPLITS_P2)
-    is_split = split < SPLITS
-    best_y = tl.max(tl.load(PART_BEST + row * SPLITS + split, mask=is_split, other=-float("inf"), cache_modifier=".cg"))
-    bad = tl.max(tl.load(PART_BAD + row * SPLITS + split, mask=is_split, other=0, cache_modifier=".cg"))
-    if HAS_WORK:
-        bad |= tl.load(WORK_BAD + row, mask=source[6], other=0)
-    entry = tl.arange(0, SPLITS_P2 * 4)
-    is_entry = entry < SPLITS * 4
-    at = row * SPLITS * 4 + entry
-    score = tl.load(PART_SCORE + at, mask=is_entry, other=-float("inf"), cache_modifier=".cg")
-    token = tl.load(PART_TOKEN + at, mask=is_entry, other=NO_TOKEN, cache_modifier=".cg")
-    is_ok = (bad == 0) & (best_y > -float("inf")) & (best_y < float("inf"))
-    only_min_p = filters & (top_k <= 0) & (top_p >= 1.0)
-    drawn = tl.full((), NO_TOKEN, tl.int32)
-    for rank in tl.static_range(4):
-        best, first = best_of(score, token)
-        first = tl.where(best > -float("inf"), first, NO_TOKEN)
-        tl.store(CANDIDATE + row * 4 + rank, first)
-        score = tl.where(token == first, -float("inf"), score)
-        survives = first != NO_TOKEN
-        if only_min_p & is_ok:
-            y = candidate_logit(source, first, first_token, inverse, HAS_MAP, HAS_WORK)
-            survives = survives & (token_weight(y, best_y) >= min_weight(min_p))
-        drawn = tl.where(survives & (drawn == NO_TOKEN), first, drawn)
-    next_state = tl.where(min_p > 0.0, STATE_COUNT, STATE_ESTIMATE)
-    next_state = tl.where(only_min_p, tl.where(drawn == NO_TOKEN, STATE_SELECT, STATE_DONE), next_state)
-    if (top_k > 0) & is_ok:
-        threshold = _list_threshold(MAXIMA + row * SPLITS * BLOCKS, top_k, SPLITS * BLOCKS, BLOCKS)
-        tl.store(THRESHOLD + row, threshold)
-        # min-p ranks by weight, which may differ from the order of y by a unit: not from a list.
-        next_state = tl.where((threshold == NEVER) | (min_p > 0.0), STATE_SELECT, STATE_LIST)
-    tl.store(ROW_BEST + row, best_y)
-    tl.store(STATUS + row, tl.where(is_ok, OK, NOT_FINITE))
-    tl.store(TOKEN_IDS + row, tl.where(is_ok, drawn, PLACEHOLDER).to(tl.int64))
-    tl.store(STATE + row, tl.where(is_ok & filters, next_state, STATE_DONE))
+        merge_row(source, parts, out, rules, first_token, SPLITS, BLOCKS, SPLITS_P2, HAS_MAP, HAS_WORK)

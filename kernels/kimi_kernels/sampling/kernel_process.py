@@ -28,6 +28,7 @@ def copy_kernel(
     TOKEN_OF_COLUMN,
     row_stride,
     num_columns,
+    first_token,
     mask_stride,
     SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
@@ -59,7 +60,7 @@ def copy_kernel(
             value = tl.load(LOGITS + row.to(tl.int64) * row_stride + column, mask=mask, other=0.0).to(tl.float32)
             bad |= is_not_finite(value).to(tl.int32)
             if HAS_MASK:
-                token = column
+                token = first_token + column
                 if HAS_MAP:
                     token = tl.load(TOKEN_OF_COLUMN + column, mask=mask, other=0).to(tl.int32)
                 word = tl.load(LOGIT_MASK + row.to(tl.int64) * mask_stride + token // 32, mask=mask, other=0)
@@ -69,12 +70,13 @@ def copy_kernel(
 
 
 @triton.jit
-def _columns_of(COLUMN_OF_TOKEN, token, mask, HAS_MAP: tl.constexpr):
-    """Columns of tokens, and which have one."""
+def _columns_of(target, token, mask, HAS_MAP: tl.constexpr):
+    """Columns of tokens, and which have one. target: (row of WORK, COLUMN_OF_TOKEN, num_columns, first_token)."""
     if HAS_MAP:
-        column = tl.load(COLUMN_OF_TOKEN + token, mask=mask & (token >= 0), other=-1).to(tl.int32)
-        return column, mask & (column >= 0)
-    return token, mask & (token >= 0)
+        column = tl.load(target[1] + token, mask=mask & (token >= 0), other=-1).to(tl.int32)
+    else:
+        column = token - target[3]
+    return column, mask & (token >= 0) & (column >= 0) & (column < target[2])
 
 
 @triton.jit
@@ -113,6 +115,7 @@ def process_kernel(
     BAD_WORD_TOKENS,
     HISTORY_TAIL,
     num_columns,
+    first_token,
     window_width,
     max_tail,
     BLOCK: tl.constexpr,
@@ -123,7 +126,8 @@ def process_kernel(
     row = tl.program_id(0)
     if tl.load(USES_WORK + row) != 0:
         sequence = tl.load(SEQUENCE + row)
-        target = WORK + row.to(tl.int64) * num_columns
+        ROW = WORK + row.to(tl.int64) * num_columns
+        target = (ROW, COLUMN_OF_TOKEN, num_columns, first_token)
         window_len = tl.load(WINDOW_LEN + row)
         repetition = tl.load(REPETITION + sequence)
         penalties = (
@@ -146,54 +150,52 @@ def process_kernel(
             equal = ((token[:, None] == window[None, :]) & stands[None, :]).to(tl.int32)
             count += tl.sum(equal, 1)
             is_entry |= tl.max(equal, 0)
-            column, has_column = _columns_of(COLUMN_OF_TOKEN, token, mask, HAS_MAP)
-            value = tl.load(target + column, mask=has_column, other=0.0)
-            tl.store(target + column, _penalise(value, in_prompt | (count > 0), count, penalties), mask=has_column)
+            column, has_column = _columns_of(target, token, mask, HAS_MAP)
+            value = tl.load(target[0] + column, mask=has_column, other=0.0)
+            tl.store(target[0] + column, _penalise(value, in_prompt | (count > 0), count, penalties), mask=has_column)
         # Window tokens that no entry holds, each at its first place.
         equal = ((window[:, None] == window[None, :]) & stands[None, :]).to(tl.int32)
         is_first = tl.sum(tl.where(place[None, :] < place[:, None], equal, 0), 1) == 0
         mask = stands & is_first & (is_entry == 0) & (stop > start)
-        column, has_column = _columns_of(COLUMN_OF_TOKEN, window, mask, HAS_MAP)
-        value = tl.load(target + column, mask=has_column, other=0.0)
-        tl.store(target + column, _penalise(value, has_column, tl.sum(equal, 1), penalties), mask=has_column)
+        column, has_column = _columns_of(target, window, mask, HAS_MAP)
+        value = tl.load(target[0] + column, mask=has_column, other=0.0)
+        tl.store(target[0] + column, _penalise(value, has_column, tl.sum(equal, 1), penalties), mask=has_column)
         tl.debug_barrier()
-        _add_bias(target, COLUMN_OF_TOKEN, BIAS_OFFSETS, BIAS_IDS, BIAS_VALUES, sequence, BLOCK, HAS_MAP)
+        _add_bias(target, BIAS_OFFSETS, BIAS_IDS, BIAS_VALUES, sequence, BLOCK, HAS_MAP)
         tl.debug_barrier()
         index = tl.load(TOKEN_INDEX + row)
-        _ban_tokens(target, COLUMN_OF_TOKEN, BAN_OFFSETS, BAN_IDS, BAN_UNTIL, sequence, index, BLOCK, HAS_MAP)
+        _ban_tokens(target, BAN_OFFSETS, BAN_IDS, BAN_UNTIL, sequence, index, BLOCK, HAS_MAP)
         before = (HISTORY_TAIL + sequence * max_tail, max_tail, WINDOW + sequence * window_width, window_len)
         words = (BAD_WORD_OFFSETS, BAD_WORD_TOKEN_OFFSETS, BAD_WORD_TOKENS)
-        _ban_words(target, COLUMN_OF_TOKEN, words, before, sequence, HAS_MAP)
+        _ban_words(target, words, before, sequence, HAS_MAP)
 
 
 @triton.jit
-def _add_bias(target, COLUMN_OF_TOKEN, OFFSETS, IDS, VALUES, sequence, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr):
+def _add_bias(target, OFFSETS, IDS, VALUES, sequence, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr):
     stop = tl.load(OFFSETS + sequence + 1)
     for at in tl.range(tl.load(OFFSETS + sequence), stop, BLOCK):
         entry = at + tl.arange(0, BLOCK)
         mask = entry < stop
         token = tl.load(IDS + entry, mask=mask, other=-1)
-        column, has_column = _columns_of(COLUMN_OF_TOKEN, token, mask, HAS_MAP)
-        value = tl.load(target + column, mask=has_column, other=0.0)
-        tl.store(target + column, value + tl.load(VALUES + entry, mask=mask, other=0.0), mask=has_column)
+        column, has_column = _columns_of(target, token, mask, HAS_MAP)
+        value = tl.load(target[0] + column, mask=has_column, other=0.0)
+        tl.store(target[0] + column, value + tl.load(VALUES + entry, mask=mask, other=0.0), mask=has_column)
 
 
 @triton.jit
-def _ban_tokens(
-    target, COLUMN_OF_TOKEN, OFFSETS, IDS, UNTIL, sequence, index, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr
-):
+def _ban_tokens(target, OFFSETS, IDS, UNTIL, sequence, index, BLOCK: tl.constexpr, HAS_MAP: tl.constexpr):
     stop = tl.load(OFFSETS + sequence + 1)
     for at in tl.range(tl.load(OFFSETS + sequence), stop, BLOCK):
         entry = at + tl.arange(0, BLOCK)
         mask = entry < stop
         token = tl.load(IDS + entry, mask=mask, other=-1)
         mask = mask & (index < tl.load(UNTIL + entry, mask=mask, other=0))
-        column, has_column = _columns_of(COLUMN_OF_TOKEN, token, mask, HAS_MAP)
-        tl.store(target + column, tl.full((BLOCK,), -float("inf"), tl.float32), mask=has_column)
+        column, has_column = _columns_of(target, token, mask, HAS_MAP)
+        tl.store(target[0] + column, tl.full((BLOCK,), -float("inf"), tl.float32), mask=has_column)
 
 
 @triton.jit
-def _ban_words(target, COLUMN_OF_TOKEN, words, before, sequence, HAS_MAP: tl.constexpr):
+def _ban_words(target, words, before, sequence, HAS_MAP: tl.constexpr):
     """words: (OFFSETS, TOKEN_OFFSETS, TOKENS). before: (HISTORY, max_tail, WINDOW, window_len) of the sequence."""
     OFFSETS, TOKEN_OFFSETS, TOKENS = words
     HISTORY, max_tail, WINDOW, window_len = before
@@ -208,5 +210,5 @@ def _ban_words(target, COLUMN_OF_TOKEN, words, before, sequence, HAS_MAP: tl.con
             from_history = tl.load(HISTORY + at, mask=in_history, other=-1)
             token = tl.where(in_window, from_window, from_history)
             matches = matches & (token == tl.load(TOKENS + stop - 1 - back))
-        column, has_column = _columns_of(COLUMN_OF_TOKEN, tl.load(TOKENS + stop - 1), matches, HAS_MAP)
-        tl.store(target + column, -float("inf"), mask=has_column)
+        column, has_column = _columns_of(target, tl.load(TOKENS + stop - 1), matches, HAS_MAP)
+        tl.store(target[0] + column, -float("inf"), mask=has_column)

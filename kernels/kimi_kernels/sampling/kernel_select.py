@@ -11,15 +11,6 @@ import triton
 import triton.language as tl
 
 from kimi_kernels.sampling.kernel_check import judge, load_candidates, sum_masses
-from kimi_kernels.sampling.kernel_draw import (
-    LISTED,
-    STATE_DONE,
-    STATE_DOUBT,
-    STATE_LIST,
-    STATE_SELECT,
-    best_of,
-    next_digit,
-)
 from kimi_kernels.sampling.kernel_noise import (
     NO_TOKEN,
     bits_of_tokens,
@@ -29,6 +20,15 @@ from kimi_kernels.sampling.kernel_noise import (
     min_weight,
     order_key,
     token_weight,
+)
+from kimi_kernels.sampling.kernel_rows import (
+    LISTED,
+    STATE_DONE,
+    STATE_DOUBT,
+    STATE_LIST,
+    STATE_SELECT,
+    best_of,
+    next_digit,
 )
 
 LEAST_WITH_WEIGHT = tl.constexpr(-23.0)

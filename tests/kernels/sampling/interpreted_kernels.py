@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kimi_kernels.sampling import kernel, kernel_noise, reference
+from kimi_kernels.sampling import kernel, kernel_launch, kernel_noise, reference
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.kernel_draw import STATE_DOUBT, STATE_LIST, STATE_SELECT
+from kimi_kernels.sampling.kernel_launch import SamplingCall
+from kimi_kernels.sampling.kernel_rows import STATE_DOUBT, STATE_LIST, STATE_SELECT
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling.weights_reference import token_weights
 from support.sampling_cases import SequenceCase, sampling_tensors
@@ -26,7 +27,7 @@ pytestmark = [
 
 
 def test_interpreted() -> None:
-    assert kernel.INTERPRETED
+    assert kernel_launch.INTERPRETED
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def test_all_candidates_fall() -> None:
     logits = torch.zeros(1, 150)
     logits[:, 77], logits[:, 78] = 0.5, 0.4
     inputs, rows = sampling_tensors([SequenceCase(top_p=0.011, seed=8)])
-    call = kernel._Call(logits, inputs, rows, None)
+    call = SamplingCall(logits, inputs, rows, None)
     call.draw()
     call.check()
     assert call.state.item() == STATE_SELECT.value
@@ -108,7 +109,7 @@ def test_sums_in_doubt_are_counted_in_integers() -> None:
     """Weights 4 : 2 : 1 : 1 with top-p 1/2: float32 cannot tell whether the second token survives."""
     logits = torch.tensor([0.0, -0.6931472, -1.3862944, -1.3862944]).expand(12, 4).contiguous()
     inputs, rows = sampling_tensors([SequenceCase(top_p=0.5, seed=seed) for seed in range(12)])
-    call = kernel._Call(logits, inputs, rows, None)
+    call = SamplingCall(logits, inputs, rows, None)
     call.draw()
     call.check()
     in_doubt = call.state == STATE_DOUBT.value
@@ -122,7 +123,7 @@ def test_top_k_is_selected_from_a_list() -> None:
     logits[1] = logits[1].round()
     logits[2, :396] = float("-inf")  # fewer tokens than k
     inputs, rows = sampling_tensors([SequenceCase(top_k=top_k, top_p=0.9, seed=4) for top_k in (5, 5, 9)])
-    call = kernel._Call(logits, inputs, rows, None)
+    call = SamplingCall(logits, inputs, rows, None)
     call.draw()
     call.check()
     assert call.state.tolist() == [STATE_LIST.value, STATE_LIST.value, STATE_SELECT.value]

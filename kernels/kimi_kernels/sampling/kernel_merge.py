@@ -1,0 +1,96 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
+"""The end of the first pass: one program merges a row's splits and says what is left to do for the row."""
+
+import triton
+import triton.language as tl
+
+from kimi_kernels.sampling.kernel_noise import NO_TOKEN, min_weight, order_key, token_weight
+from kimi_kernels.sampling.kernel_rows import (
+    LISTED,
+    NEVER,
+    NOT_FINITE,
+    OK,
+    PLACEHOLDER,
+    STATE_COUNT,
+    STATE_DONE,
+    STATE_ESTIMATE,
+    STATE_LIST,
+    STATE_SELECT,
+    best_of,
+    candidate_logit,
+    next_digit,
+)
+
+
+@triton.jit
+def _list_threshold(ROW_MAXIMA, top_k, NUM_MAXIMA: tl.constexpr, BLOCK: tl.constexpr):
+    """A key that at least k tokens of the row reach, and hardly more; NEVER if k is too large for a list.
+
+    At least k of the row's largest y by place reach the k-th of them; its key is cut to 16 bits.
+    """
+    key_k = tl.full((), 0, tl.uint32)
+    left = top_k
+    num_finite = tl.full((), 0, tl.int32)
+    for digit in tl.static_range(2):
+        shift = 24 - 8 * digit
+        counts = tl.zeros((256,), tl.int32)
+        for at in tl.range(0, NUM_MAXIMA, BLOCK):
+            entry = at + tl.arange(0, BLOCK)
+            y = tl.load(ROW_MAXIMA + entry, mask=entry < NUM_MAXIMA, other=-float("inf"), cache_modifier=".cg")
+            key = order_key(y)
+            counted = y > -float("inf")
+            if digit > 0:
+                counted = counted & ((key >> (shift + 8)) == (key_k >> (shift + 8)))
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=counted)
+        if digit == 0:
+            num_finite = tl.sum(counts)
+        key_k, left = next_digit(key_k, left, counts, shift)
+    return tl.where((top_k <= num_finite) & (top_k <= LISTED), key_k, NEVER)
+
+
+@triton.jit
+def merge_row(
+    source, parts, out, rules, first_token,
+    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
+):  # fmt: skip
+    """Candidates, status and state of a row whose splits are all written."""
+    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, MAXIMA = parts
+    CANDIDATE, ROW_BEST, STATE, THRESHOLD, TOKEN_IDS, STATUS = out
+    inverse, filters, top_k, top_p, min_p = rules
+    row = source[3]
+    split = tl.arange(0, SPLITS_P2)
+    is_split = split < SPLITS
+    best_y = tl.max(tl.load(PART_BEST + row * SPLITS + split, mask=is_split, other=-float("inf"), cache_modifier=".cg"))
+    bad = tl.max(tl.load(PART_BAD + row * SPLITS + split, mask=is_split, other=0, cache_modifier=".cg"))
+    if HAS_WORK:
+        bad |= tl.load(WORK_BAD + row, mask=source[6], other=0)
+    entry = tl.arange(0, SPLITS_P2 * 4)
+    is_entry = entry < SPLITS * 4
+    at = row * SPLITS * 4 + entry
+    score = tl.load(PART_SCORE + at, mask=is_entry, other=-float("inf"), cache_modifier=".cg")
+    token = tl.load(PART_TOKEN + at, mask=is_entry, other=NO_TOKEN, cache_modifier=".cg")
+    is_ok = (bad == 0) & (best_y > -float("inf")) & (best_y < float("inf"))
+    only_min_p = filters & (top_k <= 0) & (top_p >= 1.0)
+    drawn = tl.full((), NO_TOKEN, tl.int32)
+    for rank in tl.static_range(4):
+        best, first = best_of(score, token)
+        first = tl.where(best > -float("inf"), first, NO_TOKEN)
+        tl.store(CANDIDATE + row * 4 + rank, first)
+        score = tl.where(token == first, -float("inf"), score)
+        survives = first != NO_TOKEN
+        if only_min_p & is_ok:
+            y = candidate_logit(source, first, first_token, inverse, HAS_MAP, HAS_WORK)
+            survives = survives & (token_weight(y, best_y) >= min_weight(min_p))
+        drawn = tl.where(survives & (drawn == NO_TOKEN), first, drawn)
+    next_state = tl.where(min_p > 0.0, STATE_COUNT, STATE_ESTIMATE)
+    next_state = tl.where(only_min_p, tl.where(drawn == NO_TOKEN, STATE_SELECT, STATE_DONE), next_state)
+    if (top_k > 0) & is_ok:
+        threshold = _list_threshold(MAXIMA + row * SPLITS * BLOCKS, top_k, SPLITS * BLOCKS, BLOCKS)
+        tl.store(THRESHOLD + row, threshold)
+        # min-p ranks by weight, which may differ from the order of y by a unit: not from a list.
+        next_state = tl.where((threshold == NEVER) | (min_p > 0.0), STATE_SELECT, STATE_LIST)
+    tl.store(ROW_BEST + row, best_y)
+    tl.store(STATUS + row, tl.where(is_ok, OK, NOT_FINITE))
+    tl.store(TOKEN_IDS + row, tl.where(is_ok, drawn, PLACEHOLDER).to(tl.int64))
+    tl.store(STATE + row, tl.where(is_ok & filters, next_state, STATE_DONE))
