@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Starts the server and stops it cleanly. Where `tritonserver` is on the PATH (the container) it is run as production
+# needs it; elsewhere `kimi serve` runs the embedded one. Both read the KIMI_* variables of docs/settings.md, and these:
+#   KIMI_HTTP_PORT, KIMI_GRPC_PORT, KIMI_METRICS_PORT   8000, 8001, 8002
+#   KIMI_MODEL_REPOSITORY   folder of the three models; default: beside this script or one above
+#   KIMI_ADMIN_SECRET       opens the admin APIs to requests with the header `kimi-admin`; default: a random one, nobody's
+#   KIMI_SHM_REGION_BYTES   first size of each model's shared-memory region
+#   KIMI_CUDA_POOL_BYTES    Triton Server's pool for GPU tensors, when KIMI_DEVICE is cuda
+#   KIMI_EXIT_TIMEOUT_S     seconds that a stopping server waits for what is still open
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+http_port=${KIMI_HTTP_PORT:-8000}
+grpc_port=${KIMI_GRPC_PORT:-8001}
+metrics_port=${KIMI_METRICS_PORT:-8002}
+
+fail() {
+  echo "start.sh: $1" >&2
+  exit 2
+}
+
+[ -n "${KIMI_CHECKPOINT:-}" ] || fail "KIMI_CHECKPOINT is empty, the folder of a checkpoint is needed"
+for folder in "$KIMI_CHECKPOINT" ${KIMI_DRAFT:+"$KIMI_DRAFT"}; do
+  [ -f "$folder/config.json" ] || fail "$folder has no config.json: is the checkpoint mounted there?"
+done
+
+if ! command -v tritonserver >/dev/null; then
+  kimi=$(command -v kimi || echo "$here/../.venv/bin/kimi")
+  [ -x "$kimi" ] || fail "neither tritonserver nor kimi is on the PATH: run \`make setup\`, or use the container"
+  exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port"
+fi
+
+repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
+[ -d "$repository" ] || repository=$here/../model_repository
+models=(kimi_target spec_ensemble)
+[ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
+
+work=$(mktemp -d)
+export KIMI_DRAIN_FILE=$work/drain
+region_prefix=kimi_${http_port}_
+secret=${KIMI_ADMIN_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+admin=shared-memory,model-repository,model-config,statistics,trace,logging
+region_bytes=${KIMI_SHM_REGION_BYTES:-16777216}
+
+command=(
+  tritonserver
+  --model-repository="$repository"
+  --model-control-mode=explicit
+  "${models[@]/#/--load-model=}"
+  --http-port="$http_port"
+  --grpc-port="$grpc_port"
+  --metrics-port="$metrics_port"
+  "--http-restricted-api=$admin:kimi-admin=$secret"
+  "--grpc-restricted-protocol=$admin:kimi-admin=$secret"
+  "--backend-config=python,shm-region-prefix-name=$region_prefix"
+  "--backend-config=python,shm-default-byte-size=$region_bytes"
+  "--backend-config=python,shm-growth-byte-size=$region_bytes"
+  --disable-auto-complete-config
+  --exit-on-error=true
+  --strict-readiness=true
+  --exit-timeout-secs="${KIMI_EXIT_TIMEOUT_S:-10}"
+  --log-format=ISO8601
+)
+if [ "${KIMI_DEVICE:-auto}" = cuda ]; then
+  command+=(--cuda-memory-pool-byte-size="0:${KIMI_CUDA_POOL_BYTES:-268435456}")
+fi
+
+is_stopping=
+# Triton Server does not tell a model that it is about to stop, and would wait for every stream. The drain file makes the
+# orchestrator end them, each with CANCELLED, and refuse new ones; then nothing is left to wait for.
+# shellcheck disable=SC2329 # called by the trap
+drain() {
+  trap '' TERM INT
+  is_stopping=1
+  touch "$KIMI_DRAIN_FILE"
+  sleep 1
+  kill -TERM "$server" 2>/dev/null || true
+}
+trap drain TERM INT
+
+# A server that was killed leaves its shared memory behind.
+rm -f "/dev/shm/$region_prefix"*
+"${command[@]}" &
+server=$!
+code=0
+while true; do
+  wait "$server" && code=0 || code=$?
+  # A signal ends `wait`, not the server.
+  kill -0 "$server" 2>/dev/null || break
+done
+rm -rf "$work" "/dev/shm/$region_prefix"*
+[ -z "$is_stopping" ] || exit 0
+echo "start.sh: the server ended by itself with code $code" >&2
+exit $((code == 0 ? 1 : code))

@@ -1,0 +1,140 @@
+"""docker/start.sh and docker/smoke.sh as the container runs them, over the real Triton Server without the container."""
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from kimi_client import KimiClient, RequestCancelled
+from support.server_process import KV_TOKENS, MAX_MODEL_LEN, stub_pids
+from support.start_script import ROOT, START, started
+
+SECRET = "open-sesame"
+ENDS_WITHIN_S = 15
+
+
+def variables(checkpoint):
+    return {
+        "KIMI_CHECKPOINT": str(checkpoint),
+        "KIMI_DRAFT": str(checkpoint / "draft"),
+        "KIMI_DEVICE": "cpu",
+        "KIMI_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
+        "KIMI_KV_TOKENS": str(KV_TOKENS),
+        "KIMI_ADMIN_SECRET": SECRET,
+    }
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint, tmp_path_factory):
+    with started(tmp_path_factory.mktemp("start"), variables(checkpoint)) as server:
+        server.wait_until_healthy()
+        yield server
+
+
+def smoke(port):
+    command = [ROOT / "docker/smoke.sh", f"localhost:{port}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C"})
+
+
+def status_of(port, path, headers=None, data=None):
+    request = urllib.request.Request(f"http://localhost:{port}/v2/{path}", headers=headers or {}, data=data)
+    try:
+        return urllib.request.urlopen(request, timeout=30).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_smoke_sees_a_streamed_completion(running):
+    done = smoke(running.http)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PASS: ")
+
+
+def test_smoke_fails_where_nothing_answers(running):
+    done = smoke(1)
+    assert done.returncode == 1
+    assert "FAIL: no completion" in done.stderr
+
+
+def test_health_says_that_it_speculates(running):
+    done = running.health("--draft")
+    assert (done.returncode, done.stdout) == (0, "healthy: it generates, with speculation\n"), done.stderr
+
+
+def test_admin_apis_need_the_secret(running):
+    paths = [
+        ("repository/index", b"{}"),
+        ("repository/models/kimi_target/unload", b"{}"),
+        ("models/spec_ensemble/config", None),
+        ("models/spec_ensemble/stats", None),
+        ("logging", None),
+        ("trace/setting", None),
+        ("systemsharedmemory/status", None),
+    ]
+    for path, data in paths:
+        assert status_of(running.http, path, data=data) == 403, path
+        assert status_of(running.http, path, {"kimi-admin": "wrong"}, data) == 403, path
+    assert status_of(running.http, "models/spec_ensemble/config", {"kimi-admin": SECRET}) == 200
+    client = grpcclient.InferenceServerClient(f"localhost:{running.grpc}")
+    with pytest.raises(InferenceServerException, match="restricted"):
+        client.get_model_config("spec_ensemble")
+    config = client.get_model_config("spec_ensemble", headers={"triton-grpc-protocol-kimi-admin": SECRET})
+    assert config.config.name == "spec_ensemble"
+    client.close()
+
+
+def test_the_metrics_port_is_served(running):
+    KimiClient(f"localhost:{running.grpc}").generate(text_input="hi", max_tokens=2)
+    text = urllib.request.urlopen(f"http://localhost:{running.metrics}/metrics", timeout=10).read().decode()
+    assert "spec_decode_num_drafts_total" in text
+
+
+def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):
+    """The last test of this server: every model is still called ready, and without its draft it goes on serving."""
+    prefix = type("Prefix", (), {"shm_prefix": f"kimi_{running.http}_"})
+    os.kill(stub_pids(prefix)["eagle3_draft"], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while (done := running.health()).returncode == 0:
+        assert time.monotonic() < deadline
+    assert done.returncode == 1
+    assert "eagle3_draft" in done.stderr
+    with KimiClient(f"localhost:{running.grpc}") as client:
+        fields = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
+        streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(4)]
+        for stream in streams:
+            next(iter(stream))
+        running.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            with pytest.raises(RequestCancelled):
+                stream.result()
+    _assert_stops_cleanly(running)
+
+
+def _assert_stops_cleanly(server):
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(ENDS_WITHIN_S) == 0, server.log.read_text()[-3000:]
+    assert list(Path("/dev/shm").glob(f"kimi_{server.http}_*")) == []
+
+
+def test_without_tritonserver_the_same_script_runs_the_embedded_one(checkpoint, tmp_path):
+    with started(tmp_path, variables(checkpoint), as_container=False) as server:
+        server.wait_until_healthy()
+        assert smoke(server.http).returncode == 0
+        _assert_stops_cleanly(server)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_variable", "named"), [("", "KIMI_CHECKPOINT is empty"), ("/nowhere", "/nowhere has no config.json")]
+)
+def test_a_missing_checkpoint_is_one_clear_message(checkpoint_variable, named):
+    environment = {"PATH": os.environ["PATH"], "KIMI_CHECKPOINT": checkpoint_variable}
+    done = subprocess.run([START], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert named in done.stderr

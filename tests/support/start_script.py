@@ -1,0 +1,79 @@
+"""Runs docker/start.sh as the container does, with the real tritonserver of the wheel in the container's place."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_backend.serving.embedded_server import find_installation, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START = ROOT / "docker/start.sh"
+READY_WITHIN_S = 180
+
+
+@dataclass(frozen=True, slots=True)
+class StartedServer:
+    process: "subprocess.Popen[bytes]"
+    http: int
+    grpc: int
+    metrics: int
+    log: Path
+
+    def health(self, *options: str) -> "subprocess.CompletedProcess[str]":
+        """`kimi health` against it."""
+        command = [sys.executable, "-m", "kimi_backend.cli.main", "health", f"--url=localhost:{self.http}", *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    def wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + READY_WITHIN_S
+        while (done := self.health()).returncode != 0:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, done.stderr + self.log.read_text()
+            time.sleep(0.5)
+
+
+def _write_tritonserver(folder: Path) -> None:
+    """A `tritonserver` for the PATH: the wheel's binary, told where its libraries and backends are."""
+    installation = find_installation()
+    libraries = ":".join(map(str, installation.library_folders))
+    script = folder / "tritonserver"
+    script.write_text(
+        f'#!/bin/sh\nexport LD_LIBRARY_PATH="{libraries}:$LD_LIBRARY_PATH"\n'
+        f'exec "{installation.binary}" --backend-directory="{installation.backends}" "$@"\n'
+    )
+    script.chmod(0o755)
+
+
+@contextmanager
+def started(folder: Path, variables: dict[str, str], *, as_container: bool = True) -> Iterator[StartedServer]:
+    """start.sh over free ports.
+
+    Args:
+        as_container: with `tritonserver` on the PATH; else it falls back to the embedded server.
+    """
+    ports = {name: free_port() for name in ("http", "grpc", "metrics")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if as_container:
+        _write_tritonserver(folder)
+        path = f"{folder}:{path}"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KIMI_")}
+    environment |= {"PATH": path, **variables}
+    environment |= {f"KIMI_{name.upper()}_PORT": str(port) for name, port in ports.items()}
+    log = folder / "start.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen([START], env=environment, stdout=sink, stderr=sink, start_new_session=True)
+    try:
+        yield StartedServer(process, log=log, **ports)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+        process.wait()
