@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require_shape
+from kimi_kernels.argument_checks import require, require_shape
 from kimi_kernels.sampling.kernel_check import check_kernel
 from kimi_kernels.sampling.kernel_draw import draw_kernel
 from kimi_kernels.sampling.kernel_process import copy_kernel, process_kernel
@@ -116,7 +116,8 @@ class SamplingCall:
         return self.num_columns if self.vocabulary_map is None else self.vocabulary_map.column_of_token_id.numel()
 
     @property
-    def _cut(self) -> dict[str, int]:
+    def cut(self) -> dict[str, int]:
+        """How the kernels that read whole rows cut them."""
         return {
             "SPLITS": self.splits.count,
             "SPLIT_COLUMNS": self.splits.columns,
@@ -138,7 +139,9 @@ class SamplingCall:
         has_mask = rows.logit_mask is not None
         logit_mask = self.status if rows.logit_mask is None else rows.logit_mask
         if has_mask:
-            require_shape("rows.logit_mask", logit_mask, self.num_rows, triton.cdiv(self._num_tokens, 32))
+            require_shape("rows.logit_mask", logit_mask, self.num_rows, None)
+            num_words = triton.cdiv(self.first_token + self._num_tokens, 32)
+            require(logit_mask.shape[1] >= num_words, "rows.logit_mask words", logit_mask.shape[1], f">= {num_words}")
         copy_kernel[(self.num_rows * self.splits.count,)](
             self.logits,
             self.work,
@@ -229,7 +232,7 @@ class SamplingCall:
             self.logits.stride(0),
             self.num_columns,
             self.first_token,
-            **(self._cut | {"BLOCKS": TUNING.draw_columns // 4, "num_warps": TUNING.draw_warps}),
+            **(self.cut | {"BLOCKS": TUNING.draw_columns // 4, "num_warps": TUNING.draw_warps}),
             **self._kind,
             maxnreg=TUNING.draw_registers,
         )
@@ -257,7 +260,7 @@ class SamplingCall:
             self.logits.stride(0),
             self.num_columns,
             self.first_token,
-            **self._cut,
+            **self.cut,
             **self._kind,
         )
 

@@ -45,7 +45,11 @@ def token_weights(scaled: Tensor) -> Tensor:
     Returns:
         [R, C] int64 in [0, 2^31].
     """
-    below_best = scaled - scaled.amax(dim=1, keepdim=True)
+    return weights_below(scaled - scaled.amax(dim=1, keepdim=True))
+
+
+def weights_below(below_best: Tensor) -> Tensor:
+    """`token_weights` of y - max y, any shape."""
     exponent = (below_best * LOG2_E).clamp(min=MIN_EXP2_ARGUMENT)
     whole = exponent.floor()
     fraction = exponent - whole
