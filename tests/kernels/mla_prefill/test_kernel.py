@@ -66,5 +66,5 @@ def test_wrong_arguments_are_named() -> None:
     q, w_uk = torch.randn(1, HEADS, NOPE + ROPE), torch.randn(HEADS, NOPE, LORA_RANK)
     with pytest.raises(ValueError, match="w_uv: got shape"):
         kernel.mla_prefill(q, cache, w_uk, torch.randn(HEADS, LORA_RANK + 1, VALUE), case.batch, SCALE)
-    with pytest.raises(ValueError, match="w_uk: got torch.float16"):
+    with pytest.raises(ValueError, match=r"w_uk: got torch\.float16"):
         kernel.mla_prefill(q, cache, w_uk.half(), torch.randn(HEADS, LORA_RANK, VALUE), case.batch, SCALE)
