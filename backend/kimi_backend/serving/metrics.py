@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kimi_backend.engine.statistics import EngineStatistics
+from kimi_backend.engine.statistics import EngineState, EngineStatistics
 from kimi_backend.serving.metric_table import ACCEPT_LENGTH, METRICS, REFUSED, UNLABELLED, Metric, MetricKind
 from kimi_backend.types.request import RequestStats
 
@@ -99,15 +99,11 @@ class MetricsPublisher:
         self._refused: dict[str, int] = {}
         self._refused_lock = threading.Lock()
         self._acceptance = _RecentAcceptance()
+        self._pb = pb_utils
         self._families: dict[str, _Family] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if interval_s > 0:
-            try:
-                self._families = {metric.name: _Family(pb_utils, metric) for metric in METRICS}
-            except pb_utils.TritonModelException as error:
-                logger.warning("no metrics: the server does not take them: %s", error)
-                return
             self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
             self._thread.start()
 
@@ -130,8 +126,13 @@ class MetricsPublisher:
             family.close()
 
     def flush(self) -> None:
-        """Publish everything that has happened so far."""
+        """Publish everything that has happened so far. The metrics are made when the engine has met its runners, so that
+        nothing is published of a server that is still loading."""
         statistics = self._statistics()
+        if not self._families:
+            if statistics.state is not EngineState.READY:
+                return
+            self._families = {metric.name: _Family(self._pb, metric) for metric in METRICS}
         for family in self._families.values():
             if family.metric.read is not None:
                 family.publish(family.metric.read(statistics))
@@ -164,7 +165,10 @@ class MetricsPublisher:
             is_last = self._closed.wait(self._interval_s)
             try:
                 self.flush()
-            except Exception:
+            except Exception as error:
+                if not self._families:
+                    logger.warning("no metrics: the server does not take them: %s", error)
+                    return
                 if not has_failed:
                     logger.exception("metrics could not be published; this is said once")
                 has_failed = True

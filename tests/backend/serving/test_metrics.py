@@ -179,6 +179,16 @@ def test_a_server_without_metrics_serves_all_the_same(scripted, caplog):
     assert "no metrics" in caplog.text
 
 
+def test_no_metric_is_made_before_the_runners_are_there(server, scripted, publisher):
+    scripted.change(state=EngineState.STARTING)
+    publisher.refused("UNAVAILABLE")
+    publisher.flush()
+    assert server.values == {}
+    scripted.change(state=EngineState.READY)
+    publisher.flush()
+    assert server.values["kimi_requests_refused_total", ("UNAVAILABLE",)] == 1
+
+
 def test_interval_0_makes_no_metric(server, scripted):
     publisher = MetricsPublisher(server, scripted, 0)
     publisher.finished(None)
