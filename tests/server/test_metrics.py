@@ -54,6 +54,9 @@ def client(url):
 
 
 def test_every_metric_is_there_with_its_type_and_meaning(server):
+    deadline = time.monotonic() + WITHIN_S
+    while not scrape_own(server.ports.metrics) and time.monotonic() < deadline:
+        time.sleep(0.1)  # they come a moment after the server is ready
     lines = scrape(server.ports.metrics).splitlines()
     for metric in METRICS:
         for name in filter(None, (metric.name, metric.vllm_name)):

@@ -126,8 +126,8 @@ class MetricsPublisher:
             family.close()
 
     def flush(self) -> None:
-        """Publish everything that has happened so far. The metrics are made when the engine has met its runners, so that
-        nothing is published of a server that is still loading."""
+        """Publish everything that has happened so far. The metrics are made when the engine has met its runners,
+        so that nothing is published of a server that is still loading."""
         statistics = self._statistics()
         if not self._families:
             if statistics.state is not EngineState.READY:
