@@ -60,6 +60,7 @@ def check_identities(outcome: Outcome) -> None:
     assert len(outcome.token_ids) == 1 + sum(step.num_accepted + 1 for step in rest) - truncated
     assert len(outcome.finishes) == 1
     assert outcome.steps[-1].finish is not None
+    assert outcome.sequence.target_len <= outcome.sequence.num_tokens
 
 
 def check_equal_draft_is_always_accepted(num_requests: int = 60) -> None:

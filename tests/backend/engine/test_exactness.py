@@ -11,6 +11,7 @@ import pytest
 
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import DraftSampling, GenerateRequest
+from support.engine_checks import check_identities
 from support.engine_runs import EngineHarness, Outcome, generate
 from support.plain_decoding import decode_plainly
 from support.random_requests import random_requests
@@ -111,16 +112,6 @@ def run(script: LogitScript, requests: list[GenerateRequest], setting: Setting) 
         harness.run()
         harness.core.kv.check_invariants()
     return outcomes
-
-
-def check_identities(outcome: Outcome) -> None:
-    """completion_tokens = 1 + Σ(accepted + 1) − truncated, and the stop rules."""
-    first, *rest = outcome.steps
-    truncated = sum(s.num_accepted + 1 - len(s.token_ids) for s in outcome.steps)
-    assert first.num_draft_tokens == 0
-    assert len(outcome.token_ids) == 1 + sum(s.num_accepted + 1 for s in rest) - truncated
-    assert len(outcome.finishes) == 1
-    assert outcome.steps[-1].finish is not None
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
