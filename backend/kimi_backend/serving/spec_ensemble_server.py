@@ -75,7 +75,7 @@ class SpecEnsembleServer:
             patience=Patience(target_s=settings.target_patience_s),
         )
         self._metrics = MetricsPublisher(pb_utils, self._engine.statistics, settings.metrics_interval_s)
-        self._engine.start()
+        self._has_started = False
         self._closed = threading.Event()
         if settings.drain_file:
             threading.Thread(target=self._watch_drain_file, name="drain-watch", daemon=True).start()
@@ -90,7 +90,14 @@ class SpecEnsembleServer:
         return cls(settings, pb_utils)
 
     def accept(self, requests: list[Any]) -> None:
-        """Start each request; a bad one is answered at once and disturbs no other."""
+        """Start each request; a bad one is answered at once and disturbs no other.
+
+        The first call starts the engine. It calls the runners through the server, and a call that is under way before
+        the server has seen `initialize` return ends the server's process (segmentation fault in 24.10).
+        """
+        if not self._has_started:
+            self._has_started = True
+            self._engine.start()
         for request in requests:
             sender = request.get_response_sender()
             request_id = f"{request.request_id() or 'request'}#{next(self._ids)}"
