@@ -17,6 +17,7 @@ from kimi_kernels.sampling.kernel_launch import SamplingCall
 from kimi_kernels.sampling.kernel_rows import STATE_DOUBT, STATE_LIST, STATE_SELECT
 from kimi_kernels.sampling.kernel_shard import draw_shard, finish_shards, merge_candidates, shard_masses
 from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logits
 from kimi_kernels.sampling.weights_reference import token_weights
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
@@ -86,10 +87,32 @@ def test_noise_weights_and_keys_at_the_edges() -> None:
     assert reached.all()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_batches(seed: int) -> None:
     vocab_size = random.Random(seed).choice([5, 33, 64, 65, 130])
     assert_draws_as_reference(kernel.sample_tokens, seed, vocab_size, num_sequences=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_processed_logits_bit_for_bit(seed: int) -> None:
+    """Windows repeat tokens of prompt, output and each other."""
+    rng = random.Random(seed)
+    cases = [random_case(rng, 20, num_window=5) for _ in range(4)]
+    for case in cases:
+        case.repetition_penalty, case.frequency_penalty, case.presence_penalty = 1.3, 0.3, rng.choice((0.0, 0.6))
+    columns = rng.sample(range(20), 15) if seed % 2 else list(range(20))
+    draft_map = vocabulary_map(columns, 20) if seed % 2 else None
+    num_rows = sum(len(case.rows) for case in cases)
+    logits = torch.randn(num_rows, len(columns), generator=torch.Generator().manual_seed(seed))
+    inputs, rows = sampling_tensors(cases, random_mask(rng, num_rows, 20) if seed == 2 else None)
+    call = SamplingCall(logits, inputs, rows, draft_map)
+    call.process()
+    assert call.uses_work_rows.all()
+    order = ColumnOrder.from_map(draft_map)
+    expected = logits.clone() if order.source_column is None else logits[:, order.source_column]
+    process_logits(expected, inputs, rows, order)
+    got = call.work if order.source_column is None else call.work[:, order.source_column]
+    assert torch.equal(got, expected)
 
 
 def test_all_candidates_fall() -> None:
@@ -132,6 +155,16 @@ def test_top_k_is_selected_from_a_list() -> None:
     assert call.zeros[4, 0] >= 5
     call.select()
     assert torch.equal(call.token_ids, reference.sample_tokens(logits, inputs, rows).token_ids)
+
+
+@pytest.mark.parametrize("min_p", [0.0, 1e-6], ids=["from-a-list", "from-all"])
+def test_top_k_cuts_equals_by_id(min_p: float) -> None:
+    logits = torch.zeros(6, 90)
+    logits[:, 50] = 0.1
+    inputs, rows = sampling_tensors([SequenceCase(top_k=4, min_p=min_p, seed=seed) for seed in range(6)])
+    drawn = kernel.sample_tokens(logits, inputs, rows).token_ids
+    assert torch.equal(drawn, reference.sample_tokens(logits, inputs, rows).token_ids)
+    assert set(drawn.tolist()) <= {0, 1, 2, 50}
 
 
 def test_bans_of_everything_and_rows_that_are_not_finite() -> None:
