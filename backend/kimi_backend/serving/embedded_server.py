@@ -265,8 +265,12 @@ class EmbeddedServer:
 
     @staticmethod
     def _engine_answers(base: str) -> bool:
-        """Whether the orchestrator has met its runners: an empty request is a bad one then, and not too early."""
-        request = urllib.request.Request(f"{base}/models/spec_ensemble/generate", data=b"{}", method="POST")
+        """Whether the orchestrator has met its runners: an empty prompt is a bad one then, and not too early.
+
+        The server answers a request without any input itself.
+        """
+        url = f"{base}/models/spec_ensemble/generate"
+        request = urllib.request.Request(url, data=b'{"text_input": ""}', method="POST")
         try:
             urllib.request.urlopen(request, timeout=30).close()
         except urllib.error.HTTPError as error:
