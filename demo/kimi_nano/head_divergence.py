@@ -1,0 +1,52 @@
+"""KL(target || draft) through a vocabulary head, with the gradient written out.
+
+The gradient of KL(p || softmax(l)) in the logits l is softmax(l) - p, so the forward pass can finish it and keep only
+what is as small as the hidden states: no [rows, vocabulary] tensor waits for the backward pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HeadDivergence(torch.autograd.Function):
+    """`head_divergence` as an operation that autograd knows."""
+
+    @staticmethod
+    def forward(ctx: Any, normed: Tensor, head: Tensor, teacher: Tensor, entropy: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, weight = normed.detach().to(dtype), head.detach().to(dtype)
+        logits = (rows @ weight.T).float()
+        log_normalizer = logits.logsumexp(dim=-1)
+        # sum over V of p * logits, by way of H.
+        expected = ((teacher.to(dtype) @ weight).float() * rows.float()).sum(dim=-1)
+        gradient = logits.sub_(log_normalizer[:, None]).exp_().to(dtype).sub_(teacher.to(dtype)).div_(len(rows))
+        head_gradient = (gradient.T @ rows).to(head.dtype) if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward((gradient @ weight).to(normed.dtype), head_gradient)
+        return (log_normalizer - expected - entropy).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        (output,) = outputs
+        gradient, head_gradient = ctx.saved_tensors
+        return output * gradient, None if head_gradient is None else output * head_gradient, None, None, None
+
+
+def head_divergence(normed: Tensor, head: Tensor, teacher: Tensor, entropy: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mean over rows of KL(teacher || softmax(normed @ head.T)), in nats.
+
+    Args:
+        normed: [R, H] float32. head: [V, H] float32.
+        teacher: [R, V], probabilities. entropy: [R] float32, theirs.
+        dtype: that products are computed in.
+    """
+    result: Tensor = HeadDivergence.apply(normed, head, teacher, entropy, dtype)
+    return result
+
+
+@torch.no_grad()
+def teacher_probabilities(normed: Tensor, head: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[..., V] in `dtype`, the target's distribution over the rows of `head`, and its entropy [...] float32."""
+    log_p = (normed.to(dtype) @ head.to(dtype).T).float().log_softmax(dim=-1)
+    p = log_p.exp()
+    return p.to(dtype), -torch.linalg.vecdot(p, log_p)

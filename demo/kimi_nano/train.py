@@ -1,0 +1,110 @@
+"""The whole training: target, rounding, text of its own, drafts. Saves after each stage what it has."""
+
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kimi_nano.dataset import Windows, load
+from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, bake, write_draft, write_target
+from kimi_nano.generate import generate
+from kimi_nano.pace import write_json
+from kimi_nano.recipe import Run
+from kimi_nano.target import NanoTarget
+from kimi_nano.train_drafts import make_drafts, train_drafts
+from kimi_nano.train_target import train_target
+
+WATCHED_FILES = 48
+"""Held-out files whose loss is measured while training."""
+PROMPT_TOKENS = 64
+TEMPERATURES = (1.0, 1.0, 0.0, 0.6)
+"""Of the sequences that the target writes for its drafts, in turn."""
+
+
+def train(
+    data: Path, out: Path, run: Run, *, device: torch.device, compiles: bool, pack_to: Path | None = None
+) -> None:
+    """Train everything that `run` names and write checkpoints, curves and a log of the run into `out`.
+
+    Args:
+        data: what `dataset.prepare` wrote.
+        pack_to: also pack what there is after each stage, see `pack`.
+    """
+    torch.manual_seed(run.seed)
+    started = time.perf_counter()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dataset = load(data)
+    corpus = Windows(dataset.train, device, run.seed)
+    target = NanoTarget(run.recipe.target_config()).to(device)
+    if compiles:
+        target.compile_layers()
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {"device": _device_name(device), "torch": torch.__version__, "seed": run.seed, "compiled": compiles}
+    facts["target_parameters"] = sum(p.numel() for p in target.parameters())
+    _say(started, f"{len(dataset.train):,} training tokens, {facts['target_parameters']:,} parameters on {device}")
+    watched = list(dataset.held_out.values())[:WATCHED_FILES]
+    curve, losses = train_target(target, corpus, run, dtype, watched)
+    bake(target)
+    write_target(out / TARGET_FOLDER, target, run.recipe, data / "tokenizer")
+    facts |= {"target_steps": len(curve.rows) + 1, "target_seconds": curve.rows[-1]["seconds"], "losses": losses}
+    record = {"facts": facts, "target": curve.rows}
+    write_json(out / "training.json", record)
+    _say(started, f"target written; held-out nats a token: {losses}")
+    if pack_to:
+        pack(out, pack_to)
+    generated = _own_text(target, corpus, run, dtype, started)
+    counts = torch.from_numpy(np.bincount(dataset.train, minlength=target.config.vocab_size))
+    drafts = make_drafts(run, target, counts)
+    facts["draft_parameters"] = {k.value: sum(p.numel() for p in d.parameters()) for k, d in drafts.items()}
+    curves = train_drafts(drafts, target, corpus, generated, run, dtype)
+    for kind, draft in drafts.items():
+        write_draft(out / TARGET_FOLDER / DRAFT_FOLDERS[kind], draft, kind, run.recipe)
+    first = next(iter(curves.values())).rows
+    facts |= {"draft_steps": len(first) + 1, "draft_seconds": first[-1]["seconds"]}
+    record["drafts"] = {name: curve.rows for name, curve in curves.items()}
+    facts["seconds"] = round(time.perf_counter() - started, 1)
+    write_json(out / "training.json", record)
+    if pack_to:
+        pack(out, pack_to)
+    _say(started, "drafts written")
+
+
+def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, started: float) -> Windows | None:
+    """Windows of text that the target wrote after prompts of the corpus: what the drafts will meet at serving."""
+    recipe = run.recipe
+    if not recipe.generated_sequences:
+        return None
+    count, device = recipe.generated_sequences, target.device
+    prompts = corpus.batch(count, PROMPT_TOKENS)
+    temperature = torch.tensor(TEMPERATURES, device=device).repeat(-(-count // len(TEMPERATURES)))[:count]
+    seeds = torch.arange(count, device=device) + run.seed
+    written = generate(target, prompts.tolist(), recipe.generated_tokens, temperature, seeds, dtype)
+    stream = torch.cat((prompts, written), dim=1).flatten().cpu().numpy().astype(np.uint16)
+    _say(started, f"the target wrote {written.numel():,} tokens")
+    return Windows(stream, device, run.seed + 1)
+
+
+def pack(out: Path, to: Path) -> None:
+    """One archive of the target and one of the drafts, for carrying them away; other files beside them."""
+    to.mkdir(parents=True, exist_ok=True)
+    folder = out / TARGET_FOLDER
+    with tarfile.open(to / "target.tar", "w") as archive:
+        for file in sorted(folder.iterdir()):
+            if file.is_file():
+                archive.add(file, f"{TARGET_FOLDER}/{file.name}")
+    with tarfile.open(to / "drafts.tar", "w") as archive:
+        for name in DRAFT_FOLDERS.values():
+            if (folder / name).is_dir():
+                archive.add(folder / name, f"{TARGET_FOLDER}/{name}")
+    for file in out.glob("*.json"):
+        (to / file.name).write_bytes(file.read_bytes())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _say(started: float, text: str) -> None:
+    print(f"[{time.perf_counter() - started:6.1f} s] {text}", flush=True)
