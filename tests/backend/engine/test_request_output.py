@@ -1,0 +1,102 @@
+"""One request's deltas from step outputs made by hand; letters are tokens."""
+
+from kimi_backend.engine.commit import StepOutput
+from kimi_backend.engine.request_output import RequestOutput
+from kimi_backend.scheduler.sequence import Finish
+from kimi_backend.text.text_stream import TextStream
+from kimi_backend.types.request import FinishReason, TokenDelta
+from support.letter_tokenizer import LetterTokenizer
+from support.sequences import make_sequence
+
+TOKENIZER = LetterTokenizer(26)
+
+
+class Stream:
+    """A `RequestOutput` that is fed letters."""
+
+    def __init__(self, **sampling: object) -> None:
+        self.sequence = make_sequence(k=3, **sampling)  # type: ignore[arg-type]
+        params = self.sequence.params
+        text = TextStream(TOKENIZER, params.stop, include_stop=params.include_stop_in_output)
+        self.output = RequestOutput(self.sequence, text, lambda delta: None)
+
+    def push(
+        self, letters: str, drafted: int = 3, accepted: int = 0, finish: Finish | None = None
+    ) -> TokenDelta | None:
+        ids = TOKENIZER.encode(letters)
+        return self.output.push(StepOutput(self.sequence, 5.0, ids, drafted, accepted, finish=finish))
+
+
+def letters(delta: TokenDelta | None) -> tuple[str, str]:
+    assert delta is not None
+    return TOKENIZER.decode(delta.token_ids), delta.text
+
+
+STOP_TOKEN = Finish(FinishReason.STOP, matched_stop=25)
+
+
+def test_text_and_tokens_of_a_step() -> None:
+    stream = Stream()
+    assert letters(stream.push("ABC", accepted=2)) == ("ABC", "ABC")
+    final = stream.push("DE", accepted=1, finish=Finish(FinishReason.LENGTH))
+    assert letters(final) == ("DE", "DE")
+    assert final is not None
+    assert (final.finish_reason, final.matched_stop) == (FinishReason.LENGTH, None)
+    assert final.stats is not None
+    assert final.stats.num_output_tokens == 5
+    assert final.stats.total_time_s == 5.0
+    assert final.stats.speculation is not None
+    assert final.stats.speculation.num_accepted_draft_tokens == 3
+
+
+def test_a_stop_token_counts_and_is_not_shown() -> None:
+    final = Stream().push("ABZ", finish=STOP_TOKEN)
+    assert letters(final) == ("ABZ", "AB")
+    assert final is not None
+    assert final.matched_stop == 25
+
+
+def test_a_stop_string_before_a_stop_token_of_the_same_step_wins() -> None:
+    final = Stream(stop=("BC",)).push("ABCDZ", finish=STOP_TOKEN)
+    assert letters(final) == ("ABC", "A")
+    assert final is not None
+    assert final.matched_stop == "BC"
+    assert final.stats is not None
+    assert final.stats.num_output_tokens == 3
+
+
+def test_a_stop_string_across_steps_is_held_back_and_cut() -> None:
+    stream = Stream(stop=("CDE",))
+    assert letters(stream.push("ABC")) == ("ABC", "AB")
+    assert letters(stream.push("D")) == ("D", "")
+    final = stream.push("EFG", accepted=2)
+    assert letters(final) == ("E", "")
+    assert final is not None
+    assert (final.finish_reason, final.matched_stop) == (FinishReason.STOP, "CDE")
+
+
+def test_text_that_was_held_back_comes_with_the_end() -> None:
+    stream = Stream(stop=("CDE",))
+    stream.push("ABCD")
+    assert letters(stream.push("", finish=Finish(FinishReason.CANCELLED))) == ("", "CD")
+
+
+def test_nothing_counts_after_the_end() -> None:
+    stream = Stream(stop=("B",))
+    final = stream.push("AB", accepted=1)
+    assert stream.push("CDEF", accepted=3) is None
+    assert stream.push("G", finish=Finish(FinishReason.LENGTH)) is None
+    assert final is not None
+    assert final.stats is not None
+    assert final.stats.speculation is not None
+    assert stream.output.num_output_tokens == final.stats.num_output_tokens == 2
+    assert stream.output.speculation.snapshot() == final.stats.speculation
+
+
+def test_a_request_that_never_started_has_waited_all_its_time() -> None:
+    final = Stream().push("", drafted=0, finish=Finish(FinishReason.CANCELLED, error="no"))
+    assert final is not None
+    assert final.stats is not None
+    assert (final.stats.queue_time_s, final.stats.first_token_time_s) == (5.0, None)
+    assert final.stats.speculation is None
+    assert final.error == "no"
