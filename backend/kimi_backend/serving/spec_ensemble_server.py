@@ -65,6 +65,8 @@ class SpecEnsembleServer:
         self._parser, tokenizer = make_parser(settings)
         self._ids = itertools.count()
         self._handles: dict[str, RequestHandle] = {}
+        # A request can end, or its client leave, before `submit` has returned its handle.
+        self._handles_lock = threading.Lock()
         self._sender = ResponseSender(pb_utils, self._cancel)
         self._engine = Engine(
             BlsTarget(pb_utils, "kimi_target"),
@@ -119,18 +121,21 @@ class SpecEnsembleServer:
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parsed = self._parser.parse(request_id, tensors, _parameters(request))
-        self._sender.register(request_id, sender, parsed)
-        self._handles[request_id] = self._engine.submit(parsed.generate, self._on_delta)
+        with self._handles_lock:
+            self._sender.register(request_id, sender, parsed)
+            self._handles[request_id] = self._engine.submit(parsed.generate, self._on_delta)
 
     def _on_delta(self, delta: Any) -> None:
         if delta.finish_reason is not None:
-            self._handles.pop(delta.request_id, None)
+            with self._handles_lock:
+                self._handles.pop(delta.request_id, None)
         if delta.stats is not None:
             self._metrics.finished(delta.stats)
         self._sender.put(delta)
 
     def _cancel(self, request_id: str) -> None:
-        handle = self._handles.get(request_id)
+        with self._handles_lock:
+            handle = self._handles.get(request_id)
         if handle is not None:
             handle.cancel()
 
