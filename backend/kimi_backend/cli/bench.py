@@ -107,12 +107,13 @@ def _bench_server(
     from kimi_backend.cli.bench_server import bench, print_table, read_prompts, write_plot
 
     requests = read_prompts(prompts)
+    num_requests = len(requests) if num_requests is None else num_requests
     report = bench(
         url,
         requests,
         {name: value for name, value in fields.items() if value is not None},
-        concurrency=concurrency,
-        num_requests=len(requests) if num_requests is None else num_requests,
+        concurrency=min(concurrency, num_requests),  # perf_analyzer refuses more streams than requests
+        num_requests=num_requests,
         compare_no_spec=compare_no_spec,
         load_generator=load_generator,
     )
