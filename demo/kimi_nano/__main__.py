@@ -1,8 +1,9 @@
-"""`python -m kimi_nano prepare | train | evaluate | card`."""
+"""`python -m kimi_nano prepare | train | drafts | evaluate | plot`."""
 
 import argparse
 from pathlib import Path
 
+from kimi_backend.checkpoint.presets import DraftKind
 from kimi_nano.recipe import RECIPES, Budget, Run
 
 
@@ -22,7 +23,24 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--device", default="cuda")
     train.add_argument("--no-compile", action="store_true")
     train.add_argument("--pack", type=Path, help="also put archives of the results here")
-    for command in (prepare, train):
+    drafts = commands.add_parser("drafts", help="drafts of a target that is finished")
+    drafts.add_argument("checkpoint", type=Path, help="the target's folder")
+    drafts.add_argument("data", type=Path)
+    drafts.add_argument("out", type=Path)
+    drafts.add_argument("--kinds", nargs="+", choices=[kind.value for kind in DraftKind], default=["mla"])
+    drafts.add_argument("--draft-seconds", type=float, default=90.0)
+    drafts.add_argument("--draft-steps", type=int, default=0, help="instead of seconds")
+    drafts.add_argument("--device", default="cuda")
+    evaluate = commands.add_parser("evaluate", help="measure a checkpoint and its drafts")
+    evaluate.add_argument("checkpoint", type=Path)
+    evaluate.add_argument("data", type=Path)
+    evaluate.add_argument("report", type=Path, help="JSON file to write")
+    evaluate.add_argument("--num-prompts", type=int, default=200)
+    evaluate.add_argument("--device", default="cpu")
+    plot = commands.add_parser("plot", help="loss curves as an image")
+    plot.add_argument("training", type=Path, nargs="+", help="training.json, draft_training.json")
+    plot.add_argument("image", type=Path)
+    for command in (prepare, train, drafts):
         command.add_argument("--recipe", choices=RECIPES, default="nano")
         command.add_argument("--seed", type=int, default=0)
     return parser
@@ -30,26 +48,64 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = _parser().parse_args()
-    recipe = RECIPES[args.recipe]
-    if args.command == "prepare":
-        from kimi_nano.corpus import load_corpus
-        from kimi_nano.dataset import prepare
+    _COMMANDS[args.command](args)
+    return 0
 
-        prepare(args.data, load_corpus(), int(recipe.text["vocab_size"]), recipe.context, args.num_prompts)
-        return 0
+
+def _prepare(args: argparse.Namespace) -> None:
+    from kimi_nano.corpus import load_corpus
+    from kimi_nano.dataset import prepare
+
+    recipe = RECIPES[args.recipe]
+    prepare(args.data, load_corpus(), int(recipe.text["vocab_size"]), recipe.context, args.num_prompts)
+
+
+def _train(args: argparse.Namespace) -> None:
     import torch
 
     from kimi_nano.train import train
 
     run = Run(
-        recipe=recipe,
+        recipe=RECIPES[args.recipe],
         target=Budget(seconds=args.target_seconds, steps=args.target_steps),
         drafts=Budget(seconds=args.draft_seconds, steps=args.draft_steps),
         seed=args.seed,
     )
     device, compiles = torch.device(args.device), not args.no_compile
     train(args.data, args.out, run, device=device, compiles=compiles, pack_to=args.pack)
-    return 0
+
+
+def _drafts(args: argparse.Namespace) -> None:
+    import torch
+
+    from kimi_nano.train import train_drafts_of
+
+    run = Run(
+        recipe=RECIPES[args.recipe],
+        target=Budget(),
+        drafts=Budget(seconds=args.draft_seconds, steps=args.draft_steps),
+        seed=args.seed,
+        kinds=tuple(DraftKind(kind) for kind in args.kinds),
+    )
+    train_drafts_of(args.checkpoint, args.data, args.out, run, device=torch.device(args.device))
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    import torch
+
+    from kimi_nano.evaluate import evaluate
+
+    device = torch.device(args.device)
+    evaluate(args.checkpoint, args.data, args.report, num_prompts=args.num_prompts, device=device)
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from kimi_nano.plot import plot_curves
+
+    plot_curves(args.training, args.image)
+
+
+_COMMANDS = {"prepare": _prepare, "train": _train, "drafts": _drafts, "evaluate": _evaluate, "plot": _plot}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""What a frozen target computes on windows of text, kept: for training drafts many times over the same windows.
+"""Batches for training drafts: windows of text and what the frozen target computes on them.
 
-On a CPU the target's pass costs as much as a draft's, so running it once for several passes of the draft pays.
+On a GPU the target runs over fresh windows every time. On a CPU its pass costs as much as a draft's, so there its
+results are kept and used several times.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,35 +15,86 @@ from kimi_nano.dataset import Windows
 from kimi_nano.target import NanoTarget
 
 WINDOWS_A_PASS = 8
+MAX_KEPT_WINDOWS = 4096
+STEPS_A_PASS = 6
+"""Batches that a CPU trains on between two passes of the target."""
 
 
-class Features:
-    """Tokens, R(j) and final normed states of windows, in bf16."""
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """B windows of L tokens."""
 
-    def __init__(self, target: NanoTarget, aux_layer_ids: tuple[int, ...], length: int, dtype: torch.dtype) -> None:
-        self._target = target
-        self._ids = aux_layer_ids
-        self._length = length
-        self._dtype = dtype
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    embedded: Tensor
+    """[B, L, H] float32, by the target's table."""
+    aux: dict[int, Tensor]
+    """R(j) -> [B, L, H] float32."""
+    normed: Tensor
+    """[B, L, H] float32, for the target's head."""
 
-    @property
-    def num_windows(self) -> int:
-        return len(self._parts) * WINDOWS_A_PASS
 
-    @torch.no_grad()
-    def add(self, windows: Windows) -> None:
-        """Run the target over a few more windows."""
-        tokens = windows.batch(WINDOWS_A_PASS, self._length)
-        out = self._target.eager(tokens, self._dtype, self._ids)
-        assert out.aux is not None
-        aux = out.aux.bfloat16().view(*tokens.shape, -1)
-        self._parts.append((tokens, aux, out.normed.bfloat16().view(*tokens.shape, -1)))
+class DraftBatches(Protocol):
+    """Where batches come from."""
 
-    def batch(self, num_windows: int, generator: torch.Generator) -> tuple[Tensor, dict[int, Tensor], Tensor]:
-        """tokens [B, L], R(j) -> [B, L, H], normed [B, L, H] float32."""
-        chosen = torch.randint(0, self.num_windows, (num_windows,), generator=generator).tolist()
-        picked = [[x[i % WINDOWS_A_PASS] for x in self._parts[i // WINDOWS_A_PASS]] for i in chosen]
-        tokens, aux, normed = (torch.stack(parts) for parts in zip(*picked, strict=True))
-        chunks = aux.float().chunk(len(self._ids), dim=-1)
-        return tokens, dict(zip(self._ids, chunks, strict=True)), normed.float()
+    def next(self) -> DraftBatch: ...
+
+
+@torch.no_grad()
+def run_target(target: NanoTarget, tokens: Tensor, layers: Sequence[int], dtype: torch.dtype) -> DraftBatch:
+    """tokens: [B, L] int64."""
+    out = target.eager(tokens, dtype, tuple(layers))
+    assert out.aux is not None
+    shape = (*tokens.shape, -1)
+    chunks = out.aux.view(shape).chunk(len(layers), dim=-1)
+    embedded = target.weight("model.embed_tokens.weight")[tokens]
+    return DraftBatch(embedded, dict(zip(layers, chunks, strict=True)), out.normed.view(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBatches:
+    """Runs the target over fresh windows of each source."""
+
+    target: NanoTarget
+    sources: Sequence[tuple[Windows, int]]
+    """Where windows come from, and how many of them a batch has."""
+    length: int
+    layers: Sequence[int]
+    dtype: torch.dtype
+
+    def next(self) -> DraftBatch:
+        tokens = torch.cat([windows.batch(count, self.length) for windows, count in self.sources if count])
+        return run_target(self.target, tokens, self.layers, self.dtype)
+
+
+class KeptBatches:
+    """Keeps what the target computed on past windows, in bf16, and picks from it; adds new windows now and then."""
+
+    def __init__(self, live: LiveBatches, num_windows: int, seed: int) -> None:
+        """
+        Args:
+            live: gives `WINDOWS_A_PASS` windows at a time.
+            num_windows: of a batch.
+        """
+        self._live = live
+        self._num_windows = num_windows
+        self._generator = torch.Generator().manual_seed(seed)
+        self._kept: list[DraftBatch] = []
+        self._count = 0
+
+    def next(self) -> DraftBatch:
+        has_room = len(self._kept) * WINDOWS_A_PASS < MAX_KEPT_WINDOWS
+        if len(self._kept) < 2 or (has_room and self._count % STEPS_A_PASS == 0):
+            self._kept.append(_in_bf16(self._live.next()))
+        self._count += 1
+        total = len(self._kept) * WINDOWS_A_PASS
+        chosen = torch.randint(0, total, (self._num_windows,), generator=self._generator).tolist()
+        places = [(self._kept[i // WINDOWS_A_PASS], i % WINDOWS_A_PASS) for i in chosen]
+        return DraftBatch(
+            torch.stack([batch.embedded[i] for batch, i in places]).float(),
+            {j: torch.stack([batch.aux[j][i] for batch, i in places]).float() for j in self._kept[0].aux},
+            torch.stack([batch.normed[i] for batch, i in places]).float(),
+        )
+
+
+def _in_bf16(batch: DraftBatch) -> DraftBatch:
+    aux = {j: x.bfloat16() for j, x in batch.aux.items()}
+    return DraftBatch(batch.embedded.bfloat16(), aux, batch.normed.bfloat16())

@@ -3,17 +3,18 @@
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from kimi_nano.dataset import Windows, load
-from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, bake, write_draft, write_target
+from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, bake, read_target, write_draft, write_target
 from kimi_nano.generate import generate
 from kimi_nano.pace import write_json
 from kimi_nano.recipe import Run
 from kimi_nano.target import NanoTarget
-from kimi_nano.train_drafts import make_drafts, train_drafts
+from kimi_nano.train_drafts import Drafts, draft_batches, make_drafts, train_drafts
 from kimi_nano.train_target import train_target
 
 WATCHED_FILES = 48
@@ -49,7 +50,7 @@ def train(
     bake(target)
     write_target(out / TARGET_FOLDER, target, run.recipe, data / "tokenizer")
     facts |= {"target_steps": len(curve.rows) + 1, "target_seconds": curve.rows[-1]["seconds"], "losses": losses}
-    record = {"facts": facts, "target": curve.rows}
+    record: dict[str, Any] = {"facts": facts, "target": curve.rows}
     write_json(out / "training.json", record)
     _say(started, f"target written; held-out nats a token: {losses}")
     if pack_to:
@@ -57,18 +58,57 @@ def train(
     generated = _own_text(target, corpus, run, dtype, started)
     counts = torch.from_numpy(np.bincount(dataset.train, minlength=target.config.vocab_size))
     drafts = make_drafts(run, target, counts)
-    facts["draft_parameters"] = {k.value: sum(p.numel() for p in d.parameters()) for k, d in drafts.items()}
-    curves = train_drafts(drafts, target, corpus, generated, run, dtype)
-    for kind, draft in drafts.items():
-        write_draft(out / TARGET_FOLDER / DRAFT_FOLDERS[kind], draft, kind, run.recipe)
-    first = next(iter(curves.values())).rows
-    facts |= {"draft_steps": len(first) + 1, "draft_seconds": first[-1]["seconds"]}
-    record["drafts"] = {name: curve.rows for name, curve in curves.items()}
-    facts["seconds"] = round(time.perf_counter() - started, 1)
+    record |= _finish_drafts(drafts, target, corpus, generated, run, dtype, out)
     write_json(out / "training.json", record)
     if pack_to:
         pack(out, pack_to)
     _say(started, "drafts written")
+
+
+def train_drafts_of(folder: Path, data: Path, out: Path, run: Run, *, device: torch.device) -> None:
+    """Train `run.kinds` on a finished target and write them, with their curves, into `out`.
+
+    Args:
+        folder: the target's checkpoint.
+        data: what `dataset.prepare` wrote.
+    """
+    torch.manual_seed(run.seed)
+    started = time.perf_counter()
+    dtype = torch.bfloat16
+    train = load(data).train
+    target = read_target(folder).to(device)
+    corpus = Windows(train, device, run.seed)
+    generated = _own_text(target, corpus, run, dtype, started)
+    counts = torch.from_numpy(np.bincount(train, minlength=target.config.vocab_size))
+    drafts = make_drafts(run, target, counts)
+    record = _finish_drafts(drafts, target, corpus, generated, run, dtype, out)
+    write_json(out / "draft_training.json", record)
+    _say(started, "drafts written")
+
+
+def _finish_drafts(
+    drafts: Drafts,
+    target: NanoTarget,
+    corpus: Windows,
+    generated: Windows | None,
+    run: Run,
+    dtype: torch.dtype,
+    out: Path,
+) -> dict[str, Any]:
+    """Train, write, and return what there is to record."""
+    curves = train_drafts(drafts, target, draft_batches(drafts, target, corpus, generated, run, dtype), run, dtype)
+    for kind, draft in drafts.items():
+        write_draft(out / TARGET_FOLDER / DRAFT_FOLDERS[kind], draft, kind, run.recipe)
+    first = next(iter(curves.values())).rows
+    return {
+        "drafts": {name: curve.rows for name, curve in curves.items()},
+        "draft_facts": {
+            "device": _device_name(target.device),
+            "steps": len(first) + 1,
+            "seconds": first[-1]["seconds"],
+            "parameters": {kind.value: sum(p.numel() for p in draft.parameters()) for kind, draft in drafts.items()},
+        },
+    }
 
 
 def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, started: float) -> Windows | None:

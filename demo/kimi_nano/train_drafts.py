@@ -1,4 +1,8 @@
-"""Trains the drafts side by side on one frozen target: forward KL to its distribution, unrolled over several steps."""
+"""Trains the drafts side by side on one frozen target: forward KL to its distribution, unrolled over several steps.
+
+Matrices are trained with Muon (Jordan et al. 2024), a head of its own and the norms with AdamW: a draft's training is
+short of steps rather than of text, and Muon needs fewer.
+"""
 
 import torch
 from torch import Tensor
@@ -6,12 +10,15 @@ from torch import Tensor
 from kimi_backend.checkpoint.presets import DraftKind
 from kimi_nano.dataset import Windows
 from kimi_nano.drafts import NanoDraft
+from kimi_nano.features import WINDOWS_A_PASS, DraftBatch, DraftBatches, KeptBatches, LiveBatches
 from kimi_nano.head_divergence import head_divergence, teacher_probabilities
-from kimi_nano.pace import Curve, Pace, adamw, set_learning_rate
+from kimi_nano.pace import Curve, Pace, set_learning_rate
 from kimi_nano.recipe import Run
 from kimi_nano.target import NanoTarget
 
 Drafts = dict[DraftKind, NanoDraft]
+ADAMW_SHARE = 0.15
+"""AdamW's learning rate relative to Muon's, whose steps are measured otherwise."""
 
 
 def make_drafts(run: Run, target: NanoTarget, token_counts: Tensor) -> Drafts:
@@ -36,35 +43,41 @@ def kept_tokens(token_counts: Tensor, count: int) -> Tensor:
     return token_counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def train_drafts(
+def draft_batches(
     drafts: Drafts, target: NanoTarget, corpus: Windows, generated: Windows | None, run: Run, dtype: torch.dtype
-) -> dict[str, Curve]:
-    """Train in place; the target's weights stay.
+) -> DraftBatches:
+    """Windows of the corpus and of text that the target wrote itself, if there is any."""
+    recipe = run.recipe
+    layers = tuple(sorted({j for draft in drafts.values() for j in draft.config.aux_layer_ids}))
+    num_windows = recipe.draft_batch_tokens // recipe.draft_window
+    is_kept = target.device.type == "cpu"
+    fresh = WINDOWS_A_PASS if is_kept else num_windows
+    num_generated = int(fresh * recipe.generated_share) if generated is not None else 0
+    sources = [(corpus, fresh - num_generated)]
+    if generated is not None:
+        sources.append((generated, num_generated))
+    live = LiveBatches(target, sources, recipe.draft_window, layers, dtype)
+    return KeptBatches(live, num_windows, run.seed) if is_kept else live
 
-    Args:
-        generated: text that the target wrote; None trains on the corpus alone.
-    """
+
+def train_drafts(
+    drafts: Drafts, target: NanoTarget, batches: DraftBatches, run: Run, dtype: torch.dtype
+) -> dict[str, Curve]:
+    """Train in place; the target's weights stay."""
     recipe, pace = run.recipe, Pace(run.drafts)
     target.requires_grad_(False)
-    optimizers = {kind: adamw(list(draft.parameters()), recipe.draft_peak_lr) for kind, draft in drafts.items()}
+    optimizers = {kind: _optimizers(draft) for kind, draft in drafts.items()}
     curves = {kind: Curve(f"draft {kind.value}") for kind in drafts}
-    aux_ids = {kind: draft.config.aux_layer_ids for kind, draft in drafts.items()}
-    all_ids = tuple(sorted({j for ids in aux_ids.values() for j in ids}))
     pending: dict[DraftKind, Tensor] = {}
     while pace.progress < 1.0:
-        rate = pace.learning_rate(recipe.draft_peak_lr, recipe.warmup_steps)
-        batch = _batch(corpus, generated, run)
-        with torch.no_grad():
-            out = target.eager(batch, dtype, all_ids)
-            embedded = target.weight("model.embed_tokens.weight")[batch]
-        assert out.aux is not None, "drafts read aux hidden states"
-        chunks = dict(zip(all_ids, out.aux.view(*batch.shape, -1).chunk(len(all_ids), dim=-1), strict=True))
+        rate = pace.learning_rate(recipe.draft_peak_lr, recipe.draft_warmup_steps)
+        batch = batches.next()
         for kind, draft in drafts.items():
-            aux = torch.cat([chunks[j] for j in aux_ids[kind]], dim=-1)
-            set_learning_rate(optimizers[kind], rate)
-            losses = _unrolled_losses(draft, target, aux, embedded, out.normed.view_as(embedded), run, dtype)
+            for share, optimizer in zip((1.0, ADAMW_SHARE), optimizers[kind], strict=True):
+                set_learning_rate(optimizer, rate * share)
+            losses = unrolled_losses(draft, target, batch, run.recipe.unroll, dtype)
             _update(draft, optimizers[kind], losses, recipe.unroll_decay)
-            if kind in pending:
+            if kind in pending:  # reading the losses of the step before keeps the device busy
                 values = pending[kind].tolist()
                 curves[kind].add(pace, **{f"loss_{i + 1}": value for i, value in enumerate(values)})
             pending[kind] = torch.stack(losses).detach()
@@ -72,50 +85,42 @@ def train_drafts(
     return {kind.value: curve for kind, curve in curves.items()}
 
 
-def _batch(corpus: Windows, generated: Windows | None, run: Run) -> Tensor:
-    """Windows of the corpus, then windows of generated text."""
-    recipe = run.recipe
-    num_windows, length = recipe.draft_batch_tokens // recipe.draft_window, recipe.draft_window
-    num_generated = int(num_windows * recipe.generated_share) if generated is not None else 0
-    batch = corpus.batch(num_windows - num_generated, length)
-    if generated is None or not num_generated:
-        return batch
-    return torch.cat((batch, generated.batch(num_generated, length)))
-
-
-def _unrolled_losses(
-    draft: NanoDraft,
-    target: NanoTarget,
-    aux: Tensor,
-    embedded: Tensor,
-    target_normed: Tensor,
-    run: Run,
-    dtype: torch.dtype,
+def unrolled_losses(
+    draft: NanoDraft, target: NanoTarget, batch: DraftBatch, unroll: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """KL of each step, mean nats a start.
-
-    Args:
-        aux: [B, L, C * H] of the draft's own layers. embedded, target_normed: [B, L, H] of the window's tokens.
-    """
-    length = embedded.shape[1]
-    starts = length - 1 - run.recipe.unroll  # every step of every start has a token to read and one to predict
+    """KL of each step, mean nats a start."""
+    aux = torch.cat([batch.aux[j] for j in draft.config.aux_layer_ids], dim=-1)
+    starts = aux.shape[1] - 1 - unroll  # every step of every start has a token to read and one to predict
     head = target.weight("lm_head.weight")
     teacher_head = head if draft.kept_tokens is None else head[draft.kept_tokens]
-    teacher, entropy = teacher_probabilities(target_normed[:, 1:], teacher_head, dtype)
+    teacher, entropy = teacher_probabilities(batch.normed[:, 1:], teacher_head, dtype)
     unrolling = draft.start(starts)
     hidden = draft.combine_aux(aux[:, :starts], dtype)
     losses = []
-    for j in range(run.recipe.unroll):
-        step = unrolling.step(embedded[:, 1 + j : 1 + j + starts], hidden, dtype)
+    for j in range(unroll):
+        step = unrolling.step(batch.embedded[:, 1 + j : 1 + j + starts], hidden, dtype)
         p, h = (x[:, j : j + starts].flatten(0, 1) for x in (teacher, entropy))
         losses.append(head_divergence(step.normed.flatten(0, 1), draft.head(head), p, h, dtype))
         hidden = step.hidden
     return losses
 
 
-def _update(draft: NanoDraft, optimizer: torch.optim.Optimizer, losses: list[Tensor], decay: float) -> None:
+def _optimizers(draft: NanoDraft) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Muon for the matrices inside, AdamW for norms and a head; learning rates are set before each step."""
+    parameters = list(draft.weights.items())
+    matrices = [p for name, p in parameters if p.ndim == 2 and not name.startswith("lm_head")]
+    others = [p for name, p in parameters if p.ndim != 2 or name.startswith("lm_head")]
+    muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.01, momentum=0.95)
+    return muon, torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def _update(
+    draft: NanoDraft, optimizers: tuple[torch.optim.Optimizer, ...], losses: list[Tensor], decay: float
+) -> None:
     total = sum((loss * decay**j for j, loss in enumerate(losses)), torch.zeros((), device=losses[0].device))
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
     total.backward()
     torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()

@@ -12,6 +12,7 @@ from kimi_backend.cli.bench import bench_command
 from kimi_backend.cli.health import health_command
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
+from kimi_backend.cli.probe import probe_command
 from kimi_backend.cli.server_commands import chat_command, demo_command, generate_command, serve_command
 from kimi_backend.errors import KimiError
 
@@ -32,6 +33,7 @@ app.command("chat")(chat_command)
 app.command("demo")(demo_command)
 app.command("bench")(bench_command)
 app.command("health")(health_command)
+app.command("probe")(probe_command)
 
 
 def main() -> None:

@@ -1,0 +1,113 @@
+"""`kimi probe`: which setting a draft was trained with, by what the target accepts of it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kimi_backend.runners.probe import ProbeResult
+
+DEFAULT_PROMPTS = (
+    "def fibonacci(n):\n    ",
+    "import json\nimport sys\n\n\ndef main():\n    ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def read_lines(path):\n    with open(path) as file:\n        ",
+    "for i in range(10):\n    if i % 2 == 0:\n        ",
+    "try:\n    value = int(text)\nexcept ValueError:\n    ",
+)
+SHOWN_ROWS = 12
+
+
+def probe_command(
+    checkpoint: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the target's checkpoint.")],
+    draft: Annotated[Path, typer.Option(help="Folder of the draft's checkpoint.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with prompt or input_ids; by default eight short built-in ones.")
+    ] = None,
+    num_tokens: Annotated[int, typer.Option(help="Tokens the target writes after each prompt.", min=8)] = 64,
+    num_speculative_tokens: Annotated[int, typer.Option("-k", help="Draft tokens a round.", min=1, max=7)] = 3,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a draft under every plausible setting and say which one it was trained with.
+
+    Aux layer encodings × rotary variants × norm flags. Exits with 1 when the file's own setting is clearly worse than
+    the best one.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from kimi_backend.cli.prompt_file import read_prompt_token_ids
+    from kimi_backend.config.settings import ServingSettings
+    from kimi_backend.runners.probe import verdict
+    from kimi_backend.runners.probe_loading import open_probe
+    from kimi_backend.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(checkpoint)
+    token_ids = (
+        read_prompt_token_ids(prompts, tokenizer)
+        if prompts
+        else [tuple(tokenizer.encode(prompt)) for prompt in DEFAULT_PROMPTS]
+    )
+    settings = ServingSettings(checkpoint=str(checkpoint), draft=str(draft), device=device)
+    longest = max(map(len, token_ids)) + num_tokens
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    results = []
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        opened = open_probe(settings, longest + num_speculative_tokens)
+        task = progress.add_task("the target writes", total=len(token_ids))
+        texts = opened.write_texts(token_ids, num_tokens, lambda: progress.advance(task))
+        task = progress.add_task("settings", total=len(opened.candidates))
+        for result in opened.run(texts, num_speculative_tokens):
+            results.append(result)
+            progress.advance(task)
+    chosen, rivals = verdict(results)
+    report = _report(results, chosen, rivals, opened.config_aux)
+    typer.echo(json.dumps(report, indent=2) if as_json else _text(results, report))
+    raise typer.Exit(0 if report["file_is_right"] else 1)
+
+
+def _report(
+    results: "list[ProbeResult]", chosen: "ProbeResult", rivals: "list[ProbeResult]", aux: tuple[int, ...]
+) -> dict[str, Any]:
+    ranked = sorted(results, key=lambda result: -result.acceptance_length)
+    own = next(result for result in results if result.setting.is_files_own)
+    return {
+        "trained_with": _as_json(chosen, ranked[0]),
+        "file": {**_as_json(own, ranked[0]), "aux_layer_ids": list(aux)},
+        "file_is_right": own is chosen,
+        "not_told_apart": [rival.setting.name for rival in rivals],
+        "settings": [_as_json(result, ranked[0]) for result in ranked],
+    }
+
+
+def _as_json(result: "ProbeResult", best: "ProbeResult") -> dict[str, Any]:
+    overrides = result.setting.overrides
+    names = ("aux_layer_ids", "rope_theta", "beta_fast", "interleaved", "fc_norm", "norm_output")
+    return {
+        "setting": result.setting.name,
+        "acceptance_length": round(result.acceptance_length, 4),
+        "standard_errors_below_best": round(best.errors_above(result), 2),
+        "overrides": {name: getattr(overrides, name) for name in names if getattr(overrides, name) is not None},
+    }
+
+
+def _text(results: "list[ProbeResult]", report: dict[str, Any]) -> str:
+    lines = ["accepted  below best  setting"]
+    for row in report["settings"][:SHOWN_ROWS]:
+        lines.append(f"{row['acceptance_length']:8.3f}  {row['standard_errors_below_best']:7.1f} SE  {row['setting']}")
+    if len(results) > SHOWN_ROWS:
+        lines.append(f"... and {len(results) - SHOWN_ROWS} more with less")
+    chosen, rivals = report["trained_with"], report["not_told_apart"]
+    if rivals:
+        lines.append(f"Not told apart by these prompts: {len(rivals) + 1} settings. More prompts tell more.")
+    if report["file_is_right"]:
+        lines.append(f"Nothing is clearly better than what the file says: {chosen['setting']}")
+    else:
+        lines.append(f"The draft was trained with: {chosen['setting']}")
+        lines.append(f"Its file says otherwise. Serve it with these overrides: {json.dumps(chosen['overrides'])}")
+    return "\n".join(lines)

@@ -1,0 +1,50 @@
+"""The probe's settings and its verdict. That it replays serving is tested on trained models, in tests/demo."""
+
+import pytest
+
+from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.runners.probe import ProbeResult, verdict
+from kimi_backend.runners.probe_settings import ProbeSetting, candidate_settings, layers_to_keep
+from kimi_nano.recipe import MICRO, DraftKind
+
+
+def config_of(kind: DraftKind) -> Eagle3DraftConfig:
+    target = KimiModelConfig.from_hf_json(MICRO.target_json())
+    return Eagle3DraftConfig.from_hf_json(MICRO.draft_json(kind), target)
+
+
+def result(name: str, lengths: list[float], *, is_files_own: bool = False) -> ProbeResult:
+    setting = ProbeSetting(aux=name, rope="", norms="", overrides=DraftOverrides(), is_files_own=is_files_own)
+    return ProbeResult(setting=setting, lengths=tuple(lengths))
+
+
+@pytest.mark.parametrize(("kind", "has_fc_norm", "norms"), [(DraftKind.MLA, False, 2), (DraftKind.MLA31, True, 4)])
+def test_every_reading_meets_every_rope_and_norm(kind: DraftKind, has_fc_norm: bool, norms: int) -> None:
+    config = config_of(kind)
+    settings = candidate_settings(config, 8, has_fc_norm)
+    assert settings[0].is_files_own
+    assert settings[0].overrides == DraftOverrides()
+    assert sum(setting.is_files_own for setting in settings) == 1
+    # Three readings of the ids; as the file, other pairs, two thetas, one beta_fast.
+    assert len(settings) == 3 * 5 * norms
+    assert len({setting.overrides for setting in settings}) == len(settings)
+    assert layers_to_keep(settings, config) == (1, 2, 3, 4, 5, 6)
+
+
+def test_a_clearly_better_setting_is_believed() -> None:
+    own = result("own", [1.2, 1.3, 1.1, 1.2, 1.25], is_files_own=True)
+    better = result("better", [2.2, 2.4, 2.0, 2.3, 2.2])
+    assert verdict([own, better]) == (better, [])
+
+
+def test_the_files_setting_is_believed_among_near_equals() -> None:
+    own = result("own", [2.0, 2.4, 1.9, 2.2], is_files_own=True)
+    near = result("near", [2.1, 2.3, 2.0, 2.25])
+    assert verdict([near, own]) == (own, [near])
+
+
+def test_equal_settings_are_not_told_apart() -> None:
+    own, same = result("own", [1.5, 1.7], is_files_own=True), result("same", [1.5, 1.7])
+    assert own.errors_above(same) == 0
+    assert verdict([own, same]) == (own, [same])
