@@ -35,6 +35,12 @@ class OutputTotals:
     speculation: SpeculationStats | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _EndAll:
+    finish: Finish
+    tells_engine: bool
+
+
 class Emitter:
     """Takes each step's outputs off the engine thread's hands.
 
@@ -45,7 +51,7 @@ class Emitter:
     def __init__(self, on_end: Callable[[Sequence, Finish], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_end = on_end
         self._clock = clock
-        self._queue: SimpleQueue[list[StepOutput] | Finish | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[StepOutput] | _EndAll | None] = SimpleQueue()
         self._outputs: dict[int, RequestOutput] = {}
         self._with_stop_strings: set[int] = set()
         self._num_put = 0
@@ -80,10 +86,13 @@ class Emitter:
             with self._advanced:
                 self._advanced.wait_for(lambda: self._num_put - self._num_done <= 1, LONGEST_LAG_WAIT_S)
 
-    def finish_all(self, finish: Finish) -> None:
-        """End every request that still expects outputs, after those handed over so far. Nothing may be registered
-        from now on until they have ended."""
-        self._queue.put(finish)
+    def finish_all(self, finish: Finish, tells_engine: bool = False) -> None:
+        """End every request that still expects outputs, after those handed over so far.
+
+        Args:
+            tells_engine: the engine goes on and is to drop them too; else nothing may be registered any more.
+        """
+        self._queue.put(_EndAll(finish, tells_engine))
 
     @property
     def num_live(self) -> int:
@@ -111,17 +120,21 @@ class Emitter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            for output in self._ends(item) if isinstance(item, Finish) else item:
+            for output in self._ends(item) if isinstance(item, _EndAll) else item:
                 request_output = self._outputs.get(output.sequence.uid)
                 if request_output is not None:
                     self._emit(request_output, output)
             with self._advanced:
-                self._num_done += not isinstance(item, Finish)
+                self._num_done += not isinstance(item, _EndAll)
                 self._advanced.notify()
 
-    def _ends(self, finish: Finish) -> list[StepOutput]:
+    def _ends(self, end: "_EndAll") -> list[StepOutput]:
         now = self._clock()
-        return [StepOutput(output.sequence, now, finish=finish) for output in self._outputs.copy().values()]
+        sequences = [output.sequence for output in self._outputs.copy().values()]
+        if end.tells_engine:
+            for sequence in sequences:
+                self._on_end(sequence, end.finish)
+        return [StepOutput(sequence, now, finish=end.finish) for sequence in sequences]
 
     def _emit(self, request_output: RequestOutput, output: StepOutput) -> None:
         sequence = request_output.sequence

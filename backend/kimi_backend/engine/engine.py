@@ -13,12 +13,12 @@ from kimi_backend.engine.request_output import DeltaSink, NoText, OutputText, Re
 from kimi_backend.engine.statistics import EngineState, EngineStatistics, take_statistics
 from kimi_backend.errors import CapacityError, InvalidRequestError
 from kimi_backend.scheduler.admission import AdmissionLimits, check_request
-from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
 from kimi_backend.text.text_stream import TextStream
 from kimi_backend.text.tokenizer import Tokenizer
-from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 
 SEED_BITS = 53
 """Of a seed that the engine picks: it is reported in JSON, where larger integers lose their low bits."""
@@ -103,6 +103,17 @@ class Engine:
             self._loop.emitter.register(output)
             self._loop.add(sequence)
         return RequestHandle(request.request_id, sequence.seed, lambda reason: self._loop.cancel(sequence, reason))
+
+    @property
+    def target_process_id(self) -> int | None:
+        """The process of the target that was last met; None before, or when it runs in this one."""
+        description = self._loop.target_description
+        return None if description is None else description.process_id
+
+    def fail_live(self, problem: str) -> None:
+        """End every live request by an error now, though the engine's thread may be waiting for a dead target."""
+        finish = Finish(FinishReason.ERROR, error=problem, cause=EndCause.TARGET_LOST)
+        self._loop.emitter.finish_all(finish, tells_engine=True)
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests, wait for the live ones, then stop. False if some had to be cancelled."""

@@ -90,6 +90,11 @@ class EngineLoop:
         return self._thread.is_alive()
 
     @property
+    def target_description(self) -> RunnerDescription | None:
+        """What the target last said of itself."""
+        return self._target_link.description
+
+    @property
     def num_newcomers(self) -> int:
         """Requests that the engine thread has not seen yet."""
         return len(self._newcomers)

@@ -62,7 +62,7 @@ class RunnerServer:
     def __init__(self, runner: Runner, pb_utils: Any) -> None:
         self._runner = runner
         self._pb = pb_utils
-        self._description = runner.describe()
+        self._description = dataclasses.replace(runner.describe(), process_id=os.getpid())
 
     @classmethod
     def from_model_args(cls, args: dict[str, str], load: Callable[[ServingSettings], Runner]) -> "RunnerServer":

@@ -17,6 +17,7 @@ from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.metrics import MetricsPublisher
+from kimi_backend.serving.processes import is_alive
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.text.chat_template import load_chat_template
@@ -26,7 +27,7 @@ logger = logging.getLogger("kimi_backend.serving")
 
 HANDSHAKE_PATIENCE_S = 5.0
 """A request that comes right after the server's start waits so long for the first answer of the runners."""
-DRAIN_WATCH_S = 0.1
+WATCH_S = 0.1
 
 
 def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
@@ -79,8 +80,7 @@ class SpecEnsembleServer:
         self._metrics = MetricsPublisher(pb_utils, self._engine.statistics, settings.metrics_interval_s)
         self._has_started = False
         self._closed = threading.Event()
-        if settings.drain_file:
-            threading.Thread(target=self._watch_drain_file, name="drain-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="kimi-watch", daemon=True).start()
 
     @classmethod
     def from_model_args(cls, args: dict[str, str]) -> "SpecEnsembleServer":
@@ -139,14 +139,23 @@ class SpecEnsembleServer:
         if handle is not None:
             handle.cancel()
 
-    def _watch_drain_file(self) -> None:
-        path = Path(self._settings.drain_file)
-        while not self._closed.wait(DRAIN_WATCH_S):
-            if path.exists():
+    def _watch(self) -> None:
+        """Look for the drain file, and whether the target's process is alive.
+
+        The server itself takes a second to answer a call to a stub that has died; clients need not wait for that.
+        """
+        drain_file = Path(self._settings.drain_file) if self._settings.drain_file else None
+        dead: int | None = None
+        while not self._closed.wait(WATCH_S):
+            if drain_file is not None and drain_file.exists():
                 logger.info("draining: live requests are cancelled, new ones refused")
                 self._sender.is_draining = True
                 self._engine.stop()
                 return
+            process_id = self._engine.target_process_id
+            if process_id is not None and process_id != dead and not is_alive(process_id):
+                dead = process_id
+                self._engine.fail_live(f"runner kimi_target: its process {process_id} has died")
 
 
 def _parameters(request: Any) -> dict[str, Any]:

@@ -177,4 +177,6 @@ class RunnerDescription:
     """"cpu", or the GPU's UUID."""
     aux_buffer: bytes | None = None
     """CUDA IPC handle of the shared aux buffer, when there is one."""
+    process_id: int | None = None
+    """Of a runner in a process of its own."""
     protocol_version: int = PROTOCOL_VERSION

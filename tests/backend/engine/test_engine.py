@@ -458,3 +458,23 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end_s, "the condition never held"
         time.sleep(0.002)
+
+
+def test_requests_end_while_the_engine_waits_for_a_dead_target(start: Callable[..., Engine]) -> None:
+    """And the engine serves others once the call has come back, without what ended."""
+    target = make_target()
+    engine = ready(start(target, make_draft()))
+    target.gate = threading.Event()
+    stuck = [Client() for _ in range(3)]
+    for i, client in enumerate(stuck):
+        engine.submit(request((i, 1), f"stuck{i}"), client)
+    time.sleep(0.1)
+    engine.fail_live("its process has died")
+    for client in stuck:
+        final = client.wait(1)
+        assert (final.finish_reason, final.error) == (FinishReason.ERROR, "its process has died")
+    target.gate.set()
+    later = Client()
+    engine.submit(request(), later)
+    assert later.wait().finish_reason is FinishReason.LENGTH
+    assert engine.statistics().num_running == 0

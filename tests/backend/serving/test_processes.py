@@ -1,0 +1,24 @@
+"""Alive, dead and not waited for, gone."""
+
+import os
+import subprocess
+import sys
+import time
+
+from kimi_backend.serving.processes import is_alive
+
+
+def test_a_process_is_alive_until_it_ends():
+    assert is_alive(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert is_alive(child.pid)
+    child.kill()
+    deadline = time.monotonic() + 10
+    while is_alive(child.pid):  # a zombie: nobody has waited for it
+        assert time.monotonic() < deadline
+    child.communicate()
+    assert not is_alive(child.pid)
+
+
+def test_without_proc_nothing_is_declared_dead(tmp_path):
+    assert is_alive(os.getpid(), tmp_path)
