@@ -12,6 +12,7 @@ It starts the embedded server; `--url host:port` takes one that runs (its gRPC p
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -26,6 +27,7 @@ import torch
 
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer
 from kimi_backend.cli.serve import make_server, settings_from_options
+from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_client import KimiClient
 from serving_suite.loads import SUITES, LoadSettings
@@ -100,6 +102,24 @@ def machine() -> str:
     return f"CPU, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before, {platform.machine()}"
 
 
+def command_line(options: argparse.Namespace) -> str:
+    """What was typed, without this machine's paths."""
+    parts = [f"python benchmarks/serving.py {options.suite}"]
+    for name, value in vars(options).items():
+        if name in ("suite", "note", "out") or value is None:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        parts.append(f"{'-k' if name == 'k' else '--' + name.replace('_', '-')} {'PATH' if '/' in text else text}")
+    return " ".join(parts)
+
+
+def settings_given() -> dict[str, str]:
+    """The server's settings that the environment gives; no paths, and nothing that is not a setting."""
+    variables = {f.name: ENVIRONMENT_PREFIX + f.name.upper() for f in dataclasses.fields(ServingSettings)}
+    given = {name: os.environ.get(variable, "") for name, variable in variables.items()}
+    return {name: value for name, value in given.items() if value and "/" not in value}
+
+
 def run_suite(options: argparse.Namespace) -> None:
     program = find_perf_analyzer()
     if program is None:
@@ -110,7 +130,8 @@ def run_suite(options: argparse.Namespace) -> None:
         "what": options.note or machine(),
         "machine": machine(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": "python benchmarks/serving.py " + " ".join(a for a in sys.argv[1:] if "/" not in a),
+        "command": command_line(options),
+        "settings": settings_given(),
         "cases": [],
     }
     with served(options) as url:

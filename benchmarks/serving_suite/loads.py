@@ -95,7 +95,8 @@ def rate_sweep(settings: LoadSettings) -> Iterator[Case]:
     for rate in settings.rates:
         for label, k in _labels(settings):
             requests = _requests(code_prompts(), settings.num_requests, k, settings, lambda i: None)
-            arguments = [f"--request-rate-range={rate}", "--request-distribution=poisson"]
+            # Start and end: with one number below 1 it believes that a range was asked for.
+            arguments = [f"--request-rate-range={rate}:{rate}", "--request-distribution=poisson"]
             yield Case(label=label, x=rate, requests=requests, arguments=arguments)
 
 

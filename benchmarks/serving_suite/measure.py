@@ -39,7 +39,9 @@ def run_case(program: str, url: str, case: Case) -> dict[str, Any]:
         command = command_of(program, url, case, data, export)
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_CASE_S)
         if done.returncode != 0 or not export.exists():
-            raise KimiError(f"perf_analyzer failed with code {done.returncode}: {(done.stdout + done.stderr)[-800:]}")
+            # Of a wrong option it prints its whole usage after the reason.
+            said = (done.stdout + done.stderr).split("Usage:")[0]
+            raise KimiError(f"perf_analyzer failed with code {done.returncode}: {said[-800:]}")
         result = load_result(json.loads(export.read_text()), 0)
     return {
         "label": case.label,

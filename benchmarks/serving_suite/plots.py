@@ -1,5 +1,6 @@
 """Pictures of a report, one for each suite."""
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def draw_concurrency(figure: Figure, report: Report) -> None:
         streams, [p["request_ms"]["p50"] / f["request_ms"]["p50"] for f, p in pairs], "s--", label="request time"
     )
     speedup.axhline(1, color="grey", linewidth=0.8)
+    speedup.set_xscale("log", base=2)
+    speedup.set_xticks(streams, [f"{s:g}" for s in streams])
     speedup.set(xlabel="streams", ylabel="speed-up by speculation", ylim=(0, None))
     speedup.legend()
     _acceptance_by_position(acceptance, lines)
@@ -111,5 +114,6 @@ def draw(report: Report, path: Path) -> None:
     drawing, width = DRAWINGS[report["suite"]]
     figure = Figure(figsize=(width, 4), layout="constrained")
     drawing(figure, report)
-    figure.suptitle(f"{report['suite']}: {report['what']}", fontsize=10)
+    title = f"{report['suite']}: {report['what']}"
+    figure.suptitle("\n".join(textwrap.wrap(title, round(11 * width))), fontsize=10)
     figure.savefig(path, dpi=110)

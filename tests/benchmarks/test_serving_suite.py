@@ -34,7 +34,7 @@ def test_many_streams_get_several_requests_each():
 
 
 def test_rates_are_poisson():
-    assert cases("rate")[0].arguments == ["--request-rate-range=0.5", "--request-distribution=poisson"]
+    assert cases("rate")[0].arguments == ["--request-rate-range=0.5:0.5", "--request-distribution=poisson"]
 
 
 def test_long_prompts_are_all_different_and_share_no_cache_between_the_lines():

@@ -44,4 +44,4 @@ def test_a_rate_is_kept(perf_analyzer, url, tmp_path):
     assert [case["label"] for case in report["cases"]] == ["k = 2", "plain"]
     assert report["cases"][0]["speculation"]["rounds"] > 0
     assert report["cases"][1]["speculation"] is None
-    assert all("--request-rate-range=3" in case["perf_analyzer"] for case in report["cases"])
+    assert all("--request-rate-range=3:3" in case["perf_analyzer"] for case in report["cases"])
