@@ -8,11 +8,10 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from kimi_client._errors import RequestCancelled, RequestTimedOut
+from kimi_client._errors import KimiClientError, RequestCancelled, RequestTimedOut
 from kimi_client._tensors import MODEL_NAME, build_inputs
 from kimi_client._transport import (
     CHANNEL_OPTIONS,
-    METADATA,
     Stub,
     build_request,
     deadline,
@@ -47,6 +46,9 @@ class Stream:
             except grpc.RpcError as error:
                 self._is_open = False
                 raise from_rpc_error(error) from None
+            except KimiClientError:
+                self.cancel()
+                raise
             self.chunks.append(chunk)
             self._is_open = not is_last
             yield chunk
@@ -114,7 +116,7 @@ class KimiClient:
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
         request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit), metadata=METADATA)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit))
         return Stream(request_id, call)
 
     def generate(self, *, timeout_s: float | None = None, **fields: Any) -> Completion:

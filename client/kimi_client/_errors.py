@@ -48,6 +48,15 @@ _BY_STATUS = {
     "DEADLINE_EXCEEDED": RequestTimedOut,
 }
 
+_BY_CODE = {
+    "INVALID_ARG": InvalidRequest,
+    "UNAVAILABLE": ServerBusy,
+    "CANCELLED": RequestCancelled,
+    "INTERNAL": ServerFailed,
+}
+
+_NOT_READY_SIGNS = ("unknown model", "not ready", "unavailable")
+
 _CONNECTION_SIGNS = ("failed to connect", "Connection refused", "Socket closed", "DNS resolution failed", "GOAWAY")
 
 
@@ -56,3 +65,13 @@ def from_status(status: str, message: str) -> KimiClientError:
     if status == "UNAVAILABLE" and any(sign in message for sign in _CONNECTION_SIGNS):
         return ServerUnreachable(f"{message} (is the server running, and is this its gRPC port?)")
     return _BY_STATUS.get(status, ServerFailed)(message)
+
+
+def from_message(text: str) -> KimiClientError:
+    """The error class for a message on a stream: the model's own begin with their code, the server's do not."""
+    code, separator, message = text.partition(": ")
+    if separator and code in _BY_CODE:
+        return _BY_CODE[code](message)
+    if any(sign in text for sign in _NOT_READY_SIGNS):
+        return ServerBusy(text)
+    return ServerFailed(text)

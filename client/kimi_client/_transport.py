@@ -11,7 +11,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
-from kimi_client._errors import KimiClientError, ServerFailed, from_status
+from kimi_client._errors import KimiClientError, from_message, from_status
 from kimi_client._tensors import MODEL_NAME, InputTensor, is_final, parse_chunk
 from kimi_client._types import Chunk
 
@@ -19,8 +19,6 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", 2**31 - 1),
     ("grpc.max_receive_message_length", 2**31 - 1),
 ]
-# Without it the server reports stream errors as bare text, without a status.
-METADATA = (("triton_grpc_error", "true"),)
 # The server ends a request at its deadline; the stream's own one covers a server that never answers.
 DEADLINE_GRACE_S = 5.0
 
@@ -49,10 +47,10 @@ def parse_response(response: Any) -> tuple[Chunk, bool]:
     """A stream's message as a chunk, and whether it is the last.
 
     Raises:
-        ServerFailed: the message carries an error.
+        KimiClientError: the message carries an error, which ends the request.
     """
     if response.error_message:
-        raise ServerFailed(response.error_message)
+        raise from_message(response.error_message)
     result = grpcclient.InferResult(response.infer_response)
     return parse_chunk(result), is_final(result)
 

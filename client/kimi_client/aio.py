@@ -10,11 +10,10 @@ import grpc.aio
 from tritonclient.grpc import service_pb2
 
 from kimi_client._client import check_time
-from kimi_client._errors import RequestCancelled
+from kimi_client._errors import KimiClientError, RequestCancelled
 from kimi_client._tensors import MODEL_NAME, build_inputs
 from kimi_client._transport import (
     CHANNEL_OPTIONS,
-    METADATA,
     Stub,
     build_request,
     deadline,
@@ -45,6 +44,9 @@ class AsyncStream:
             except grpc.RpcError as error:
                 self._is_open = False
                 raise from_rpc_error(error) from None
+            except KimiClientError:
+                self.cancel()
+                raise
             self.chunks.append(chunk)
             self._is_open = not is_last
             yield chunk
@@ -94,7 +96,7 @@ class AsyncKimiClient:
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
         request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit), metadata=METADATA)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit))
         return AsyncStream(request_id, call)
 
     async def generate(self, *, timeout_s: float | None = None, **fields: Any) -> Completion:

@@ -7,7 +7,7 @@ pytest.importorskip("tritonclient.grpc")
 import kimi_client
 from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS
 from kimi_client import _tensors
-from kimi_client._errors import from_status
+from kimi_client._errors import from_message, from_status
 
 COMPATIBILITY_ONLY = {
     *ALIASES,
@@ -73,6 +73,23 @@ def test_bad_fields_name_themselves(fields):
 )
 def test_status_decides_the_class(status, message, error):
     assert type(from_status(status, message)) is error
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("INVALID_ARG: top_p: 2 given", kimi_client.InvalidRequest, "top_p: 2 given"),
+        ("UNAVAILABLE: queue is full", kimi_client.ServerBusy, "queue is full"),
+        ("CANCELLED: shutting down", kimi_client.RequestCancelled, "shutting down"),
+        ("INTERNAL: oops", kimi_client.ServerFailed, "oops"),
+        ("Request for unknown model: 'x' has no versions", kimi_client.ServerBusy, "unknown model"),
+        ("something else: no code", kimi_client.ServerFailed, "something else"),
+    ],
+)
+def test_a_messages_code_decides_the_class(text, error, message):
+    found = from_message(text)
+    assert type(found) is error
+    assert message in str(found)
 
 
 def test_nothing_listening_is_unreachable():

@@ -9,6 +9,7 @@ from support.server_process import running_server, serving_settings, write_check
 HAS_SERVER = importlib.util.find_spec("pytriton") is not None
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/server/" in str(item.path):

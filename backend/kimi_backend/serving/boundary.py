@@ -8,13 +8,21 @@ from kimi_backend.errors import KimiError
 LOGGER_NAME = "kimi_backend"
 
 
+def coded_error(pb_utils: Any, code: str, message: str) -> Any:
+    """A server error whose message begins with its code.
+
+    A gRPC stream carries an error's message only. Its code comes with the header `triton_grpc_error`, but streams with
+    that header crash Triton Server 24.10 after some thousand errors.
+    """
+    return pb_utils.TritonError(f"{code}: {message}", getattr(pb_utils.TritonError, code))
+
+
 def triton_error(pb_utils: Any, error: BaseException) -> Any:
     """The server's error for an exception: code and message if raised on purpose, else INTERNAL and its type."""
     if isinstance(error, KimiError):
-        return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
-    return pb_utils.TritonError(
-        f"internal error ({type(error).__name__}); the server's log has the details", pb_utils.TritonError.INTERNAL
-    )
+        return coded_error(pb_utils, error.code, str(error))
+    message = f"internal error ({type(error).__name__}); the server's log has the details"
+    return coded_error(pb_utils, KimiError.code, message)
 
 
 def error_response(pb_utils: Any, error: BaseException) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kimi_backend.serving.boundary import coded_error
 from kimi_backend.types.request import FinishReason, RequestStats, SpeculationStats, TokenDelta, TokenLogprobs
 
 
@@ -85,9 +86,9 @@ class ResponseBuilder:
 
     def build_error(self, delta: TokenDelta) -> Any:
         """A response that ends a request by an error: the engine's failure, or CANCELLED by a shutdown."""
-        codes = self._pb.TritonError
-        code = codes.CANCELLED if delta.finish_reason is FinishReason.CANCELLED else codes.INTERNAL
-        return self._pb.InferenceResponse(output_tensors=[], error=codes(delta.error or "internal error", code))
+        code = "CANCELLED" if delta.finish_reason is FinishReason.CANCELLED else "INTERNAL"
+        error = coded_error(self._pb, code, delta.error or "internal error")
+        return self._pb.InferenceResponse(output_tensors=[], error=error)
 
     def _text(self, name: str, text: str) -> Any:
         return self._pb.Tensor(name, np.array([[text.encode("utf-8")]], dtype=np.object_))

@@ -81,7 +81,7 @@ def test_a_failure_ends_with_an_error_and_keeps_what_was_said(sender):
     wait_for(lambda: out.finals == 1)
     assert out.outputs("text_output") == [b"<0>"]
     last = out.sent[-1][0]
-    assert (last.error().code(), last.error().message()) == ("INTERNAL", "the row is not finite")
+    assert (last.error().code(), last.error().message()) == ("INTERNAL", "INTERNAL: the row is not finite")
 
 
 @pytest.mark.parametrize("is_draining", [False, True])
