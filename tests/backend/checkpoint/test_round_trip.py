@@ -38,10 +38,12 @@ def target_logits(checkpoint: TargetCheckpoint, source: TensorSource) -> tuple[t
     return TargetSteps(target, KERNELS, [16], aux_layer_ids=(0, 1, 2)).run(TOKENS, [4, 2])
 
 
-def draft_logits(checkpoint: DraftCheckpoint, source: TensorSource) -> torch.Tensor:
+def draft_logits(checkpoint: DraftCheckpoint, source: TensorSource, aux: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits over the same prompt, from the target's aux hidden states or from random ones."""
     build: type[Eagle3Draft] = Eagle3MlaDraft if isinstance(checkpoint.config, Eagle3MlaDraftConfig) else Eagle3MhaDraft
     draft = build(checkpoint.config, source, KERNELS, SingleRank(), CPU, torch.float32)  # type: ignore[arg-type]
-    aux = torch.randn(len(TOKENS), 3 * 128, generator=torch.Generator().manual_seed(5))
+    if aux is None:
+        aux = torch.randn(len(TOKENS), 3 * 128, generator=torch.Generator().manual_seed(5))
     logits, _ = DraftSteps(draft, [16]).step([(0, TOKENS)], [draft.combine_aux(aux)])
     return logits[0]
 
@@ -65,18 +67,24 @@ def test_a_target_from_files_equals_the_one_in_memory(
     assert float(found[0].std()) == pytest.approx(1.0, rel=0.2)  # a head of N(0, 1 / H) on normed states
 
 
+@pytest.mark.parametrize("architecture", Architecture)
+@pytest.mark.parametrize("quantization", QuantizationMethod)
 @pytest.mark.parametrize("kind", DraftKind)
-def test_a_draft_from_files_equals_the_one_in_memory(tmp_path: Path, kind: DraftKind) -> None:
-    folder = make_tiny(tmp_path / "out", QuantizationMethod.NONE, kind)
+def test_a_draft_from_files_equals_the_one_in_memory(
+    tmp_path: Path, kind: DraftKind, quantization: QuantizationMethod, architecture: Architecture
+) -> None:
+    """Every pair that can be made: the draft reads what its own target, from files too, hands on."""
+    folder = make_tiny(tmp_path / "out", quantization, kind, architecture=architecture)
     target = TargetCheckpoint.open(folder)
+    aux = target_logits(target, target.tensors)[1]
     checkpoint = DraftCheckpoint.open(folder / "draft", target.config)
     assert checkpoint.config.fc_norm == checkpoint.config.norm_output == (kind is DraftKind.MLA31)
     specs = draft_tensor_specs(checkpoint.config)
     names = checkpoint.tensors.names()
     in_memory = RandomTensors(specs, seed=1)
     with checkpoint.loading() as tensors:
-        found = draft_logits(checkpoint, tensors)
-    expected = draft_logits(checkpoint, InMemoryTensors({name: in_memory.read(name) for name in names}))
+        found = draft_logits(checkpoint, tensors, aux)
+    expected = draft_logits(checkpoint, InMemoryTensors({name: in_memory.read(name) for name in names}), aux)
     assert torch.equal(found, expected)
     assert found.shape == (len(TOKENS), checkpoint.config.draft_vocab_size)
 
