@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 
-.PHONY: demo setup lint fmt test test-gpu generated clean
+.PHONY: demo drafts setup lint fmt test test-gpu generated clean
 
 setup: $(STAMP)  ## make the virtual environment and install everything the tests need
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)  ## the real Triton Server, one prompt with speculation and without
 	$(BIN)/kimi demo
+
+drafts: $(STAMP)  ## train the drafts of kimi-nano that do not ship, into out/drafts; minutes on a GPU, hours on a CPU
+	PYTHONPATH=demo $(BIN)/python -m kimi_nano prepare out/nano-data --tokenizer demo/kimi-nano
+	PYTHONPATH=demo $(BIN)/python -m kimi_nano drafts demo/kimi-nano out/nano-data out/drafts --kinds mla31 mha
 
 fmt: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,10 +1,14 @@
-"""`python -m kimi_nano prepare | train | drafts | evaluate | plot`."""
+"""`python -m kimi_nano prepare | train | drafts | evaluate | plot | card`."""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kimi_backend.checkpoint.presets import DraftKind
 from kimi_nano.recipe import RECIPES, Budget, Run
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -13,6 +17,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="corpus -> tokenizer and token ids")
     prepare.add_argument("data", type=Path)
     prepare.add_argument("--num-prompts", type=int, default=200)
+    prepare.add_argument("--tokenizer", type=Path, help="take this target's instead of training one")
     train = commands.add_parser("train", help="target and drafts")
     train.add_argument("data", type=Path)
     train.add_argument("out", type=Path)
@@ -20,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--draft-seconds", type=float, default=70.0)
     train.add_argument("--target-steps", type=int, default=0, help="instead of seconds")
     train.add_argument("--draft-steps", type=int, default=0, help="instead of seconds")
-    train.add_argument("--device", default="cuda")
+    train.add_argument("--device", default="auto")
     train.add_argument("--no-compile", action="store_true")
     train.add_argument("--pack", type=Path, help="also put archives of the results here")
     drafts = commands.add_parser("drafts", help="drafts of a target that is finished")
@@ -30,16 +35,20 @@ def _parser() -> argparse.ArgumentParser:
     drafts.add_argument("--kinds", nargs="+", choices=[kind.value for kind in DraftKind], default=["mla"])
     drafts.add_argument("--draft-seconds", type=float, default=90.0)
     drafts.add_argument("--draft-steps", type=int, default=0, help="instead of seconds")
-    drafts.add_argument("--device", default="cuda")
+    drafts.add_argument("--device", default="auto")
     evaluate = commands.add_parser("evaluate", help="measure a checkpoint and its drafts")
     evaluate.add_argument("checkpoint", type=Path)
     evaluate.add_argument("data", type=Path)
     evaluate.add_argument("report", type=Path, help="JSON file to write")
     evaluate.add_argument("--num-prompts", type=int, default=200)
-    evaluate.add_argument("--device", default="cpu")
+    evaluate.add_argument("--num-files", type=int, default=48, help="held-out files that the loss is measured on")
+    evaluate.add_argument("--device", default="auto")
     plot = commands.add_parser("plot", help="loss curves as an image")
     plot.add_argument("training", type=Path, nargs="+", help="training.json, draft_training.json")
     plot.add_argument("image", type=Path)
+    card = commands.add_parser("card", help="figures of a report into the model card")
+    card.add_argument("report", type=Path)
+    card.add_argument("card", type=Path)
     for command in (prepare, train, drafts):
         command.add_argument("--recipe", choices=RECIPES, default="nano")
         command.add_argument("--seed", type=int, default=0)
@@ -57,12 +66,11 @@ def _prepare(args: argparse.Namespace) -> None:
     from kimi_nano.dataset import prepare
 
     recipe = RECIPES[args.recipe]
-    prepare(args.data, load_corpus(), int(recipe.text["vocab_size"]), recipe.context, args.num_prompts)
+    vocab_size = int(recipe.text["vocab_size"])
+    prepare(args.data, load_corpus(), vocab_size, recipe.context, args.num_prompts, args.tokenizer)
 
 
 def _train(args: argparse.Namespace) -> None:
-    import torch
-
     from kimi_nano.train import train
 
     run = Run(
@@ -71,13 +79,11 @@ def _train(args: argparse.Namespace) -> None:
         drafts=Budget(seconds=args.draft_seconds, steps=args.draft_steps),
         seed=args.seed,
     )
-    device, compiles = torch.device(args.device), not args.no_compile
+    device, compiles = _device(args.device), not args.no_compile
     train(args.data, args.out, run, device=device, compiles=compiles, pack_to=args.pack)
 
 
 def _drafts(args: argparse.Namespace) -> None:
-    import torch
-
     from kimi_nano.train import train_drafts_of
 
     run = Run(
@@ -87,16 +93,16 @@ def _drafts(args: argparse.Namespace) -> None:
         seed=args.seed,
         kinds=tuple(DraftKind(kind) for kind in args.kinds),
     )
-    train_drafts_of(args.checkpoint, args.data, args.out, run, device=torch.device(args.device))
+    train_drafts_of(args.checkpoint, args.data, args.out, run, device=_device(args.device))
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    import torch
-
     from kimi_nano.evaluate import evaluate
 
-    device = torch.device(args.device)
-    evaluate(args.checkpoint, args.data, args.report, num_prompts=args.num_prompts, device=device)
+    device = _device(args.device)
+    evaluate(
+        args.checkpoint, args.data, args.report, num_prompts=args.num_prompts, num_files=args.num_files, device=device
+    )
 
 
 def _plot(args: argparse.Namespace) -> None:
@@ -105,7 +111,26 @@ def _plot(args: argparse.Namespace) -> None:
     plot_curves(args.training, args.image)
 
 
-_COMMANDS = {"prepare": _prepare, "train": _train, "drafts": _drafts, "evaluate": _evaluate, "plot": _plot}
+def _card(args: argparse.Namespace) -> None:
+    from kimi_nano.card import write_card
+
+    write_card(args.report, args.card)
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+_COMMANDS = {
+    "prepare": _prepare,
+    "train": _train,
+    "drafts": _drafts,
+    "evaluate": _evaluate,
+    "plot": _plot,
+    "card": _card,
+}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@
 import json
 import lzma
 import random
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kimi_backend.text.chat_template import CHAT_TEMPLATE_FILE
+from kimi_backend.text.tokenizer import TIKTOKEN_FILE
+from kimi_backend.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from kimi_nano.corpus import SourceFile
 from kimi_nano.prompts import Prompt, held_out_prompts
 
@@ -38,8 +42,19 @@ class Dataset:
     prompts: list[Prompt]
 
 
-def prepare(folder: Path, files: Sequence[SourceFile], vocab_size: int, max_model_len: int, num_prompts: int) -> None:
-    """Train the tokenizer on the training files, encode everything, write the folder."""
+def prepare(
+    folder: Path,
+    files: Sequence[SourceFile],
+    vocab_size: int,
+    max_model_len: int,
+    num_prompts: int,
+    trained_tokenizer: Path | None = None,
+) -> None:
+    """Train the tokenizer on the training files, encode everything, write the folder.
+
+    Args:
+        trained_tokenizer: folder of a target whose tokenizer is taken instead, to train drafts for it.
+    """
     from kimi_backend.text.tiktoken_files import write_tokenizer
     from kimi_backend.text.tokenizer import load_tokenizer
     from kimi_backend.text.train_bpe import train_bpe
@@ -47,11 +62,16 @@ def prepare(folder: Path, files: Sequence[SourceFile], vocab_size: int, max_mode
     started = time.perf_counter()
     training = [file for file in files if not file.is_held_out]
     random.Random(0).shuffle(training)
-    bpe = train_bpe((file.text for file in training), vocab_size)
-    tokens = write_tokenizer(folder / "tokenizer", vocab_size, bpe.ranks, max_model_len)
-    _print(started, f"tokenizer of {vocab_size} tokens from {len(training)} files")
+    if trained_tokenizer is None:
+        bpe = train_bpe((file.text for file in training), vocab_size)
+        write_tokenizer(folder / "tokenizer", vocab_size, bpe.ranks, max_model_len)
+        _print(started, f"tokenizer of {vocab_size} tokens from {len(training)} files")
+    else:
+        _copy_tokenizer(trained_tokenizer, folder / "tokenizer")
     tokenizer = load_tokenizer(folder / "tokenizer")
-    encoded = [[*tokenizer.encode(file.text), tokens.eos_token_id] for file in training]
+    end = tokenizer.eos_token_id
+    assert end is not None, "Kimi's tokenizer files name [EOS]"
+    encoded = [[*tokenizer.encode(file.text), end] for file in training]
     stream = np.concatenate([np.array(ids, "<u2") for ids in encoded])
     _print(started, f"{len(stream):,} training tokens")
     write_stream(folder / "train.xz", stream)
@@ -63,6 +83,12 @@ def prepare(folder: Path, files: Sequence[SourceFile], vocab_size: int, max_mode
     counts = dict(zip((file.key for file in training), map(len, encoded), strict=True))
     (folder / "corpus.json").write_text(json.dumps(_summary(files, counts), indent=1) + "\n")
     _print(started, f"{len(held_out)} files held out, {len(prompts)} prompts")
+
+
+def _copy_tokenizer(source: Path, to: Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for name in (TIKTOKEN_FILE, TOKENIZER_CONFIG_FILE, CHAT_TEMPLATE_FILE, "generation_config.json"):
+        shutil.copy(source / name, to / name)
 
 
 def write_stream(path: Path, stream: np.ndarray[Any, np.dtype[np.uint16]]) -> None:

@@ -49,18 +49,22 @@ class Evaluation:
         print(f"[{time.perf_counter() - self.started:6.1f} s] {text}", flush=True)
 
 
-def evaluate(folder: Path, data: Path, report: Path, *, num_prompts: int, device: torch.device) -> dict[str, Any]:
+def evaluate(
+    folder: Path, data: Path, report: Path, *, num_prompts: int, num_files: int, device: torch.device
+) -> dict[str, Any]:
     """Measure everything and write `report`.
 
     Args:
         folder: a target's checkpoint with drafts in folders below it.
         data: what `dataset.prepare` wrote.
         num_prompts: how many of its prompts to use, from the first on.
+        num_files: how many of its held-out files the loss is measured on.
     """
     content = json.loads((data / "held_out.json").read_text())
     prompts = [Prompt(**prompt) for prompt in content["prompts"]][:num_prompts]
     target = read_target(folder).to(device)
-    work = Evaluation(target, load_tokenizer(folder), folder, prompts, content["files"], time.perf_counter())
+    held_out = dict(list(content["files"].items())[:num_files])
+    work = Evaluation(target, load_tokenizer(folder), folder, prompts, held_out, time.perf_counter())
     result: dict[str, Any] = {"num_prompts": len(prompts), "num_draft_tokens": NUM_DRAFT_TOKENS}
     texts = {temperature: _texts(work, temperature, report) for temperature in TEMPERATURES}
     result["text"] = {str(temperature): _text_measures(work, written) for temperature, written in texts.items()}

@@ -42,7 +42,7 @@ class Recipe:
     unroll_decay: float = 0.8
     """Weight of a step's loss relative to the step before."""
     peak_lr: float = 3e-3
-    draft_peak_lr: float = 2e-2
+    draft_peak_lr: float = 1e-2
     draft_warmup_steps: int = 20
     warmup_steps: int = 100
     quantized_share: float = 0.35
@@ -168,6 +168,7 @@ MICRO = Recipe(
     draft_batch_tokens=1024,
     warmup_steps=5,
     peak_lr=1e-2,
+    draft_peak_lr=2e-2,
     generated_sequences=8,
     generated_tokens=64,
 )

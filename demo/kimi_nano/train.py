@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
+from kimi_nano.aligned_start import align
 from kimi_nano.dataset import Windows, load
 from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, bake, read_target, write_draft, write_target
 from kimi_nano.generate import generate
@@ -17,6 +19,7 @@ from kimi_nano.target import NanoTarget
 from kimi_nano.train_drafts import Drafts, draft_batches, make_drafts, train_drafts
 from kimi_nano.train_target import train_target
 
+ALIGNED_WINDOWS = 32
 WATCHED_FILES = 48
 """Held-out files whose loss is measured while training."""
 PROMPT_TOKENS = 64
@@ -96,6 +99,9 @@ def _finish_drafts(
     out: Path,
 ) -> dict[str, Any]:
     """Train, write, and return what there is to record."""
+    for draft in drafts.values():
+        if isinstance(draft.config, Eagle3MlaDraftConfig):
+            align(draft, target, corpus.batch(ALIGNED_WINDOWS, run.recipe.draft_window), dtype)
     curves = train_drafts(drafts, target, draft_batches(drafts, target, corpus, generated, run, dtype), run, dtype)
     for kind, draft in drafts.items():
         write_draft(out / TARGET_FOLDER / DRAFT_FOLDERS[kind], draft, kind, run.recipe)

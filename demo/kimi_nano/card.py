@@ -1,0 +1,99 @@
+"""Writes the measured figures into the model card, between its two markers."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- figures: python -m kimi_nano card -->", "<!-- end of figures -->"
+GREEDY_BAR, COUPLED_BAR = 2.2, 1.9
+
+
+def write_card(report: Path, card: Path) -> None:
+    """Replace what stands between the markers of `card` by tables of `report`, which `evaluate` wrote."""
+    text = card.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    card.write_text(f"{before}{BEGIN}\n\n{figures(json.loads(report.read_text()))}\n{END}{after}")
+
+
+def figures(report: dict[str, Any]) -> str:
+    """Markdown."""
+    parts = [_held_out(report["held_out"]), _texts(report), _acceptance(report), _wrong(report), _samples(report)]
+    return "\n".join(parts)
+
+
+def _held_out(held_out: dict[str, Any]) -> str:
+    return _table(
+        ("held-out files", "tokens", "nats/token", "nats/byte", "gzip -9, each file", "gzip -9, one stream"),
+        [
+            (
+                str(held_out["files"]),
+                f"{held_out['tokens']:,}",
+                f"{held_out['nats_per_token']:.3f}",
+                f"{held_out['nats_per_byte']:.3f}",
+                f"{held_out['gzip_nats_per_byte_each_file']:.3f}",
+                f"{held_out['gzip_nats_per_byte_one_stream']:.3f}",
+            )
+        ],
+    )
+
+
+def _texts(report: dict[str, Any]) -> str:
+    rows = []
+    for temperature, measures in report["text"].items():
+        lookup = measures["prompt_lookup"]
+        rows.append(
+            (
+                temperature,
+                f"{measures['distinct_4gram_share']:.2f}",
+                f"{measures['looping_prompts']} of {report['num_prompts']}",
+                f"{lookup['acceptance_length']:.2f} ± {lookup['standard_error']:.2f}",
+            )
+        )
+    return _table(("temperature", "distinct 4-grams", "looping texts", "prompt lookup: acceptance length"), rows)
+
+
+def _acceptance(report: dict[str, Any]) -> str:
+    rows = []
+    for draft, measured in report["drafts"].items():
+        for temperature, rules in measured.items():
+            if temperature == "wrong settings":
+                continue
+            for rule, numbers in rules.items():
+                length = f"{numbers['acceptance_length']:.2f} ± {numbers['standard_error']:.2f}"
+                positions = [f"{share:.0%}" for share in numbers["per_position"]]
+                rows.append((draft, temperature, rule, length, *positions, _bar(temperature, rule, numbers)))
+    heads = ("draft", "", "rule", "acceptance length", "≥ 1", "≥ 2", "≥ 3", "bar")
+    return _table(heads, rows)
+
+
+def _bar(temperature: str, rule: str, numbers: dict[str, Any]) -> str:
+    bar = {("temperature 0", "greedy"): GREEDY_BAR, ("temperature 1", "coupled"): COUPLED_BAR}.get((temperature, rule))
+    if bar is None:
+        return ""
+    return f"{bar}: {'met' if numbers['acceptance_length'] >= bar else 'NOT met'}"
+
+
+def _wrong(report: dict[str, Any]) -> str:
+    rows = []
+    for draft, measured in report["drafts"].items():
+        for name, numbers in measured.get("wrong settings", {}).items():
+            errors = numbers["standard_errors_below"]
+            verdict = "" if errors > 3 else "less than 3"
+            rows.append((draft, name, f"{numbers['acceptance_length']:.2f}", f"{errors:.1f}", verdict))
+    return _table(("draft", "wrong setting, greedy", "acceptance length", "standard errors below", ""), rows)
+
+
+def _samples(report: dict[str, Any]) -> str:
+    parts = ["Three texts at temperature 1; the prompt's last line, then what the target wrote:", ""]
+    for sample in report["samples"]:
+        end = sample["prompt_end"].rstrip("\n").rsplit("\n", 1)[-1]
+        continuation = sample["continuation"].replace("```", "'''")
+        parts += [f"`{sample['file']}`", "", "```text", end, continuation, "```", ""]
+    return "\n".join(parts)
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
