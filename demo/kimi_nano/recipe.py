@@ -138,7 +138,7 @@ NANO = Recipe(
     mha={"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "draft_vocab_size": 2048},
     window=1024,
     batch_tokens=65536,
-    draft_window=512,
+    draft_window=1024,
     draft_batch_tokens=16384,
 )
 
