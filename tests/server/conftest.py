@@ -9,14 +9,13 @@ from support.server_process import running_server, serving_settings, write_check
 HAS_SERVER = importlib.util.find_spec("pytriton") is not None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "tests/server/" in str(item.path):
-            item.add_marker(pytest.mark.server)
-            item.add_marker(pytest.mark.xdist_group("server"))
-            if not HAS_SERVER:
-                item.add_marker(pytest.mark.skip(reason="nvidia-pytriton, the embedded server, is not installed"))
+# As each is collected: xdist reads the groups before a conftest's own pytest_collection_modifyitems.
+def pytest_itemcollected(item):
+    if "tests/server/" in str(item.path):
+        item.add_marker(pytest.mark.server)
+        item.add_marker(pytest.mark.xdist_group("server"))
+        if not HAS_SERVER:
+            item.add_marker(pytest.mark.skip(reason="nvidia-pytriton, the embedded server, is not installed"))
 
 
 @pytest.fixture(scope="session")

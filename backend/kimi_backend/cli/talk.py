@@ -1,6 +1,7 @@
 """`kimi generate` and `kimi chat`: one prompt, or a conversation, against a running server."""
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,11 @@ def describe_completion(completion: Completion) -> str:
         parts.append(f"acceptance length {speculation['mean_acceptance_length']:.2f}")
     parts += [f"finish: {completion.finish_reason}", f"seed {statistics.get('seed')}"]
     return ", ".join(parts)
+
+
+def _take_ctrl_c() -> None:
+    """Let Ctrl-C interrupt, also where this process was started with the signal ignored, as background jobs are."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _print_stream(stream: Stream) -> Completion | None:
@@ -59,6 +65,7 @@ def client_errors() -> Iterator[None]:
 @client_errors()
 def generate(url: str, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
     """Stream one completion to stdout, or print it as one JSON object."""
+    _take_ctrl_c()
     client = KimiClient(url)
     if as_json:
         completion = client.generate(text_input=prompt, **fields)
@@ -85,6 +92,7 @@ def print_json(value: Any) -> None:
 @client_errors()
 def chat(url: str, system: str | None, fields: dict[str, Any]) -> None:
     """Read a line, stream the answer, repeat. Ctrl-C cancels an answer; Ctrl-D or /exit leaves, /reset starts over."""
+    _take_ctrl_c()
     client = KimiClient(url)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
