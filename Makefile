@@ -35,7 +35,8 @@ lint: $(STAMP)  ## formatting, lint, types, import contracts
 	$(BIN)/lint-imports
 
 test: $(STAMP)  ## everything that runs on a CPU
-	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadgroup
+	$(BIN)/pytest -n $(or $(JOBS),2) --ignore=tests/server
+	$(BIN)/pytest tests/server
 
 test-gpu:  ## on a CUDA host, with its own torch and triton; needs no virtual environment
 	PYTHONPATH=backend:kernels:client $(PYTHON) -m pytest -m gpu -p no:cacheprovider

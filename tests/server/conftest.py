@@ -1,4 +1,4 @@
-"""One server for all tests that leave it as they found it; xdist runs them in one worker."""
+"""One server for all tests that leave it as they found it. `make test` runs this folder in one process."""
 
 import importlib.util
 
@@ -9,11 +9,9 @@ from support.server_process import running_server, serving_settings, write_check
 HAS_SERVER = importlib.util.find_spec("pytriton") is not None
 
 
-# As each is collected: xdist reads the groups before a conftest's own pytest_collection_modifyitems.
 def pytest_itemcollected(item):
     if "tests/server/" in str(item.path):
         item.add_marker(pytest.mark.server)
-        item.add_marker(pytest.mark.xdist_group("server"))
         if not HAS_SERVER:
             item.add_marker(pytest.mark.skip(reason="nvidia-pytriton, the embedded server, is not installed"))
 
