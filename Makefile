@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# A CPU build of torch unless one is installed already; set TORCH= to take whatever pip resolves.
+# Installed unless this Python has a torch already; which build it is depends on the index that pip is set to.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 
