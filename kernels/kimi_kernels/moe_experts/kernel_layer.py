@@ -10,15 +10,12 @@ from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel, sum_choices_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
 from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
-from kimi_kernels.moe_experts.launch import FewLaunch, SortedLaunch, TallShapes, max_tiles
-from kimi_kernels.quantization.tiles import step_columns
+from kimi_kernels.moe_experts.launch import MAX_CHUNK, FewLaunch, SortedLaunch, TallShapes, max_tiles
+from kimi_kernels.quantization.tiles import TILE_ROWS, step_columns
 from kimi_kernels.weights import PackedExperts
 
 PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "fp8", "float")}
-TILE_ROWS = 128
 FEW_COLUMNS = 8
-MAX_CHUNK = 512
-"""Choices that one program sorts."""
 SUM_BLOCK = 1024
 TALL_STAGES = 4
 TALL_WARPS = 8

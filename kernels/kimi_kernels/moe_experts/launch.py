@@ -12,6 +12,8 @@ FEW_DOWN_STEPS = 4
 RESIDENT_STEPS = 2
 """Widest second product, in steps, whose activations stay on the multiprocessor."""
 MAX_SPLITS = 8
+MAX_CHUNK = 512
+"""Choices that one program sorts."""
 COLUMNS_BY_MEAN = ((8, 4.0), (16, 8.0), (32, 24.0), (64, 64.0))
 """Choices a tile, and the mean number of choices an expert up to which it is taken."""
 PROCESSORS = 132

@@ -144,7 +144,9 @@ def _noisy_split(
             _publish_bound(ROW_BOUND, source[3], floor)
         near = _nearness(bits, raw, scale, tl.maximum(published, floor))
         nearest = tl.max(near)
-        while nearest >= 0:
+        num_left = BLOCKS * 4  # each turn closes a column; counted, so that no value whatever makes this endless
+        while (nearest >= 0) & (num_left > 0):
+            num_left -= 1
             # The likeliest first, so that the bound rises fast whatever the order of the logits.
             at_column = tl.min(tl.where(near == nearest, column, NO_TOKEN))
             one = load_columns(source, at_column, at_column < stop, HAS_WORK) * inverse

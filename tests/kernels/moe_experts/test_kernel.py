@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kimi_kernels.moe_experts import kernel, kernel_layer, reference
-from kimi_kernels.moe_experts.launch import FewLaunch, sorted_launch
+from kimi_kernels.moe_experts.launch import MAX_CHUNK, FewLaunch, sorted_launch
+from kimi_kernels.moe_experts.scratch import moe_scratch_bytes
 from kimi_kernels.weights import ExpertWeights
 from support.expert_layers import expected_experts, random_choices, random_experts, relative_error
 from support.interpreted import INTERPRETED
@@ -98,7 +99,7 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice() -> None:
 
 def test_more_choices_than_one_program_sorts() -> None:
     torch.manual_seed(0)
-    num_tokens = kernel_layer.MAX_CHUNK // 4 + 3
+    num_tokens = MAX_CHUNK // 4 + 3
     ids, weights = random_choices(num_tokens, 6, 4)
     weights_of_experts = random_experts("float", 6, 64, 16)
     check(weights_of_experts, torch.randn(num_tokens, 64), ids, weights)
@@ -126,6 +127,27 @@ def test_strided_rows() -> None:
     torch.manual_seed(0)
     ids, weights = random_choices(9, 4, 2)
     check(random_experts("int4", 4, 64, 32), torch.randn(9, 128)[:, :64], ids, weights)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 40, 300])
+def test_scratch_is_what_the_plan_says(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that a call makes, the result apart, against `moe_scratch_bytes`: at most, and mostly."""
+    torch.manual_seed(0)
+    made: list[torch.Tensor] = []
+
+    def recorded(layer: kernel_layer.Layer, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        made.append(torch.zeros(shape, dtype=dtype or layer.x.dtype))
+        return made[-1]
+
+    monkeypatch.setattr(kernel_layer.Layer, "empty", recorded)
+    ids, weights = random_choices(num_tokens, 4, 2)
+    packed = kernel.pack_experts(random_experts("int4", 4, 512, 64))
+    out = kernel.moe_experts(torch.randn(num_tokens, 512), ids, weights, packed)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made if tensor is not out)
+    planned = moe_scratch_bytes(num_tokens, 2, 4, 512, 64, bytes_a_value=4)
+    assert num_bytes <= planned
+    if num_tokens == 300:
+        assert planned < 1.05 * num_bytes
 
 
 def test_no_tokens() -> None:
