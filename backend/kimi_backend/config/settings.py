@@ -68,6 +68,12 @@ class ServingSettings:
     draft_interleaved: str = _setting("", "Overrides the draft's rotary pairing.", choices=("", "true", "false"))
     draft_fc_norm: str = _setting("", "Overrides the draft's fc_norm flag.", choices=("", "true", "false"))
     draft_norm_output: str = _setting("", "Overrides the draft's norm_output flag.", choices=("", "true", "false"))
+    aux_transfer: str = _setting(
+        "auto",
+        "How aux hidden states reach the draft: `ipc` in a GPU buffer that both processes map, `tensor` through the"
+        " server; auto takes the buffer where it can.",
+        choices=("auto", "ipc", "tensor"),
+    )
     metrics_interval_s: float = _setting(
         0.25, "Seconds between updates of the custom metrics; 0 turns them off.", minimum=0
     )

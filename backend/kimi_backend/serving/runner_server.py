@@ -13,11 +13,12 @@ import torch.utils.dlpack
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving import tensor_names as names
+from kimi_backend.serving.aux_sides import AUTO, AuxReceiver, offer_aux_buffer
 from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
 from kimi_backend.types import codec
-from kimi_backend.types.plan import AuxHandle, DraftPlan, TargetPlan
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RunnerDescription, TargetPlan
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -45,6 +46,11 @@ def _as_torch(tensor: Any) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(tensor)
 
 
+def _device_of(description: RunnerDescription) -> torch.device:
+    """The device that a runner of this process computes on."""
+    return torch.device("cpu") if description.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
 def _aux_from_bytes(tensor: torch.Tensor, row_width: int) -> torch.Tensor:
     """[T, bytes] uint8 -> [T, num_aux * hidden_size]: the target sends its compute dtype, float32 or bf16."""
     itemsize = tensor.shape[1] // row_width
@@ -59,10 +65,13 @@ def _aux_from_bytes(tensor: torch.Tensor, row_width: int) -> torch.Tensor:
 class RunnerServer:
     """Answers `kimi_target`'s or `eagle3_draft`'s requests with a runner."""
 
-    def __init__(self, runner: Runner, pb_utils: Any) -> None:
+    def __init__(self, runner: Runner, pb_utils: Any, aux_transfer: str = AUTO) -> None:
+        """aux_transfer: the setting of that name."""
         self._runner = runner
         self._pb = pb_utils
-        self._description = dataclasses.replace(runner.describe(), process_id=os.getpid())
+        offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer)
+        self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
+        self._receiver = AuxReceiver(_device_of(self._description), aux_transfer)
 
     @classmethod
     def from_model_args(cls, args: dict[str, str], load: Callable[[ServingSettings], Runner]) -> "RunnerServer":
@@ -71,7 +80,7 @@ class RunnerServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
-        return cls(load(settings), pb_utils)
+        return cls(load(settings), pb_utils, settings.aux_transfer)
 
     def run(self, requests: list[Any]) -> list[Any]:
         """One response for each request, in order; a bad one fails alone."""
@@ -85,29 +94,44 @@ class RunnerServer:
 
     def close(self) -> None:
         """Give up the runner's child processes and device memory."""
+        self._receiver.close()
         close = getattr(self._runner, "close", None)
         if close is not None:
             close()
 
     def _respond(self, request: Any) -> Any:
-        plan = self._pb.get_input_tensor_by_name(request, names.PLAN)
-        if self._pb.get_input_tensor_by_name(request, names.DESCRIBE) is not None:
-            return self._response({names.DESCRIPTION: description_to_json(self._description)})
+        plan = self._input(request, names.PLAN)
+        if self._input(request, names.DESCRIBE) is not None:
+            return self._describe(request)
         if plan is None:
             raise InvalidRequestError(f"one of the inputs {names.PLAN} and {names.DESCRIBE} is needed, none was given")
         buffer = np.ascontiguousarray(plan.as_numpy())
         if self._description.role == "target":
-            return self._verify(buffer)
-        return self._propose(buffer, self._pb.get_input_tensor_by_name(request, names.AUX_HIDDEN_STATES))
+            return self._verify(buffer, names.AUX_HIDDEN_STATES in request.requested_output_names())
+        return self._propose(buffer, self._input(request, names.AUX_HIDDEN_STATES))
 
-    def _verify(self, buffer: codec.Buffer) -> Any:
+    def _input(self, request: Any, name: str) -> Any | None:
+        return self._pb.get_input_tensor_by_name(request, name)
+
+    def _describe(self, request: Any) -> Any:
+        """The description; a draft opens the target's buffer before, and says which is open."""
+        description = self._description
+        if description.role == "draft":
+            handle = self._input(request, names.AUX_BUFFER)
+            opened = self._receiver.open(None if handle is None else handle.as_numpy().tobytes())
+            description = dataclasses.replace(description, aux_buffer=opened)
+        return self._response({names.DESCRIPTION: description_to_json(description)})
+
+    def _verify(self, buffer: codec.Buffer, wants_aux_tensor: bool) -> Any:
+        """wants_aux_tensor: off where the draft reads the buffer itself; a tensor that nobody asked for costs too."""
         assert hasattr(self._runner, "verify")
         reply = self._runner.verify(codec.decode(TargetPlan, buffer))
         outputs: dict[str, Any] = {names.REPLY: codec.encode(reply)}
-        if reply.aux.tensor is not None:
-            outputs[names.AUX_HIDDEN_STATES] = reply.aux.tensor.contiguous().view(torch.uint8)
-        else:
-            outputs[names.AUX_HIDDEN_STATES] = np.zeros((0, 0), dtype=np.uint8)
+        if wants_aux_tensor:
+            aux = reply.aux.tensor
+            outputs[names.AUX_HIDDEN_STATES] = (
+                np.zeros((0, 0), dtype=np.uint8) if aux is None else aux.contiguous().view(torch.uint8)
+            )
         return self._response(outputs)
 
     def _propose(self, buffer: codec.Buffer, aux: Any | None) -> Any:
@@ -115,7 +139,10 @@ class RunnerServer:
         plan = codec.decode(DraftPlan, buffer)
         if aux is not None:
             width = self._description.hidden_size * len(self._description.aux_layer_ids)
-            plan = dataclasses.replace(plan, aux=AuxHandle(tensor=_aux_from_bytes(_as_torch(aux), width)))
+            tensor = _aux_from_bytes(_as_torch(aux), width)
+        else:
+            tensor = self._receiver.resolve(plan.aux)
+        plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor))
         return self._response({names.REPLY: codec.encode(self._runner.propose(plan))})
 
     def _response(self, outputs: dict[str, Any]) -> Any:

@@ -1,0 +1,94 @@
+"""The two ends of the shared aux buffer, in the runners' processes: who exports it, who opens it.
+
+Whatever stands in the way is logged and answered with None, and the aux hidden states travel as tensors; only with
+`aux_transfer=ipc` is it an error.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from kimi_backend.errors import ConfigError, InvalidRequestError
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.aux_ipc import OpenedAuxBuffer, export_aux_buffer
+from kimi_backend.runners.cuda_ipc import CudaIpcError
+from kimi_backend.types.plan import AuxHandle
+
+logger = logging.getLogger("kimi_backend.serving")
+
+AUTO, IPC, TENSOR = "auto", "ipc", "tensor"
+
+
+def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+    """The target's end: the handle for `RunnerDescription.aux_buffer`; None when nothing is shared.
+
+    Raises:
+        ConfigError: `aux_transfer` is ipc and the buffer cannot be shared.
+    """
+    if aux_transfer == TENSOR or buffer is None:
+        return None
+    try:
+        if not buffer.tensor.is_cuda:
+            raise CudaIpcError("the target runs on a CPU")
+        return export_aux_buffer(buffer)
+    except CudaIpcError as error:
+        if aux_transfer == IPC:
+            raise ConfigError(f"setting aux_transfer: ipc given, but {error}; auto is allowed") from None
+        if buffer.tensor.is_cuda:
+            logger.warning("the aux buffer is not shared: %s", error)
+        return None
+
+
+class AuxReceiver:
+    """The draft's end: keeps the target's buffer open."""
+
+    def __init__(self, device: torch.device, aux_transfer: str, open_buffer: Any = OpenedAuxBuffer) -> None:
+        """
+        Args:
+            device: the draft's.
+            open_buffer: makes an `OpenedAuxBuffer` of a handle and a device.
+        """
+        self._device = device
+        self._aux_transfer = aux_transfer
+        self._open_buffer = open_buffer
+        self._opened: OpenedAuxBuffer | None = None
+
+    def open(self, handle: bytes | None) -> bytes | None:
+        """Open the target's buffer, in place of the one before. Returns the handle that is open now, or None.
+
+        Raises:
+            ConfigError: `aux_transfer` is ipc and it cannot be opened.
+        """
+        if handle is not None and self._opened is not None and self._opened.exported == handle:
+            return handle
+        self.close()
+        try:
+            if handle is None or self._aux_transfer == TENSOR:
+                raise CudaIpcError("the target offers no buffer")
+            if self._device.type != "cuda":
+                raise CudaIpcError("the draft runs on a CPU")
+            self._opened = self._open_buffer(handle, self._device)
+        except CudaIpcError as error:
+            if self._aux_transfer == IPC:
+                raise ConfigError(f"setting aux_transfer: ipc given, but {error}; auto is allowed") from None
+            if handle is not None and self._aux_transfer == AUTO:
+                logger.warning("the target's aux buffer is not opened: %s", error)
+            return None
+        return handle
+
+    def resolve(self, aux: AuxHandle) -> torch.Tensor:
+        """[rows, width], the region that a plan names.
+
+        Raises:
+            InvalidRequestError: no buffer is open, or it has no such region.
+        """
+        if self._opened is None:
+            raise InvalidRequestError(f"plan aux.region: {aux.region} given, but no buffer of the target's is open")
+        return self._opened.buffer.resolve(aux)
+
+    def close(self) -> None:
+        """Unmap what is open."""
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            opened.close()

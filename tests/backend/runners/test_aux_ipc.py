@@ -1,0 +1,98 @@
+"""The aux buffer across two processes that know nothing of each other but the handle."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.aux_ipc import AuxBufferHandle, OpenedAuxBuffer, export_aux_buffer
+from kimi_backend.runners.cuda_ipc import CudaIpcError
+from kimi_backend.types.plan import AuxHandle
+
+# Reads handles from its input, one a line; says what each region holds, byte for byte, when asked.
+READER = """
+import hashlib, json, sys, torch
+from kimi_backend.runners.aux_ipc import OpenedAuxBuffer
+from kimi_backend.types.plan import AuxHandle
+
+opened = OpenedAuxBuffer(bytes.fromhex(sys.stdin.readline()), torch.device("cuda", 0))
+for line in sys.stdin:
+    rows = opened.buffer.resolve(AuxHandle(region=int(line)))
+    given = rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    print(json.dumps([list(rows.shape), str(rows.dtype), hashlib.sha256(given).hexdigest()]), flush=True)
+opened.close()
+print("closed", flush=True)
+"""
+
+
+def as_told(rows: torch.Tensor) -> list[object]:
+    """What the reader says of rows that it sees as they are here."""
+    given = rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return [list(rows.shape), str(rows.dtype), hashlib.sha256(given).hexdigest()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_another_process_reads_the_same_bytes_step_after_step(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    before = torch.zeros(3_000_001, dtype=torch.uint8, device=device)  # so that the buffer begins inside an allocation
+    buffer = AuxBuffer.allocate(2, 257, 3 * 192, dtype, device)
+    arguments = [sys.executable, "-c", READER]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        print(export_aux_buffer(buffer).hex(), file=reader.stdin, flush=True)
+        for step in range(6):
+            region = buffer.take_region()
+            buffer.region(region).copy_(torch.randn(257, 3 * 192, device=device))
+            torch.cuda.synchronize()
+            print(region, file=reader.stdin, flush=True)
+            assert json.loads(reader.stdout.readline()) == as_told(buffer.region(region)), f"step {step}"
+        reader.stdin.close()
+        assert reader.stdout.read().strip() == "closed"
+    del before
+
+
+@pytest.mark.gpu
+def test_a_buffer_of_another_gpu_is_refused() -> None:
+    buffer = AuxBuffer.allocate(1, 4, 8, torch.float32, torch.device("cuda"))
+    handle = AuxBufferHandle.from_bytes(export_aux_buffer(buffer))
+    foreign = AuxBufferHandle(
+        memory=handle.memory, offset=handle.offset, shape=handle.shape, dtype=handle.dtype, device="GPU-other"
+    )
+    with pytest.raises(CudaIpcError, match="GPU-other"):
+        OpenedAuxBuffer(foreign.to_bytes(), torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_a_handle_whose_owner_is_gone_is_refused() -> None:
+    buffer = AuxBuffer.allocate(1, 4, 8, torch.float32, torch.device("cuda"))
+    handle = AuxBufferHandle.from_bytes(export_aux_buffer(buffer))
+    stale = AuxBufferHandle(
+        memory=bytes(64).hex(), offset=handle.offset, shape=handle.shape, dtype=handle.dtype, device=handle.device
+    )
+    with pytest.raises(CudaIpcError, match="cuIpcOpenMemHandle"):
+        OpenedAuxBuffer(stale.to_bytes(), torch.device("cuda"))
+
+
+def test_a_handle_survives_its_bytes() -> None:
+    handle = AuxBufferHandle(memory="00" * 64, offset=512, shape=(2, 16, 576), dtype="bfloat16", device="GPU-1")
+    assert AuxBufferHandle.from_bytes(handle.to_bytes()) == handle
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b'{"memory": 1}', b"\xff", b"[]"])
+def test_bytes_that_are_no_handle_are_refused(text: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="aux buffer's handle"):
+        AuxBufferHandle.from_bytes(text)
+
+
+def test_a_region_that_is_not_there_is_refused() -> None:
+    buffer = AuxBuffer.allocate(2, 4, 8, torch.float32, torch.device("cpu"))
+    for region in (None, -1, 2):
+        with pytest.raises(InvalidRequestError, match=r"plan aux\.region"):
+            buffer.resolve(AuxHandle(region=region))
