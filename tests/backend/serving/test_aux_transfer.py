@@ -1,0 +1,222 @@
+"""Aux hidden states between the runners' processes: in a shared buffer or as tensors, the text is the same.
+
+The processes are one here: "opening" a handle looks the buffer up in a table. The driver's part is tested on a GPU
+(`tests/backend/runners/test_aux_ipc.py`).
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kimi_backend.config.draft_config import DraftOverrides
+from kimi_backend.errors import ConfigError, InvalidRequestError
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.cuda_ipc import CudaIpcError
+from kimi_backend.serving import runner_server, tensor_names
+from kimi_backend.serving.aux_sides import AuxReceiver, offer_aux_buffer
+from kimi_backend.serving.aux_transfer import AuxTransfer
+from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
+from kimi_backend.serving.runner_server import RunnerServer
+from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+from support.engine_runs import EngineHarness
+from support.loopback_server import LoopbackServer
+from support.markov_models import markov_draft, markov_draft_config, markov_target
+from support.tiny_configs import target_config
+from support.tiny_runners import LIMITS, draft_runner, target_runner
+
+AUX_LAYER_IDS = (1, 2, 3)
+TARGET = target_config(num_hidden_layers=3)
+DRAFT = markov_draft_config(TARGET, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS))
+PROMPTS = [(3, 5, 7, 2, 9), (1,) * 30, (4, 8)]
+
+
+class SharingTarget:
+    """A target whose every step leaves its aux hidden states in a buffer. NaN where the step wrote nothing."""
+
+    def __init__(self) -> None:
+        self._runner = target_runner(TARGET, markov_target(TARGET), aux_layer_ids=AUX_LAYER_IDS).runner
+        self.aux_buffer = AuxBuffer.allocate(
+            2, LIMITS.max_num_batched_tokens, 3 * TARGET.hidden_size, torch.float32, torch.device("cpu")
+        )
+
+    def describe(self) -> RunnerDescription:
+        return self._runner.describe()
+
+    def verify(self, plan: TargetPlan) -> TargetReply:
+        reply = self._runner.verify(plan)
+        region = self.aux_buffer.take_region()
+        rows = self.aux_buffer.region(region)
+        rows.fill_(float("nan"))
+        if reply.aux.tensor is None:
+            return reply
+        rows[: len(reply.aux.tensor)] = reply.aux.tensor
+        return replace(reply, aux=AuxHandle(tensor=rows[: len(reply.aux.tensor)], region=region))
+
+
+class FoundBuffer:
+    """Stands in for `OpenedAuxBuffer`."""
+
+    def __init__(self, pair: "Pair", exported: bytes) -> None:
+        self.exported = exported
+        self.buffer = pair.buffers[exported]
+        self._pair = pair
+        pair.num_open += 1
+
+    def close(self) -> None:
+        self._pair.num_open -= 1
+
+
+@dataclass
+class Pair:
+    """Both runners behind a loopback, and the engine over them."""
+
+    server: LoopbackServer
+    buffers: dict[bytes, AuxBuffer]
+    num_open: int = 0
+    can_open: bool = True
+
+    def start(self, model: str) -> None:
+        """Load one runner, or load it again: another epoch, an empty pool."""
+        runner: Any = SharingTarget()
+        if model == "eagle3_draft":
+            runner = draft_runner(DRAFT, markov_draft(DRAFT, markov_target(TARGET), 0.1)).runner
+        self.server.servers[model] = RunnerServer(runner, self.server.pb_utils)
+
+    def offer(self, buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+        if buffer is None or aux_transfer == "tensor":
+            return None
+        handle = b"handle %d" % len(self.buffers)
+        self.buffers[handle] = buffer
+        return handle
+
+    def open(self, handle: bytes, device: torch.device) -> FoundBuffer:
+        if not self.can_open:
+            raise CudaIpcError("planted")
+        return FoundBuffer(self, handle)
+
+    def engine(self) -> EngineHarness:
+        transfer = AuxTransfer()
+        harness = EngineHarness(
+            BlsTarget(self.server.pb_utils, "kimi_target", transfer),
+            BlsDraft(self.server.pb_utils, "eagle3_draft", transfer),
+        )
+        for index, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(seed=index, max_tokens=80, ignore_eos=True)
+            harness.add(
+                GenerateRequest(
+                    request_id=str(index), prompt_token_ids=prompt, sampling=sampling, num_speculative_tokens=3
+                )
+            )
+        return harness
+
+    @property
+    def num_tensors(self) -> int:
+        """Calls of the draft that carried aux hidden states."""
+        return self.server.num_carrying(tensor_names.AUX_HIDDEN_STATES)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    pair = Pair(LoopbackServer(), {})
+    monkeypatch.setattr(runner_server, "offer_aux_buffer", pair.offer)
+    monkeypatch.setattr(
+        runner_server,
+        "AuxReceiver",
+        lambda device, aux_transfer: AuxReceiver(torch.device("cuda"), aux_transfer, pair.open),
+    )
+    return pair
+
+
+def started(pair: Pair) -> Pair:
+    for model in ("kimi_target", "eagle3_draft"):
+        pair.start(model)
+    return pair
+
+
+def texts(harness: EngineHarness) -> list[list[int]]:
+    assert all(outcome.rounds for outcome in harness.outcomes)
+    return [outcome.token_ids for outcome in harness.outcomes]
+
+
+@pytest.fixture
+def expected(pair: Pair) -> list[list[int]]:
+    """By tensors."""
+    pair.can_open = False
+    harness = started(pair).engine()
+    harness.run()
+    assert pair.num_tensors > 10
+    pair.server.calls.clear()
+    pair.can_open = True
+    return texts(harness)
+
+
+def rounds(harness: EngineHarness) -> list[list[tuple[int, int]]]:
+    return [outcome.rounds for outcome in harness.outcomes]
+
+
+def test_the_buffer_and_tensors_give_the_same_tokens_and_acceptance(pair: Pair, expected: list[list[int]]) -> None:
+    pair.can_open = False
+    by_tensor = started(pair).engine()
+    by_tensor.run()
+    pair.can_open = True
+    pair.server.calls.clear()
+    by_buffer = started(pair).engine()
+    by_buffer.run()
+    assert pair.num_tensors == 0
+    assert not any(tensor_names.AUX_HIDDEN_STATES in outputs for _, _, outputs in pair.server.calls)
+    assert texts(by_buffer) == expected
+    assert rounds(by_buffer) == rounds(by_tensor)
+
+
+@pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
+def test_a_restarted_runner_opens_anew(pair: Pair, expected: list[list[int]], model: str) -> None:
+    harness = started(pair).engine()
+    pair.server.calls.clear()
+    harness.run(each_step=lambda step: pair.start(model) if step == 4 else None)
+    assert [outcome.token_ids for outcome in harness.outcomes] == expected
+    # A new target's first step may have asked for tensors before the draft opened the new buffer.
+    assert pair.num_tensors <= 1
+    draft = pair.server.servers["eagle3_draft"]
+    last = sorted(pair.buffers)[-1]
+    assert draft._receiver.open(last) == last
+    if model == "kimi_target":
+        assert pair.num_open == 1, "the buffer of the target that is gone stays mapped"
+
+
+def test_a_draft_that_cannot_open_gets_tensors_and_says_so(
+    pair: Pair, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.can_open = False
+    with caplog.at_level(logging.INFO, logger="kimi_backend.serving"):
+        harness = started(pair).engine()
+    harness.run()
+    assert texts(harness) == expected
+    assert "not opened: planted" in caplog.text
+    assert "travel as tensors" in caplog.text
+
+
+def test_a_draft_that_lost_its_buffer_refuses_a_region() -> None:
+    receiver = AuxReceiver(torch.device("cuda"), "auto")
+    with pytest.raises(InvalidRequestError, match=r"region: 0 given, but no buffer"):
+        receiver.resolve(AuxHandle(region=0))
+
+
+def test_ipc_on_a_cpu_is_an_error_and_auto_is_not() -> None:
+    buffer = AuxBuffer.allocate(1, 4, 8, torch.float32, torch.device("cpu"))
+    assert offer_aux_buffer(buffer, "auto") is None
+    assert offer_aux_buffer(None, "ipc") is None
+    with pytest.raises(ConfigError, match="aux_transfer: ipc given, but the target runs on a CPU"):
+        offer_aux_buffer(buffer, "ipc")
+    assert AuxReceiver(torch.device("cpu"), "auto").open(b"x") is None
+    with pytest.raises(ConfigError, match="aux_transfer: ipc given, but the draft runs on a CPU"):
+        AuxReceiver(torch.device("cpu"), "ipc").open(b"x")
+
+
+def test_tensor_shares_nothing() -> None:
+    buffer = AuxBuffer.allocate(1, 4, 8, torch.float32, torch.device("cpu"))
+    assert offer_aux_buffer(buffer, "tensor") is None
+    assert AuxReceiver(torch.device("cuda"), "tensor").open(b"x") is None
