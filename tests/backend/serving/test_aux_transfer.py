@@ -5,7 +5,7 @@ The processes are one here: "opening" a handle looks the buffer up in a table. T
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from kimi_backend.serving.aux_sides import AuxReceiver, offer_aux_buffer
 from kimi_backend.serving.aux_transfer import AuxTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.runner_server import RunnerServer
-from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
 from support.loopback_server import LoopbackServer
@@ -57,6 +57,21 @@ class SharingTarget:
         return replace(reply, aux=AuxHandle(tensor=rows[: len(reply.aux.tensor)], region=region))
 
 
+class WatchedDraft:
+    """A draft that keeps the aux hidden states each step read, byte for byte."""
+
+    def __init__(self, seen: list[bytes]) -> None:
+        self._runner = draft_runner(DRAFT, markov_draft(DRAFT, markov_target(TARGET), 0.1)).runner
+        self._seen = seen
+
+    def describe(self) -> RunnerDescription:
+        return self._runner.describe()
+
+    def propose(self, plan: DraftPlan) -> DraftReply:
+        self._seen.append(plan.aux.tensor[plan.aux_rows.tolist()].numpy().tobytes())  # type: ignore[index]
+        return self._runner.propose(plan)
+
+
 class FoundBuffer:
     """Stands in for `OpenedAuxBuffer`."""
 
@@ -76,14 +91,14 @@ class Pair:
 
     server: LoopbackServer
     buffers: dict[bytes, AuxBuffer]
+    seen: list[bytes] = field(default_factory=list)
+    """What the draft read, step by step."""
     num_open: int = 0
     can_open: bool = True
 
     def start(self, model: str) -> None:
         """Load one runner, or load it again: another epoch, an empty pool."""
-        runner: Any = SharingTarget()
-        if model == "eagle3_draft":
-            runner = draft_runner(DRAFT, markov_draft(DRAFT, markov_target(TARGET), 0.1)).runner
+        runner: Any = SharingTarget() if model == "kimi_target" else WatchedDraft(self.seen)
         self.server.servers[model] = RunnerServer(runner, self.server.pb_utils)
 
     def offer(self, buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
@@ -154,22 +169,15 @@ def expected(pair: Pair) -> list[list[int]]:
     return texts(harness)
 
 
-def rounds(harness: EngineHarness) -> list[list[tuple[int, int]]]:
-    return [outcome.rounds for outcome in harness.outcomes]
-
-
-def test_the_buffer_and_tensors_give_the_same_tokens_and_acceptance(pair: Pair, expected: list[list[int]]) -> None:
-    pair.can_open = False
-    by_tensor = started(pair).engine()
-    by_tensor.run()
-    pair.can_open = True
-    pair.server.calls.clear()
-    by_buffer = started(pair).engine()
-    by_buffer.run()
+def test_the_draft_reads_the_same_bytes_from_the_buffer_as_from_tensors(pair: Pair, expected: list[list[int]]) -> None:
+    by_tensor = pair.seen.copy()
+    pair.seen.clear()
+    harness = started(pair).engine()
+    harness.run()
     assert pair.num_tensors == 0
     assert not any(tensor_names.AUX_HIDDEN_STATES in outputs for _, _, outputs in pair.server.calls)
-    assert texts(by_buffer) == expected
-    assert rounds(by_buffer) == rounds(by_tensor)
+    assert pair.seen == by_tensor
+    assert texts(harness) == expected
 
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
@@ -197,6 +205,24 @@ def test_a_draft_that_cannot_open_gets_tensors_and_says_so(
     assert texts(harness) == expected
     assert "not opened: planted" in caplog.text
     assert "travel as tensors" in caplog.text
+
+
+def test_a_new_targets_buffer_that_cannot_be_opened_costs_no_draft(
+    pair: Pair, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = started(pair).engine()
+    pair.server.calls.clear()
+
+    def restart(step: int) -> None:
+        if step == 4:
+            pair.can_open = False
+            pair.start("kimi_target")
+
+    harness.run(each_step=restart)
+    assert [outcome.token_ids for outcome in harness.outcomes] == expected
+    assert pair.num_tensors > 1
+    assert pair.num_open == 0
+    assert "runner=draft is gone" not in caplog.text
 
 
 def test_a_draft_that_lost_its_buffer_refuses_a_region() -> None:
