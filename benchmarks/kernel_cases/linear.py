@@ -36,9 +36,9 @@ class Shape:
 def cases(kernels: KernelSet) -> list[Case]:
     found = []
     for (in_features, out_features), kind, counts in (
-        (HEAD, "int4", (1, 4, 8, 16)),
-        (HEAD, "fp8", (1, 8)),
-        (HEAD, "bf16", (1, 8)),
+        (HEAD, "int4", (1, 4, 8, 16, 32, 64)),
+        (HEAD, "fp8", (1, 8, 16, 64)),
+        (HEAD, "bf16", (1, 8, 16, 64)),
         (QKV_A, "int4", (1, 8)),
         (QKV_A, "fp8", (1, 8)),
         (QKV_A, "bf16", (1, 8)),

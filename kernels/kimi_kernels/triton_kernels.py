@@ -1,8 +1,4 @@
-"""`triton_kernel_set`: the ops in Triton-language.
-
-Sampling still runs on the reference ops: the kernels of `sampling.kernel` have passed their tests in the interpreter
-only since their last change, which followed a run that hung on a card (docs/benchmarks.md, "Sampling").
-"""
+"""`triton_kernel_set`: the ops in Triton-language."""
 
 from dataclasses import replace
 
@@ -16,6 +12,7 @@ from kimi_kernels.moe_route.kernel import route_experts
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.kernel import rope
+from kimi_kernels.sampling.kernel import sample_tokens, verify_draft_tokens
 from kimi_kernels.silu_mul.kernel import silu_mul
 from kimi_kernels.store_latent.kernel import store_latent
 
@@ -45,4 +42,6 @@ def triton_kernel_set() -> KernelSet:
         route_experts=route_experts,
         pack_experts=pack_experts,
         moe_experts=moe_experts,
+        sample_tokens=sample_tokens,
+        verify_draft_tokens=verify_draft_tokens,
     )
