@@ -4,6 +4,7 @@ import torch
 
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
@@ -21,11 +22,12 @@ def build_draft(
     kernels: KernelSet | None = None,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    linear_format: LinearFormat = LinearFormat.NONE,
 ) -> Eagle3Draft:
     source, kernels = InMemoryTensors(tensors), kernels or KernelSet.reference()
     if isinstance(config, Eagle3MlaDraftConfig):
-        return Eagle3MlaDraft(config, source, kernels, SingleRank(), device, dtype)
-    return Eagle3MhaDraft(config, source, kernels, SingleRank(), device, dtype)
+        return Eagle3MlaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format)
+    return Eagle3MhaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format)
 
 
 class DraftSteps:

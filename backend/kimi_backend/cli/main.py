@@ -9,6 +9,7 @@ from typing import NoReturn
 import typer
 
 from kimi_backend.cli.bench import bench_command
+from kimi_backend.cli.count_tokens import count_tokens_command
 from kimi_backend.cli.health import health_command
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
@@ -34,6 +35,7 @@ app.command("demo")(demo_command)
 app.command("bench")(bench_command)
 app.command("health")(health_command)
 app.command("probe")(probe_command)
+app.command("count-tokens")(count_tokens_command)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ draft's runner come to the same numbers without looking at what the other has al
 from dataclasses import dataclass, replace
 
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.mla_dims import kv_item_bytes
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, target_weight_bytes
@@ -29,6 +30,8 @@ class MemorySettings:
     kv_cache_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
     """Compute dtype of linear layers; torch's name."""
+    draft_format: LinearFormat = LinearFormat.NONE
+    """Of the draft's linear layers, where `keeps_quantized_experts`; the reference kernels widen every format."""
     keeps_quantized_experts: bool = True
     max_model_len: int = 0
     """0 takes the longest that both models have positions for."""
@@ -114,6 +117,7 @@ def plan_memory(
         tp_size=settings.tp_size,
         item_bytes=kv_item_bytes(settings.weight_dtype),
         keeps_quantized_experts=settings.keeps_quantized_experts,
+        draft_format=settings.draft_format,
     )
     target_bytes = target_weight_bytes(target, weights)
     draft_bytes = draft_kv = 0

@@ -68,6 +68,17 @@ class ServingSettings:
     draft_interleaved: str = _setting("", "Overrides the draft's rotary pairing.", choices=("", "true", "false"))
     draft_fc_norm: str = _setting("", "Overrides the draft's fc_norm flag.", choices=("", "true", "false"))
     draft_norm_output: str = _setting("", "Overrides the draft's norm_output flag.", choices=("", "true", "false"))
+    draft_vocab: int = _setting(
+        0, "Most frequent tokens that the draft's head keeps; 0 keeps all. Changes speed, never text.", minimum=0
+    )
+    draft_vocab_counts: str = _setting(
+        "", "File of `kimi count-tokens` for draft_vocab; empty takes token_counts.json in the draft's folder."
+    )
+    draft_quantization: str = _setting(
+        "none",
+        "Format that the draft's linear layers are rounded to at load. Changes speed, never text.",
+        choices=("none", "fp8", "int4"),
+    )
     aux_transfer: str = _setting(
         "auto",
         "How aux hidden states reach the draft: `ipc` in a GPU buffer that both processes map, `tensor` through the"

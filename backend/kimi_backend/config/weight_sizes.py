@@ -7,6 +7,7 @@ MLA's down-projections. Linear layers are in the compute dtype whatever the file
 from dataclasses import dataclass
 
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.mla_dims import MlaDims
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
@@ -24,6 +25,8 @@ class WeightFormat:
     """Of the compute dtype."""
     keeps_quantized_experts: bool = True
     """False: routed experts too are in the compute dtype, as the reference kernels keep them."""
+    draft_format: LinearFormat = LinearFormat.NONE
+    """Of the draft's linear layers; without effect where quantised weights are not kept."""
 
 
 def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
@@ -67,20 +70,35 @@ def draft_weight_bytes(
         has_embed, has_head: false where the draft uses the target's matrix in place.
     """
     hidden, tp_size = config.hidden_size, weights.tp_size
-    aux_width = config.num_aux_hidden_states * config.target_hidden_size
-    elements = hidden * aux_width // tp_size + 4 * hidden + 3 * hidden * config.intermediate_size // tp_size
-    elements += aux_width if config.fc_norm else 0
+    linear_format = weights.draft_format if weights.keeps_quantized_experts else LinearFormat.NONE
+    matrices = _draft_matrices(config, tp_size)
+    if has_head:
+        matrices.append((config.draft_vocab_size // tp_size, hidden))
+    num_bytes = sum(linear_format.num_bytes(rows, columns, weights.item_bytes) for rows, columns in matrices)
+    elements = 4 * hidden
+    elements += config.num_aux_hidden_states * config.target_hidden_size if config.fc_norm else 0
     elements += config.vocab_size * hidden // tp_size if has_embed else 0
-    elements += config.draft_vocab_size * hidden // tp_size if has_head else 0
+    rope_dim = config.head_dim if isinstance(config, Eagle3MhaDraftConfig) else config.qk_rope_head_dim
     if isinstance(config, Eagle3MlaDraftConfig):
-        elements += _mla_elements(config, 2 * hidden, hidden, tp_size)
-        rope_dim = config.qk_rope_head_dim
-    else:
-        kv_width = config.num_key_value_heads * config.head_dim
-        q_width = config.num_attention_heads * config.head_dim
-        elements += hidden * (2 * q_width + 2 * 2 * kv_width + q_width) // tp_size
-        rope_dim = config.head_dim
-    return elements * weights.item_bytes + _rope_bytes(config.max_position_embeddings, rope_dim)
+        elements += config.kv_lora_rank + (config.q_lora_rank or 0) + _up_elements(config, tp_size)
+    return num_bytes + elements * weights.item_bytes + _rope_bytes(config.max_position_embeddings, rope_dim)
+
+
+def _draft_matrices(config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, tp_size: int) -> list[tuple[int, int]]:
+    """[out_features, in_features] of the linear layers of one rank, as they are stacked, but for the head."""
+    hidden, width = config.hidden_size, config.intermediate_size // tp_size
+    fc = (hidden // tp_size, config.num_aux_hidden_states * config.target_hidden_size)
+    shared = [fc, (2 * width, hidden), (hidden, width)]
+    heads = config.num_attention_heads // tp_size
+    if isinstance(config, Eagle3MhaDraftConfig):
+        kv_heads = config.num_key_value_heads // tp_size
+        q_width = heads * config.head_dim
+        return [*shared, (q_width + 2 * kv_heads * config.head_dim, 2 * hidden), (hidden, q_width)]
+    queries, out = heads * config.qk_head_dim, (hidden, heads * config.v_head_dim)
+    if config.q_lora_rank is None:
+        return [*shared, (queries + config.latent_dim, 2 * hidden), out]
+    down = (config.q_lora_rank + config.latent_dim, 2 * hidden)
+    return [*shared, down, (queries, config.q_lora_rank), out]
 
 
 def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int) -> int:
@@ -92,8 +110,12 @@ def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int
     else:
         queries = dims.q_lora_rank * (input_size + 1 + query_width)
     latent = dims.latent_dim * input_size + dims.kv_lora_rank
-    up = heads * (dims.qk_nope_head_dim + dims.v_head_dim) * dims.kv_lora_rank
-    return queries + latent + up + heads * dims.v_head_dim * output_size
+    return queries + latent + _up_elements(dims, tp_size) + heads * dims.v_head_dim * output_size
+
+
+def _up_elements(dims: MlaDims, tp_size: int) -> int:
+    """Of kv_b_proj on one rank."""
+    return dims.num_attention_heads // tp_size * (dims.qk_nope_head_dim + dims.v_head_dim) * dims.kv_lora_rank
 
 
 def _rope_bytes(max_positions: int, rope_dim: int) -> int:

@@ -33,18 +33,26 @@ class VocabParallelEmbedding:
 class ParallelHead:
     """Hidden states -> logits, of which each rank computes a slice of the columns."""
 
-    def __init__(self, weight: torch.Tensor, kernels: KernelSet, group: TensorParallelGroup) -> None:
-        """weight: [vocab_size / group.size, hidden_size], of this rank."""
-        self.weight = weight
+    def __init__(
+        self, weight: torch.Tensor, kernels: KernelSet, group: TensorParallelGroup, *, keeps_weight: bool = True
+    ) -> None:
+        """
+        Args:
+            weight: [vocab_size / group.size, hidden_size], of this rank.
+            keeps_weight: false where the packed weight is all that is needed, as no one else shares this head.
+        """
+        self.weight = weight if keeps_weight else None
         self._kernels = kernels
         self._group = group
         self._packed = kernels.pack_linear(weight)
         self._first_column = group.rank * weight.shape[0]
 
     @classmethod
-    def load(cls, loader: WeightLoader, name: str, vocab_size: int, hidden_size: int) -> "ParallelHead":
+    def load(
+        cls, loader: WeightLoader, name: str, vocab_size: int, hidden_size: int, *, keeps_weight: bool = True
+    ) -> "ParallelHead":
         weight = loader.matrix(name, (vocab_size, hidden_size), Shard.ROWS)
-        return cls(weight, loader.kernels, loader.group)
+        return cls(weight, loader.kernels, loader.group, keeps_weight=keeps_weight)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x: [R, hidden_size], normed -> [R, vocab_size] float32 on every rank."""
@@ -57,6 +65,6 @@ class ParallelHead:
             values: [R] float32, the largest logit; NaN where the row has one.
             columns: [R] int64; meaningless where the value is NaN.
         """
-        logits = self._kernels.linear(x, self._packed).float()
+        logits = self._kernels.linear(x, self._packed)
         values, columns = logits.max(dim=1)  # the first of equal values
-        return self._group.all_argmax(values, columns + self._first_column)
+        return self._group.all_argmax(values.float(), columns + self._first_column)

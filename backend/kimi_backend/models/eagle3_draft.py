@@ -23,9 +23,11 @@ import torch
 
 from kimi_backend.checkpoint.tensor_source import TensorSource
 from kimi_backend.config.draft_config import Eagle3DraftConfig
+from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.errors import CheckpointError
 from kimi_backend.layers.embedding import ParallelHead, VocabParallelEmbedding
 from kimi_backend.layers.linear import ColumnParallelLinear
+from kimi_backend.layers.load_quantization import quantizing_kernels
 from kimi_backend.layers.mlp import DenseMlp
 from kimi_backend.layers.weight_loader import WeightLoader
 from kimi_backend.models.kimi_k25 import EmbedAndHead
@@ -46,23 +48,34 @@ class Eagle3Draft(ABC):
         group: TensorParallelGroup,
         device: torch.device,
         dtype: torch.dtype,
+        linear_format: LinearFormat = LinearFormat.NONE,
     ) -> None:
         """
         Args:
             source: the draft's checkpoint; this rank reads only its slices.
+            linear_format: what linear layers are rounded to, the head included.
         Raises:
             CheckpointError: a tensor is missing or misshapen, the vocabulary map is wrong, or the ranks cannot divide
                 a width.
         """
+        kernels = quantizing_kernels(kernels, linear_format)
         loader = WeightLoader(source, kernels, group, device, dtype)
         _refuse_more_layers(source)
         layer = draft_layer_loader(loader)
         hidden = config.hidden_size
         self._kernels = kernels
         self._group = group
+        self._linear_format = linear_format
         self._eps = config.rms_norm_eps
         self._norm_output = config.norm_output
         self._norm_before_residual = config.norm_before_residual
+        self._embed: VocabParallelEmbedding | None = None
+        self._head: ParallelHead | None = None
+        # The head first: what rounding it needs for a moment is free again before the rest comes.
+        if loader.has("lm_head.weight"):
+            self._head = ParallelHead.load(
+                loader, "lm_head", config.draft_vocab_size, hidden, keeps_weight=self._shares_head
+            )
         self._fc_norm = _load_fc_norm(loader, config)
         aux_width = config.num_aux_hidden_states * config.target_hidden_size
         self._fc = ColumnParallelLinear.load(loader, [("fc", (hidden, aux_width))])
@@ -71,12 +84,8 @@ class Eagle3Draft(ABC):
         self._post_norm = layer.vector("post_attention_layernorm.weight", hidden)
         self._mlp = DenseMlp(layer.scoped("mlp"), hidden, config.intermediate_size)
         self._norm = loader.vector("norm.weight", hidden)
-        self._embed: VocabParallelEmbedding | None = None
-        self._head: ParallelHead | None = None
         if loader.has("embed_tokens.weight"):
             self._embed = VocabParallelEmbedding.load(loader, "embed_tokens", config.vocab_size, hidden)
-        if loader.has("lm_head.weight"):
-            self._head = ParallelHead.load(loader, "lm_head", config.draft_vocab_size, hidden)
         self.vocabulary_map = load_vocabulary_map(source, config.draft_vocab_size, config.vocab_size, device)
 
     @property
@@ -153,6 +162,8 @@ class Eagle3Draft(ABC):
     def set_embed_and_head(self, target: EmbedAndHead) -> None:
         """Use the target's matrices in place of those that the file lacks or that are bit-equal.
 
+        A quantised draft rounds a copy of the target's head where it has none, and keeps its own otherwise.
+
         Raises:
             CheckpointError: the file lacks a matrix and the target's has another shape.
         """
@@ -160,16 +171,27 @@ class Eagle3Draft(ABC):
         if self._embed is None or torch.equal(self._embed.weight, target.embed.weight):
             _check_shared("embed_tokens.weight", tuple(target.embed.weight.shape), shape)
             self._embed = target.embed
-        shape = (self.config.draft_vocab_size // self._group.size, self.config.hidden_size)
-        if self._head is None or torch.equal(self._head.weight, target.head.weight):
-            _check_shared("lm_head.weight", tuple(target.head.weight.shape), shape)
-            self._head = target.head
+        self._share_head(target.head)
+
+    def _share_head(self, head: ParallelHead) -> None:
+        assert head.weight is not None, "a target keeps its head's weight"
+        own = self._head.weight if self._head is not None else None
+        if self._head is None or (own is not None and torch.equal(own, head.weight)):
+            shape = (self.config.draft_vocab_size // self._group.size, self.config.hidden_size)
+            _check_shared("lm_head.weight", tuple(head.weight.shape), shape)
+            shares = self._shares_head
+            self._head = head if shares else ParallelHead(head.weight, self._kernels, self._group, keeps_weight=False)
 
     def get_embed_and_head(self) -> EmbedAndHead:
         """This rank's slices, its own or the target's."""
         if self._embed is None:
             raise CheckpointError("embed_tokens.weight", ["the draft's file lacks it; set_embed_and_head first"])
         return EmbedAndHead(self._embed, self._loaded_head())
+
+    @property
+    def _shares_head(self) -> bool:
+        """A head in the target's format may be the target's."""
+        return self._linear_format is LinearFormat.NONE
 
     def _loaded_head(self) -> ParallelHead:
         if self._head is None:

@@ -4,6 +4,7 @@ import torch
 
 from kimi_backend.checkpoint.tensor_source import TensorSource
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
+from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.layers.mha import MhaAttention
 from kimi_backend.layers.rotary import cos_sin_table
 from kimi_backend.layers.weight_loader import WeightLoader
@@ -24,10 +25,11 @@ class Eagle3MhaDraft(Eagle3Draft):
         group: TensorParallelGroup,
         device: torch.device,
         dtype: torch.dtype,
+        linear_format: LinearFormat = LinearFormat.NONE,
     ) -> None:
-        super().__init__(config, source, kernels, group, device, dtype)
+        super().__init__(config, source, kernels, group, device, dtype, linear_format)
         self._config = config
-        loader = draft_layer_loader(WeightLoader(source, kernels, group, device, dtype))
+        loader = draft_layer_loader(WeightLoader(source, self._kernels, group, device, dtype))
         cos_sin = cos_sin_table(config.head_dim, config.max_position_embeddings, config.rope, device)
         self._attention = MhaAttention(loader.scoped("self_attn"), config, cos_sin, input_size=2 * config.hidden_size)
 

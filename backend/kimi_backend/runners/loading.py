@@ -15,6 +15,7 @@ from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
 from kimi_backend.parallel import SingleRank
+from kimi_backend.runners.draft_choice import chosen_draft, linear_format
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
@@ -99,7 +100,8 @@ class _Checkpoints:
         target = TargetCheckpoint.open(settings.checkpoint)
         if not settings.draft:
             return cls(target=target, draft=None)
-        return cls(target=target, draft=DraftCheckpoint.open(settings.draft, target.config, draft_overrides(settings)))
+        draft = DraftCheckpoint.open(settings.draft, target.config, draft_overrides(settings))
+        return cls(target=target, draft=chosen_draft(settings, draft, target))
 
 
 def memory_plan(settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement) -> MemoryPlan:
@@ -126,6 +128,7 @@ def memory_plan(settings: ServingSettings, checkpoints: _Checkpoints, placement:
             block_size=settings.block_size,
             kv_cache_dtype=_name(placement.kv_dtype),
             weight_dtype=_name(placement.dtype),
+            draft_format=linear_format(settings),
             keeps_quantized_experts=placement.kernels.name != "reference",
             max_model_len=settings.max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -189,7 +192,7 @@ def _load_draft(
     plan = memory_plan(settings, checkpoints, placement)
     config = checkpoint.config
     with checkpoint.loading() as tensors:
-        args = (tensors, placement.kernels, SingleRank(), placement.device, placement.dtype)
+        args = (tensors, placement.kernels, SingleRank(), placement.device, placement.dtype, linear_format(settings))
         model: Eagle3Draft
         if isinstance(config, Eagle3MlaDraftConfig):
             model = Eagle3MlaDraft(config, *args)

@@ -13,6 +13,7 @@ from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset, dra
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.tensor_spec import draft_tensor_specs, target_tensor_specs
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.memory_plan import GIB, MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
@@ -260,3 +261,19 @@ def test_dense_layers_may_be_of_any_number() -> None:
     grown = target_weight_bytes(one_less, weights) - target_weight_bytes(config, weights)
     experts = 384 * (expert_bytes(config, weights) + (7168 + 1) * 4)
     assert grown == experts + 3 * 7168 * (2048 - 18432) * 2
+
+
+@pytest.mark.parametrize("linear_format", LinearFormat)
+def test_a_quantised_draft_leaves_room_for_tokens(linear_format: LinearFormat) -> None:
+    settings = MemorySettings(gpu_bytes=140 * GIB, tp_size=8, draft_format=linear_format)
+    plan = plan_memory(K25, MLA_DRAFT, settings)
+    # One rank's part of 1.84 G weights of linear layers, and the embedding in bf16.
+    matrices = (MLA_DRAFT.draft_vocab_size * 7168 + 658.4e6) / 8 + 7 / 8 * 2112 * 14_336
+    item = {LinearFormat.NONE: 2, LinearFormat.FP8: 132 / 128, LinearFormat.INT4: 72 / 128}[linear_format]
+    rope, embedding = 262144 * 64 * 4, 163_840 * 7168 * 2 / 8
+    assert plan.draft_weight_bytes == pytest.approx(matrices * item + embedding + rope, rel=0.01)
+
+
+def test_quantised_weights_that_are_widened_weigh_what_they_are_widened_to() -> None:
+    plain, widened = WeightFormat(), WeightFormat(keeps_quantized_experts=False, draft_format=LinearFormat.INT4)
+    assert draft_weight_bytes(MLA_DRAFT, widened) == draft_weight_bytes(MLA_DRAFT, plain)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kimi_backend.config.draft_config import DraftOverrides
+from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps, build_draft
@@ -93,9 +94,10 @@ def test_target(quantization: str) -> None:
         assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("linear_format", LinearFormat)
 @pytest.mark.parametrize("kind", ["mla", "mla31", "mha"])
 @torch.inference_mode()
-def test_draft(kind: str) -> None:
+def test_draft(kind: str, linear_format: LinearFormat) -> None:
     target, device = large_target("none"), torch.device("cuda")
     fields = GEOMETRY if kind != "mha" else {**GEOMETRY, "num_key_value_heads": 16, "head_dim": 128}
     config = draft_config(kind, target, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS), **fields, draft_vocab_size=1024)
@@ -103,7 +105,7 @@ def test_draft(kind: str) -> None:
     aux = torch.randn(sum(SPLITS), 3 * 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
     results = []
     for kernels, dtype in ((KernelSet.reference(), torch.float32), (KernelSet.triton(), torch.bfloat16)):
-        draft = build_draft(config, tensors, kernels, device, dtype)
+        draft = build_draft(config, tensors, kernels, device, dtype, linear_format)
         steps = DraftSteps(draft, [sum(SPLITS)], block_size=64, kernels=kernels, device=device, dtype=dtype)
         logits, start, feedback = [], 0, torch.empty(0)
         for size in SPLITS:
