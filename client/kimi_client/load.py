@@ -58,6 +58,7 @@ class LoadResult:
     def summary(self) -> dict[str, Any]:
         """Plain numbers for JSON: percentiles in milliseconds, throughput, acceptance."""
         gaps = [b - a for r in self.requests for a, b in itertools.pairwise(r.chunk_times_s)]
+        pretences = sorted({p for r in self.requests for p in r.completion.statistics.get("pretences", ())})
         per_token = [r.inter_token_s for r in self.requests if r.inter_token_s is not None]
         return {
             "concurrency": self.concurrency,
@@ -71,6 +72,7 @@ class LoadResult:
             "inter_chunk_ms": _percentiles(gaps),
             "request_ms": _percentiles([r.total_s for r in self.requests]),
             "speculation": pooled_acceptance([r.completion for r in self.requests]),
+            **({"pretences": pretences} if pretences else {}),
         }
 
 

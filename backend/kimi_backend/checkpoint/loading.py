@@ -5,12 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from kimi_backend.checkpoint.checked_tensors import CheckedTensors
 from kimi_backend.checkpoint.draft_names import DraftTensors
 from kimi_backend.checkpoint.progress import WatchedTensors, byte_progress
+from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.safetensors_source import SafetensorsSource
 from kimi_backend.checkpoint.tensor_source import TensorSource
-from kimi_backend.checkpoint.tensor_spec import draft_tensor_specs, target_tensor_specs
+from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole, draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.validation import validate_draft, validate_target
 from kimi_backend.config.draft_config import (
     NO_OVERRIDES,
@@ -21,6 +24,9 @@ from kimi_backend.config.draft_config import (
 )
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.errors import CheckpointError
+
+_DUMMY_TARGET_SEED = 0
+_DUMMY_DRAFT_SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,19 @@ class TargetCheckpoint:
         validate_target(config, source, str(path))
         checked = CheckedTensors(source, target_tensor_specs(config), str(path))
         return cls(Path(path), config, source, checked, source.num_bytes())
+
+    @classmethod
+    def dummy(cls, path: str | Path, device: torch.device) -> "TargetCheckpoint":
+        """Random weights made on `device`, of the geometry in the folder's config.json; no other file is read.
+
+        Raises:
+            ConfigError: config.json is absent or says what cannot be served.
+        """
+        _require_folder(path)
+        config = KimiModelConfig.from_hf_json(path)
+        specs = target_tensor_specs(config)
+        source = RandomTensors(specs, _DUMMY_TARGET_SEED, device)
+        return cls(Path(path), config, source, source, _num_bytes(specs))
 
     @contextmanager
     def loading(self, tp_size: int = 1) -> Iterator[TensorSource]:
@@ -78,6 +97,24 @@ class DraftCheckpoint:
         checked = CheckedTensors(tensors, draft_tensor_specs(config, overrides), str(path))
         return cls(Path(path), config, tensors, checked, source.num_bytes())
 
+    @classmethod
+    def dummy(
+        cls,
+        path: str | Path,
+        target: KimiModelConfig,
+        device: torch.device,
+        overrides: DraftOverrides = NO_OVERRIDES,
+    ) -> "DraftCheckpoint":
+        """As `TargetCheckpoint.dummy`. Embedding and head are the target's wherever their shapes allow it."""
+        _require_folder(path)
+        config = Eagle3DraftConfig.from_hf_json(path, target, overrides)
+        is_reduced = config.draft_vocab_size < config.vocab_size
+        maps = (TensorRole.DRAFT_TO_TARGET, TensorRole.TARGET_TO_DRAFT) if is_reduced else ()
+        every = draft_tensor_specs(config, overrides)
+        specs = {name: spec for name, spec in every.items() if spec.is_required or spec.role in maps}
+        source = RandomTensors(specs, _DUMMY_DRAFT_SEED, device)
+        return cls(Path(path), config, source, source, _num_bytes(specs))
+
     @contextmanager
     def loading(self, tp_size: int = 1) -> Iterator[TensorSource]:
         """As `TargetCheckpoint.loading`."""
@@ -89,3 +126,7 @@ def _require_folder(path: str | Path) -> None:
     if not Path(path).is_dir():
         found = "is a file" if Path(path).exists() else "no such folder"
         raise CheckpointError(str(path), [f"{found}, expected a checkpoint folder"])
+
+
+def _num_bytes(specs: Specs) -> int:
+    return sum(spec.num_bytes for spec in specs.values())

@@ -32,7 +32,7 @@ def write_random_target(
         CheckpointError: a file cannot be written.
     """
     config = KimiModelConfig.from_hf_json(config_json)
-    _write_config(folder, config_json)
+    write_config(folder, config_json)
     specs = target_tensor_specs(config)
     prefix = TEXT_PREFIX if config.architecture == MULTIMODAL_ARCHITECTURE else ""
     with byte_progress("writing target", _num_bytes(specs)) as advance:
@@ -57,8 +57,7 @@ def write_random_draft(
 ) -> None:
     """As `write_random_target`, for a draft, which gets its own embedding and head; makes the folder."""
     config = Eagle3DraftConfig.from_hf_json(config_json, target)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_config(folder, config_json)
+    write_config(folder, config_json)
     specs = draft_tensor_specs(config)
     has_full_vocabulary = config.draft_vocab_size == config.vocab_size
     names = [name for name, spec in specs.items() if not (has_full_vocabulary and spec.role in _VOCABULARY_MAPS)]
@@ -79,5 +78,7 @@ def _num_bytes(specs: Specs) -> int:
     return sum(spec.num_bytes for spec in specs.values())
 
 
-def _write_config(folder: Path, config_json: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config_json: Mapping[str, Any]) -> None:
+    """Write config.json alone, which is all that `load_format = dummy` reads; makes the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")

@@ -1,11 +1,11 @@
 """A checkpoint that is nowhere: any tensor made from (seed, name) when it is read, in slices.
 
 Norm weights are 1, embeddings N(0, 1), every other matrix N(0, 1 / in_features): activations keep their size through
-the layers and the router spreads tokens over the experts.
+the layers and the router spreads tokens over the experts. `load_format = dummy` serves such weights, made on the GPU.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,8 @@ class RandomTensors:
 
     specs: Specs
     seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where tensors are made and handed out, vocabulary maps apart. Another kind of device gives other values."""
 
     def names(self) -> frozenset[str]:
         return frozenset(self.specs)
@@ -58,24 +60,25 @@ class RandomTensors:
             return self._vocabulary_map(spec)[start:stop]
         row_elements = max(1, spec.num_elements // spec.shape[0])
         chunk_rows = max(1, _CHUNK_ELEMENTS // row_elements)
-        out = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtypes[0])
+        out = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtypes[0], device=self.device)
         for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
             first = chunk * chunk_rows
             last = min(first + chunk_rows, spec.shape[0])
-            values = _make(spec, last - first, self._generator(f"{name}#{chunk}"))
+            values = _make(spec, last - first, self._generator(f"{name}#{chunk}", self.device))
             kept = slice(max(start, first), min(stop, last))
             out[kept.start - start : kept.stop - start] = values[kept.start - first : kept.stop - first]
         return out
 
-    def _generator(self, key: str) -> torch.Generator:
+    def _generator(self, key: str, device: torch.device) -> torch.Generator:
         digest = hashlib.blake2b(f"{self.seed}/{key}".encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
 
     def _vocabulary_map(self, spec: TensorSpec) -> torch.Tensor:
         """Both maps tell of one random set of target ids, drawn from the seed alone."""
         draft_vocab_size = self.specs["d2t"].shape[0]
         vocab_size = self.specs["t2d"].shape[0]
-        drawn = torch.randperm(vocab_size, generator=self._generator("vocabulary"))[:draft_vocab_size]
+        generator = self._generator("vocabulary", torch.device("cpu"))
+        drawn = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size]
         token_ids = drawn.sort().values
         if spec.role is TensorRole.DRAFT_TO_TARGET:
             return (token_ids - torch.arange(draft_vocab_size)).to(spec.dtypes[0])
@@ -83,25 +86,25 @@ class RandomTensors:
 
 
 def _make(spec: TensorSpec, num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """The next rows of a tensor."""
+    """The next rows of a tensor, on the generator's device."""
     shape = (num_rows, *spec.shape[1:])
-    dtype = spec.dtypes[0]
+    dtype, device = spec.dtypes[0], generator.device
     if spec.role is TensorRole.NORM:
-        return torch.ones(shape, dtype=dtype)
+        return torch.ones(shape, dtype=dtype, device=device)
     if spec.role is TensorRole.INT4_SHAPE:
         return torch.tensor(spec.matrix_shape, dtype=dtype)
     if spec.role is TensorRole.INT4_CODES:
-        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(dtype)
+        return torch.randint(-(2**31), 2**31, shape, generator=generator, device=device).to(dtype)
     if spec.role is TensorRole.FP8_VALUES:
-        values = torch.randn(shape, generator=generator) * _FP8_STD
+        values = torch.randn(shape, generator=generator, device=device) * _FP8_STD
         return values.clamp_(-_FP8_MAX, _FP8_MAX).to(dtype)
     if spec.role in (TensorRole.INT4_SCALES, TensorRole.FP8_SCALES):
         assert spec.matrix_shape is not None, "a scale belongs to a matrix"
         stored_std = _INT4_CODE_STD if spec.role is TensorRole.INT4_SCALES else _FP8_STD
         scale = spec.matrix_shape[1] ** -0.5 / stored_std
-        spread = torch.rand(shape, generator=generator).mul_(2 * _SCALE_SPREAD).add_(1 - _SCALE_SPREAD)
+        spread = torch.rand(shape, generator=generator, device=device).mul_(2 * _SCALE_SPREAD).add_(1 - _SCALE_SPREAD)
         return spread.mul_(scale).to(dtype)
-    return torch.randn(shape, generator=generator).mul_(_std(spec)).to(dtype)
+    return torch.randn(shape, generator=generator, device=device).mul_(_std(spec)).to(dtype)
 
 
 def _std(spec: TensorSpec) -> float:

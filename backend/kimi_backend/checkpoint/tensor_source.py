@@ -21,7 +21,8 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """The tensor's elements `start:stop` of dimension `dim`, on the CPU, in the stored dtype.
+        """The tensor's elements `start:stop` of dimension `dim`, in the stored dtype, on the CPU (made weights: where
+        they are made).
 
         Raises:
             CheckpointError: no such tensor, or its file cannot be read.

@@ -32,6 +32,11 @@ def bench_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, reference or triton; --in-process only.")] = "auto",
     max_model_len: Annotated[int, typer.Option(min=0, help="0 takes the checkpoint's; --in-process only.")] = 0,
+    load_format: Annotated[str, typer.Option(help="dummy: random weights; --in-process only.")] = "safetensors",
+    routing: Annotated[str, typer.Option(help="uniform: experts drawn at random; --in-process only.")] = "model",
+    synthetic_acceptance: Annotated[
+        float, typer.Option(help="Tokens a round, drafts accepted at random; --in-process only.")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run prompts and report acceptance, tokens per second and where the time of a step goes."""
@@ -56,6 +61,9 @@ def bench_command(
             "device": device,
             "kernels": kernels,
             "max_model_len": max_model_len,
+            "load_format": load_format,
+            "routing": routing,
+            "synthetic_acceptance": synthetic_acceptance,
         }
         _bench_in_process(settings, prompts, sampling, num_speculative_tokens, draft_sampling, num_requests, as_json)
         return

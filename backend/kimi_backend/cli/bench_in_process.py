@@ -126,6 +126,7 @@ def _report(statistics: EngineStatistics, requests: list[dict[str, Any]], wall_s
         "output_tokens_per_second": round(num_tokens / wall_s, 2),
         "num_steps": statistics.num_steps,
         "step_ms": {phase: round(1e3 * s / steps, 4) for phase, s in statistics.step_seconds.items()},
+        "pretences": list(statistics.pretences),
         "errors": sum(request["error"] is not None for request in requests),
         "requests": requests,
     }
@@ -133,7 +134,7 @@ def _report(statistics: EngineStatistics, requests: list[dict[str, Any]], wall_s
 
 def print_report(report: dict[str, Any]) -> None:
     """The report as a table on standard output."""
-    table = Table(title="kimi bench --in-process")
+    table = Table(title=", ".join(["kimi bench --in-process", *report["pretences"]]))
     table.add_column("")
     table.add_column("value", justify="right")
     for key in ("output_tokens_per_second", "num_output_tokens", "num_steps", "wall_s", "errors"):

@@ -107,7 +107,7 @@ def _run(url: str, requests: list[dict[str, Any]], concurrency: int, name: str) 
 def print_table(report: dict[str, Any]) -> None:
     """The report as a table on stderr, one column a run."""
     runs = [name for name in ("speculative", "plain") if name in report]
-    table = Table(title="kimi bench")
+    table = Table(title=", ".join(["kimi bench", *report["speculative"].get("pretences", [])]))
     table.add_column("")
     for name in runs:
         table.add_column(name, justify="right")

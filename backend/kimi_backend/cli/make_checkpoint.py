@@ -30,6 +30,7 @@ def make_checkpoint_command(
     architecture: Annotated[Architecture, typer.Option(help="Layout of the target's files.")] = Architecture.KIMI_K25,
     seed: Annotated[int, typer.Option(help="The same seed makes the same files.", min=0)] = 0,
     shard_gb: Annotated[float, typer.Option(help="Most gigabytes of a file.", min=0.000001, max=1e6)] = 5.0,
+    weights: Annotated[bool, typer.Option(help="Without: configs and tokenizer only, for --load-format dummy.")] = True,
 ) -> None:
     """Write a random target in OUT and its draft in OUT/draft, as real checkpoints are laid out."""
     make_checkpoint(
@@ -41,6 +42,7 @@ def make_checkpoint_command(
         architecture=architecture,
         seed=seed,
         shard_bytes=int(shard_gb * 10**9),
+        has_weights=weights,
     )
     typer.echo(f"{out}: {preset.value} target ({quantization.value}) and {draft.value} draft; kimi inspect {out}")
 
@@ -55,13 +57,14 @@ def make_checkpoint(
     architecture: Architecture,
     seed: int = 0,
     shard_bytes: int = 5 * 10**9,
+    has_weights: bool = True,
 ) -> None:
     """Write both checkpoints, a few megabytes in memory at a time; `out` appears when all of it is there.
 
     Raises:
         CheckpointError: `out` holds something already, or cannot be written.
     """
-    from kimi_backend.checkpoint.random_checkpoint import write_random_draft, write_random_target
+    from kimi_backend.checkpoint.random_checkpoint import write_config, write_random_draft, write_random_target
     from kimi_backend.checkpoint.writer import new_folder
     from kimi_backend.text.tiktoken_files import write_tokenizer
 
@@ -71,6 +74,10 @@ def make_checkpoint(
         if architecture is Architecture.KIMI_K25:
             token_ids["media_placeholder_token_id"] = tokenizer["media_placeholder_token_id"]
         target_json = target_config_json(preset, num_layers, quantization, architecture, token_ids)
-        target = write_random_target(folder, target_json, seed=seed, shard_bytes=shard_bytes)
         draft_json = draft_config_json(draft, preset, num_layers)
+        if not has_weights:
+            write_config(folder, target_json)
+            write_config(folder / DRAFT_FOLDER, draft_json)
+            return
+        target = write_random_target(folder, target_json, seed=seed, shard_bytes=shard_bytes)
         write_random_draft(folder / DRAFT_FOLDER, draft_json, target, seed=seed + 1, shard_bytes=shard_bytes)

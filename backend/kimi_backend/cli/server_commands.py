@@ -25,6 +25,11 @@ def serve_command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most rows in a step.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     kernels: Annotated[str | None, typer.Option(help="auto, reference or triton.")] = None,
+    load_format: Annotated[str | None, typer.Option(help="dummy: random weights; for timing.")] = None,
+    routing: Annotated[str | None, typer.Option(help="uniform: experts drawn at random; for timing.")] = None,
+    synthetic_acceptance: Annotated[
+        float | None, typer.Option(help="Tokens a round, drafts accepted at random; for timing.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
     http_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
@@ -59,6 +64,9 @@ _SERVE_SETTINGS = frozenset(
         "max_num_batched_tokens",
         "device",
         "kernels",
+        "load_format",
+        "routing",
+        "synthetic_acceptance",
         "log_level",
     }
 )

@@ -26,6 +26,7 @@ def describe_completion(completion: Completion) -> str:
     if speculation:
         parts.append(f"acceptance length {speculation['mean_acceptance_length']:.2f}")
     parts += [f"finish: {completion.finish_reason}", f"seed {statistics.get('seed')}"]
+    parts += statistics.get("pretences", [])
     return ", ".join(parts)
 
 

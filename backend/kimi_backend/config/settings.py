@@ -28,14 +28,30 @@ class ServingSettings:
     checkpoint: str = _setting("", "Folder of the target's checkpoint. Required.")
     draft: str = _setting("", "Folder of the draft's checkpoint; empty serves without speculation.")
     tokenizer: str = _setting("", "Folder of the tokenizer and chat template; empty takes the checkpoint's.")
+    load_format: str = _setting(
+        "safetensors",
+        "`dummy` makes random weights of the geometry in config.json on the device and reads no weights; for timing.",
+        choices=("safetensors", "dummy"),
+    )
+    routing: str = _setting(
+        "model",
+        "`uniform` sends every token to experts drawn at random, whatever the router says; for timing.",
+        choices=("model", "uniform"),
+    )
+    synthetic_acceptance: float = _setting(
+        0.0,
+        "Accepts draft tokens at random so that a round emits this many tokens on average; 0 compares. For timing.",
+        minimum=0,
+        maximum=MAX_SPECULATIVE_TOKENS + 1,
+    )
     device: str = _setting("auto", "Where both models run.", choices=("auto", "cpu", "cuda"))
     cpu_threads: int = _setting(
         1, "Threads of each model on a CPU. Another number may change the last bits of a logit.", minimum=1
     )
     kernels: str = _setting(
         "auto",
-        "Kernel set: `reference` is exact and row-invariant, `triton` is fast on a GPU.",
-        choices=("auto", "reference", "triton"),
+        "Kernel set: `reference` and `cpu` are row-invariant, `cpu` is the faster there, `triton` is for a GPU.",
+        choices=("auto", "reference", "cpu", "triton"),
     )
     tensor_parallel_size: int = _setting(1, "GPUs that share the target.", minimum=1)
     num_speculative_tokens: int = _setting(
@@ -93,6 +109,23 @@ class ServingSettings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), field.metadata)
+        if 0 < self.synthetic_acceptance < 1:
+            raise ConfigError(
+                f"setting synthetic_acceptance: {self.synthetic_acceptance} given, 0 or at least 1 is allowed:"
+                " a round emits the target's own token too"
+            )
+
+    @property
+    def pretences(self) -> tuple[str, ...]:
+        """What is not real in a server with these settings; every output repeats it. Empty in service."""
+        said = []
+        if self.load_format == "dummy":
+            said.append("weights dummy")
+        if self.routing == "uniform":
+            said.append("routing uniform")
+        if self.synthetic_acceptance:
+            said.append(f"acceptance length synthetic {self.synthetic_acceptance:g}")
+        return tuple(said)
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str], environment: Mapping[str, str]) -> "ServingSettings":

@@ -92,7 +92,7 @@ class Engine:
         )
         check_request(request, limits, self._settings)
         sequence = self._make_sequence(request, geometry)
-        output = RequestOutput(sequence, self._make_text(request.sampling), sink)
+        output = RequestOutput(sequence, self._make_text(request.sampling), sink, geometry.pretences)
         with self._loop.changed:
             core = self._loop.require_ready()
             num_waiting = self._loop.num_newcomers + len(core.scheduler.waiting)

@@ -23,6 +23,8 @@ class Geometry:
     """None while there is no draft."""
     settings: SchedulerSettings
     """As given, lowered to what the runners can take in one step."""
+    pretences: tuple[str, ...] = ()
+    """Of either runner."""
 
 
 def check_runner(description: RunnerDescription, role: str) -> None:
@@ -115,4 +117,5 @@ def resolve(target: RunnerDescription, draft: RunnerDescription | None, settings
         num_target_blocks=target.num_blocks,
         num_draft_blocks=None if draft is None else draft.num_blocks,
         settings=settings.lowered_to(max_seqs, max_rows),
+        pretences=tuple(dict.fromkeys(pretence for runner in runners for pretence in runner.pretences)),
     )

@@ -32,7 +32,7 @@ class PeriodicSummary:
         rounds = num_rounds - self._num_rounds
         length = f"{1 + (num_accepted - self._num_accepted) / rounds:.2f}" if rounds else "-"
         logger.info(
-            "running=%d waiting=%d tokens_per_s=%.1f acceptance_length=%s target_blocks=%d/%d preemptions=%d",
+            "running=%d waiting=%d tokens_per_s=%.1f acceptance_length=%s target_blocks=%d/%d preemptions=%d%s",
             len(scheduler.running),
             len(scheduler.waiting),
             (totals.num_output_tokens - self._num_tokens) / seconds,
@@ -40,6 +40,7 @@ class PeriodicSummary:
             core.kv.target_pool.num_held,
             core.kv.target_pool.num_blocks,
             scheduler.num_preemptions,
+            "".join(f" pretence={pretence!r}" for pretence in core.geometry.pretences),
         )
         self._last_s, self._num_tokens = now, totals.num_output_tokens
         self._num_rounds, self._num_accepted = num_rounds, num_accepted

@@ -38,13 +38,17 @@ class RequestOutput:
     What a stop string cuts off is counted nowhere: tokens behind it, and steps that ran before the engine heard of it.
     """
 
-    def __init__(self, sequence: EngineSequence, text: OutputText, sink: DeltaSink) -> None:
+    def __init__(
+        self, sequence: EngineSequence, text: OutputText, sink: DeltaSink, pretences: tuple[str, ...] = ()
+    ) -> None:
+        """pretences: repeated in the statistics, see `RunnerDescription.pretences`."""
         self.sequence = sequence
         self.sink = sink
         self.is_finished = False
         self.num_output_tokens = 0
         self.speculation = SpeculationCounter(sequence.speculation.num_speculative_tokens)
         self._text = text
+        self._pretences = pretences
         self._first_token_s: float | None = None
 
     def push(self, output: StepOutput) -> TokenDelta | None:
@@ -113,6 +117,7 @@ class RequestOutput:
             num_preemptions=sequence.num_preemptions,
             seed=sequence.seed,
             speculation=self.speculation.snapshot(),
+            pretences=self._pretences,
         )
 
 

@@ -35,6 +35,8 @@ class EngineStatistics:
     draft_blocks_held: int
     draft_blocks_total: int
     totals: OutputTotals
+    pretences: tuple[str, ...] = ()
+    """See `RunnerDescription.pretences`."""
 
 
 def take_statistics(
@@ -72,4 +74,5 @@ def take_statistics(
         draft_blocks_held=0 if draft_pool is None else draft_pool.num_held,
         draft_blocks_total=0 if draft_pool is None else draft_pool.num_blocks,
         totals=totals,
+        pretences=core.geometry.pretences,
     )

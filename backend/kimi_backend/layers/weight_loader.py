@@ -106,7 +106,7 @@ class WeightLoader:
         first_block = start // block
         scales = self.source.read(f"{name}.weight_scale_inv", dim, first_block, -(-stop // block))
         # A slice may start inside a block: look each element's block up by its place in the whole matrix.
-        block_of = torch.arange(start, stop) // block - first_block
+        block_of = torch.arange(start, stop, device=scales.device) // block - first_block
         scales = scales.float().index_select(dim, block_of)
-        other = torch.arange(shape[1 - dim]) // block
+        other = torch.arange(shape[1 - dim], device=scales.device) // block
         return values.float() * scales.index_select(1 - dim, other)

@@ -1,5 +1,6 @@
 """Server settings -> loaded runners: one in each of two processes, or both in one."""
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -21,7 +22,11 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.pretending import with_synthetic_acceptance, with_uniform_routing
 
+logger = logging.getLogger("kimi_backend.runners")
+
+_DEVICES_OF_KERNELS = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",)}
 _GPU_SHARE = 0.92
 _CPU_KV_BYTES = GIB // 4
 """What both pools may take of a machine's own memory where `kv_tokens` does not say."""
@@ -51,12 +56,13 @@ def place(settings: ServingSettings) -> Placement:
         raise ConfigError(
             f"setting tensor_parallel_size: {settings.tensor_parallel_size} given; this version serves with 1"
         )
-    chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "reference")
-    if chosen == "triton" and name == "cpu":
-        raise ConfigError("setting kernels: triton given, which needs a GPU; on a CPU reference is allowed")
+    chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "cpu")
+    if name not in _DEVICES_OF_KERNELS[chosen]:
+        allowed = " or ".join(kernels for kernels, devices in _DEVICES_OF_KERNELS.items() if name in devices)
+        raise ConfigError(f"setting kernels: {chosen} given, which does not run on {name}; {allowed} is allowed there")
     if name == "cpu":
         torch.set_num_threads(settings.cpu_threads)
-    kernels = KernelSet.triton() if chosen == "triton" else KernelSet.reference()
+    kernels: KernelSet = getattr(KernelSet, chosen)()
     dtype = torch.bfloat16 if chosen == "triton" else torch.float32
     kv_dtype = dtype if settings.kv_cache_dtype == "auto" else getattr(torch, settings.kv_cache_dtype)
     return Placement(device=torch.device(name), kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
@@ -94,13 +100,25 @@ class _Checkpoints:
     draft: DraftCheckpoint | None
 
     @classmethod
-    def open(cls, settings: ServingSettings) -> "_Checkpoints":
+    def open(cls, settings: ServingSettings, placement: Placement) -> "_Checkpoints":
         if not settings.checkpoint:
             raise ConfigError("setting checkpoint: empty, the folder of a checkpoint is needed")
+        for pretence in settings.pretences:
+            logger.warning("pretence=%r, for timing only", pretence)
+        if settings.load_format == "dummy":
+            return cls._dummy(settings, placement.device)
         target = TargetCheckpoint.open(settings.checkpoint)
         if not settings.draft:
             return cls(target=target, draft=None)
         draft = DraftCheckpoint.open(settings.draft, target.config, draft_overrides(settings))
+        return cls(target=target, draft=chosen_draft(settings, draft, target))
+
+    @classmethod
+    def _dummy(cls, settings: ServingSettings, device: torch.device) -> "_Checkpoints":
+        target = TargetCheckpoint.dummy(settings.checkpoint, device)
+        if not settings.draft:
+            return cls(target=target, draft=None)
+        draft = DraftCheckpoint.dummy(settings.draft, target.config, device, draft_overrides(settings))
         return cls(target=target, draft=chosen_draft(settings, draft, target))
 
 
@@ -129,7 +147,7 @@ def memory_plan(settings: ServingSettings, checkpoints: _Checkpoints, placement:
             kv_cache_dtype=_name(placement.kv_dtype),
             weight_dtype=_name(placement.dtype),
             draft_format=linear_format(settings),
-            keeps_quantized_experts=placement.kernels.name != "reference",
+            keeps_quantized_experts=placement.kernels.name == "triton",
             max_model_len=settings.max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_sampled_rows=settings.max_num_seqs * (settings.max_speculative_tokens + 1),
@@ -163,16 +181,25 @@ def _load_target(
     settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement
 ) -> tuple[TargetRunner, KimiTarget]:
     plan = memory_plan(settings, checkpoints, placement)
+    kernels = _target_kernels(settings, placement)
     with checkpoints.target.loading() as tensors:
-        model = KimiTarget(
-            checkpoints.target.config, tensors, placement.kernels, SingleRank(), placement.device, placement.dtype
-        )
+        model = KimiTarget(checkpoints.target.config, tensors, kernels, SingleRank(), placement.device, placement.dtype)
     pool = KvPool.allocate(
         model.kv_pool_shape, plan.num_target_blocks, settings.block_size, placement.kv_dtype, placement.device
     )
     aux_layer_ids = checkpoints.draft.config.aux_layer_ids if checkpoints.draft else ()
-    runner = TargetRunner(model, placement.kernels, pool, _limits(settings, plan), aux_layer_ids)
+    runner = TargetRunner(model, kernels, pool, _limits(settings, plan), aux_layer_ids, pretences=settings.pretences)
     return runner, model
+
+
+def _target_kernels(settings: ServingSettings, placement: Placement) -> KernelSet:
+    """The kernel set, pretending where the settings say so."""
+    kernels = placement.kernels
+    if settings.routing == "uniform":
+        kernels = with_uniform_routing(kernels)
+    if settings.synthetic_acceptance:
+        kernels = with_synthetic_acceptance(kernels, settings.synthetic_acceptance, placement.device)
+    return kernels
 
 
 def _target_matrices(checkpoint: TargetCheckpoint, placement: Placement) -> EmbedAndHead:
@@ -205,7 +232,8 @@ def _load_draft(
     pool = KvPool.allocate(
         model.kv_pool_shape, plan.num_draft_blocks, settings.block_size, placement.kv_dtype, placement.device
     )
-    return DraftRunner(model, placement.kernels, pool, _limits(settings, plan), placement.dtype)
+    limits = _limits(settings, plan)
+    return DraftRunner(model, placement.kernels, pool, limits, placement.dtype, pretences=settings.pretences)
 
 
 def load_target_runner(settings: ServingSettings) -> TargetRunner:
@@ -214,17 +242,20 @@ def load_target_runner(settings: ServingSettings) -> TargetRunner:
     Raises:
         ConfigError, CheckpointError: the settings or files cannot be served.
     """
-    return _load_target(settings, _Checkpoints.open(settings), place(settings))[0]
+    placement = place(settings)
+    return _load_target(settings, _Checkpoints.open(settings, placement), placement)[0]
 
 
 def load_draft_runner(settings: ServingSettings) -> DraftRunner:
     """Load the draft alone; matrices that its file lacks come from the target's files. Raises likewise."""
-    return _load_draft(settings, _Checkpoints.open(settings), place(settings), None)
+    placement = place(settings)
+    return _load_draft(settings, _Checkpoints.open(settings, placement), placement, None)
 
 
 def load_pair(settings: ServingSettings) -> tuple[TargetRunner, DraftRunner | None]:
     """Both in this process, the draft sharing the target's matrices where it can; None without a draft."""
-    checkpoints, placement = _Checkpoints.open(settings), place(settings)
+    placement = place(settings)
+    checkpoints = _Checkpoints.open(settings, placement)
     target, model = _load_target(settings, checkpoints, placement)
     if checkpoints.draft is None:
         return target, None

@@ -32,7 +32,8 @@ def description_from_json(text: str | bytes) -> RunnerDescription:
     fields = json.loads(text)
     buffer = fields.get("aux_buffer")
     fields["aux_buffer"] = None if buffer is None else bytes.fromhex(buffer)
-    fields["aux_layer_ids"] = tuple(fields.get("aux_layer_ids", ()))
+    for name in ("aux_layer_ids", "pretences"):
+        fields[name] = tuple(fields.get(name, ()))
     try:
         return RunnerDescription(**fields)
     except TypeError as error:

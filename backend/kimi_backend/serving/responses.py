@@ -28,6 +28,8 @@ def statistics_json(stats: RequestStats) -> dict[str, Any]:
     values = dataclasses.asdict(stats)
     values["speculative_decoding"] = speculation_json(stats.speculation)
     del values["speculation"]
+    if not stats.pretences:
+        del values["pretences"]
     return values
 
 

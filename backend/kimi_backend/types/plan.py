@@ -179,4 +179,6 @@ class RunnerDescription:
     """CUDA IPC handle of the shared aux buffer, when there is one."""
     process_id: int | None = None
     """Of a runner in a process of its own."""
+    pretences: tuple[str, ...] = ()
+    """What is not real in this runner, such as its weights; only benchmarks have any (`ServingSettings.pretences`)."""
     protocol_version: int = PROTOCOL_VERSION

@@ -152,6 +152,8 @@ class RequestStats:
     seed: int
     speculation: SpeculationStats | None
     """None when speculation did not run."""
+    pretences: tuple[str, ...] = ()
+    """What was not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

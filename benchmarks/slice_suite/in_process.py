@@ -1,0 +1,73 @@
+"""Runs a batch of equal requests through the in-process engine and returns its rounds."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.engine.engine import Engine
+from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
+from slice_suite.recording import RecordedDraft, RecordedTarget, Recording, Round
+
+READY_TIMEOUT_S = 60.0
+FIRST_PROMPT_TOKEN = 1000
+
+
+def run_batch(
+    target: Any,
+    draft: Any | None,
+    settings: ServingSettings,
+    *,
+    batch_size: int,
+    prompt_len: int,
+    num_output_tokens: int,
+    num_speculative_tokens: int,
+    seed: int = 0,
+    keeps_plans: bool = False,
+) -> list[Round]:
+    """Greedy requests of random prompts, all submitted at once, none of which ends early.
+
+    Raises:
+        RuntimeError: a request ended by an error.
+    """
+    recording = Recording(keeps_plans=keeps_plans)
+    engine = Engine(
+        RecordedTarget(target, recording),
+        None if draft is None else RecordedDraft(draft, recording),
+        settings=replace(scheduler_settings(settings), enable_prefix_cache=False),
+    )
+    engine.start()
+    problems: list[str] = []
+    done = threading.Semaphore(0)
+
+    def sink(delta: TokenDelta) -> None:
+        if delta.finish_reason is not None:
+            if delta.error:
+                problems.append(delta.error)
+            done.release()
+
+    try:
+        engine.wait_until_ready(READY_TIMEOUT_S)
+        rng = np.random.default_rng(seed)
+        vocab_size = target.describe().vocab_size
+        for index in range(batch_size):
+            prompt = rng.integers(min(FIRST_PROMPT_TOKEN, vocab_size // 2), vocab_size, prompt_len)
+            request = GenerateRequest(
+                request_id=str(index),
+                prompt_token_ids=tuple(prompt.tolist()),
+                sampling=SamplingParams(
+                    max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, seed=seed * 1000 + index
+                ),
+                num_speculative_tokens=num_speculative_tokens,
+            )
+            engine.submit(request, sink)
+        for _ in range(batch_size):
+            done.acquire()
+    finally:
+        engine.stop()
+    if problems:
+        raise RuntimeError(f"{len(problems)} of {batch_size} requests failed: {problems[0]}")
+    return recording.rounds

@@ -1,0 +1,106 @@
+"""Models that note when they are asked and answer, around the real runners."""
+
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+
+
+@dataclass(slots=True)
+class Round:
+    """One step of the engine; seconds."""
+
+    target_start_s: float
+    target_end_s: float
+    num_seqs: int
+    num_rows: int
+    is_decode: bool
+    """Every sequence sampled all its rows: no prompt rode along."""
+    num_tokens: int
+    """Tokens emitted."""
+    target_plan: TargetPlan | None = None
+    draft_plan: DraftPlan | None = None
+    draft_start_s: float = 0.0
+    draft_end_s: float = 0.0
+
+    @property
+    def target_ms(self) -> float:
+        return 1e3 * (self.target_end_s - self.target_start_s)
+
+    @property
+    def draft_ms(self) -> float:
+        return 1e3 * (self.draft_end_s - self.draft_start_s)
+
+
+@dataclass(slots=True)
+class Recording:
+    """Rounds in order."""
+
+    keeps_plans: bool = False
+    rounds: list[Round] = field(default_factory=list)
+
+
+class RecordedTarget:
+    """A target that writes each verify down."""
+
+    def __init__(self, target: TargetModel, recording: Recording) -> None:
+        self._target = target
+        self._recording = recording
+
+    def describe(self) -> RunnerDescription:
+        return self._target.describe()
+
+    def verify(self, plan: TargetPlan) -> TargetReply:
+        start = perf_counter()
+        reply = self._target.verify(plan)
+        end = perf_counter()
+        self._recording.rounds.append(
+            Round(
+                target_start_s=start,
+                target_end_s=end,
+                num_seqs=len(plan.rows.query_lens),
+                num_rows=len(plan.rows.token_ids),
+                is_decode=bool((plan.num_sampled_rows == plan.rows.query_lens).all()),
+                num_tokens=int(reply.num_accepted_tokens.sum()) + len(reply.num_accepted_tokens),
+                target_plan=plan if self._recording.keeps_plans else None,
+            )
+        )
+        return reply
+
+
+class RecordedDraft:
+    """A draft that writes each proposal down, in the round of the verify before it."""
+
+    def __init__(self, draft: DraftModel, recording: Recording) -> None:
+        self._draft = draft
+        self._recording = recording
+
+    def describe(self) -> RunnerDescription:
+        return self._draft.describe()
+
+    def propose(self, plan: DraftPlan) -> DraftReply:
+        start = perf_counter()
+        reply = self._draft.propose(plan)
+        end = perf_counter()
+        current = self._recording.rounds[-1]
+        current.draft_start_s, current.draft_end_s = start, end
+        if self._recording.keeps_plans:
+            # The tensor is one of a few buffers that later steps overwrite, so it is not kept.
+            current.draft_plan = replace(plan, aux=AuxHandle())
+        return reply
+
+
+def replay(target: Any, draft: Any | None, rounds: list[Round]) -> list[tuple[float, float]]:
+    """Run recorded rounds again without an engine; (verify, propose) ms of each."""
+    times = []
+    for item in rounds:
+        assert item.target_plan is not None
+        start = perf_counter()
+        reply = target.verify(item.target_plan)
+        middle = perf_counter()
+        if draft is not None and item.draft_plan is not None:
+            draft.propose(replace(item.draft_plan, aux=reply.aux))
+        times.append((1e3 * (middle - start), 1e3 * (perf_counter() - middle)))
+    return times
