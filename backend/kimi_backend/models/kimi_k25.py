@@ -60,6 +60,7 @@ class KimiTarget:
         """
         loader = target_loader(config, source, kernels, group, device, dtype)
         self.config = config
+        self.dtype = dtype
         self._kernels = kernels
         self._group = group
         cos_sin = cos_sin_table(config.qk_rope_head_dim, config.max_position_embeddings, config.rope, device)

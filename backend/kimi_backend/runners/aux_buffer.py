@@ -50,6 +50,11 @@ class AuxBuffer:
         """[rows, width], a view."""
         return self.tensor[index]
 
+    @property
+    def all_rows(self) -> torch.Tensor:
+        """[num_regions * rows, width], a view: region r starts at row r * rows."""
+        return self.tensor.view(-1, self.width)
+
     def take_region(self) -> int:
         """The region of the next step. What it held is overwritten: `num_regions` steps ago must be done with."""
         region = self._next_region

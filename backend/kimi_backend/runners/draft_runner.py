@@ -1,6 +1,7 @@
 """`DraftRunner`: an EAGLE3 draft behind the `DraftModel` Protocol, in the process that calls it."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +9,11 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.models.eagle3_draft import Eagle3Draft
+from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.device_name import device_name
+from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.draft_graphs import DraftGraphs
+from kimi_backend.runners.graphs.recorder import Recorder
 from kimi_backend.runners.host_transfer import to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
@@ -65,12 +70,18 @@ class DraftRunner:
         limits: RunnerLimits,
         dtype: torch.dtype,
         split_tokens: int = 0,
+        pretences: tuple[str, ...] = (),
+        aux_buffer: AuxBuffer | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """
         Args:
             pool: of `model.kv_pool_shape`, on the model's device.
             dtype: of the computation; aux hidden states in another one are converted.
             split_tokens: see `kimi_kernels.signatures.PlanMlaDecode`.
+            pretences: what the description says is not real.
+            aux_buffer: the target's, in which a plan names a region; without one, plans bring tensors.
+            recorder: makes draft steps repeatable, once `warm_up` has run; None runs every step as it comes.
         """
         limits.check_positions(model.config.max_position_embeddings)
         self._model = model
@@ -80,6 +91,7 @@ class DraftRunner:
         self._dtype = dtype
         self._device = pool.tensor.device
         self._epoch = secrets.randbits(62)
+        self._pretences = pretences
         self._builder = MetadataBuilder(
             kernels=kernels, block_size=pool.block_size, num_mla_heads=model.num_mla_heads, split_tokens=split_tokens
         )
@@ -89,6 +101,14 @@ class DraftRunner:
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
         )
+        self._aux_buffer = aux_buffer
+        self._graphs: DraftGraphs | None = None
+        if recorder is not None:
+            # A graph reads aux hidden states at one address; those that come as a tensor are copied there.
+            self._graph_aux = aux_buffer or AuxBuffer.allocate(
+                1, limits.max_num_batched_tokens, self._aux_width, dtype, self._device
+            )
+            self._graphs = DraftGraphs(model, kernels, pool, limits, self._builder, recorder, self._graph_aux)
 
     def describe(self) -> RunnerDescription:
         """See `DraftModel.describe`."""
@@ -107,7 +127,19 @@ class DraftRunner:
             hidden_size=config.target_hidden_size,
             kv_cache_dtype=self._pool.dtype_name,
             device=device_name(self._device),
+            pretences=self._pretences,
         )
+
+    @torch.inference_mode()
+    def warm_up(self, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Record the captured steps, if this runner has any. advance: called with the number of steps just done."""
+        if self._graphs is not None:
+            self._graphs.warm_up(advance)
+
+    @property
+    def num_captured_steps(self) -> int:
+        """How often `warm_up` advances."""
+        return self._graphs.num_buckets if self._graphs is not None else 0
 
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> DraftReply:
@@ -119,6 +151,26 @@ class DraftRunner:
         """
         aux = self._aux(plan)
         self._checker.check_draft(plan, aux.shape[0])
+        if self._graphs is not None and not has_processors(plan.sampling):
+            bucket = self._graphs.bucket_of(plan)
+            if bucket is not None:
+                return self._propose_captured(self._graphs, bucket, plan, aux)
+        return self._propose_eagerly(plan, aux)
+
+    def _propose_captured(self, graphs: DraftGraphs, bucket: Bucket, plan: DraftPlan, aux: torch.Tensor) -> DraftReply:
+        region = plan.aux.region
+        if self._aux_buffer is None or region is None:
+            region = 0
+            self._graph_aux.region(region)[: aux.shape[0]].copy_(aux)
+        draft_token_ids, seq_status = graphs.run(bucket, plan, region)
+        return DraftReply(
+            step_id=plan.step_id,
+            runner_epoch=self._epoch,
+            seq_status=seq_status,
+            draft_token_ids=draft_token_ids,
+        )
+
+    def _propose_eagerly(self, plan: DraftPlan, aux: torch.Tensor) -> DraftReply:
         rows = plan.rows
         ends = np.cumsum(rows.query_lens, dtype=np.int64)
         tensors = to_device(
@@ -148,9 +200,16 @@ class DraftRunner:
         status[proposing] = drawn_status
         return self._reply(plan, {"seq_status": status, "draft_token_ids": token_ids})
 
+    @property
+    def _aux_width(self) -> int:
+        config = self._model.config
+        return config.num_aux_hidden_states * config.target_hidden_size
+
     def _aux(self, plan: DraftPlan) -> torch.Tensor:
-        aux, config = plan.aux.tensor, self._model.config
-        width = config.num_aux_hidden_states * config.target_hidden_size
+        """[rows, num_aux * target hidden size], what the plan's `aux_rows` index."""
+        if self._aux_buffer is not None and plan.aux.region is not None:
+            return self._aux_buffer.resolve(plan.aux)
+        aux, width = plan.aux.tensor, self._aux_width
         if not isinstance(aux, torch.Tensor) or aux.ndim != 2 or aux.shape[1] != width:
             given = list(aux.shape) if isinstance(aux, torch.Tensor) else type(aux).__name__
             raise InvalidRequestError(f"plan aux.tensor: {given} given, a tensor [rows, {width}] is needed")

@@ -15,13 +15,13 @@ ALIGNMENT = 8
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-_TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
+TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
     np.dtype(np.bool_): torch.bool,
 }
-_NUMPY_DTYPES = {torch_dtype: numpy_dtype for numpy_dtype, torch_dtype in _TORCH_DTYPES.items()}
+_NUMPY_DTYPES = {torch_dtype: numpy_dtype for numpy_dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
 def to_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def to_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
         view[start : start + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     buffer = host.to(device, non_blocking=True)
     return {
-        name: buffer[start : start + size].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+        name: buffer[start : start + size].view(TORCH_DTYPES[array.dtype]).view(array.shape)
         for (name, array), start, size in zip(arrays.items(), starts, sizes, strict=False)
     }
 

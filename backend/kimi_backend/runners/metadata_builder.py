@@ -57,7 +57,7 @@ class MetadataBuilder:
             for part in (slice(0, split), slice(split, None))
         ]
         return AttentionMetadata(
-            positions=positions, slot_mapping=slots, decode=self._planned(parts[0]), prefill=parts[1]
+            positions=positions, slot_mapping=slots, decode=self.planned(parts[0]), prefill=parts[1]
         )
 
     def build_single_rows(
@@ -85,7 +85,7 @@ class MetadataBuilder:
         return AttentionMetadata(
             positions=positions,
             slot_mapping=slots.masked_fill(~writes, -1),
-            decode=self._planned(batch),
+            decode=self.planned(batch),
             prefill=None,
         )
 
@@ -114,7 +114,8 @@ class MetadataBuilder:
             max_seq_len=int(host_seq_lens.max()),
         )
 
-    def _planned(self, batch: AttentionBatch | None) -> AttentionBatch | None:
+    def planned(self, batch: AttentionBatch | None) -> AttentionBatch | None:
+        """The batch with a decode plan, where the model's attention has one."""
         if batch is None or self.num_mla_heads is None:
             return batch
         plan = self.kernels.plan_mla_decode(batch, self.num_mla_heads, self.block_size, self.split_tokens)

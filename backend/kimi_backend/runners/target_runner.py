@@ -1,18 +1,23 @@
 """`TargetRunner`: the target behind the `TargetModel` Protocol, in the process that calls it."""
 
 import secrets
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from kimi_backend.models.kimi_k25 import KimiTarget
+from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.device_name import device_name
-from kimi_backend.runners.host_transfer import to_device, to_host
+from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.recorder import Recorder
+from kimi_backend.runners.graphs.target_graphs import TargetGraphs
+from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampled_rows import SampledRows
-from kimi_backend.runners.sampling_tensors import sampling_arrays, sampling_inputs
+from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays, sampling_inputs
 from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
@@ -41,12 +46,18 @@ class TargetRunner:
         limits: RunnerLimits,
         aux_layer_ids: tuple[int, ...] = (),
         split_tokens: int = 0,
+        pretences: tuple[str, ...] = (),
+        aux_buffer: AuxBuffer | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """
         Args:
             pool: of `model.kv_pool_shape`, on the model's device.
             aux_layer_ids: R(j) that the draft reads; empty without a draft.
             split_tokens: see `kimi_kernels.signatures.PlanMlaDecode`.
+            pretences: what the description says is not real.
+            aux_buffer: where aux hidden states are left for the draft; without one, each step makes a tensor.
+            recorder: makes verify steps repeatable, once `warm_up` has run; None runs every step as it comes.
         """
         limits.check_positions(model.config.max_position_embeddings)
         self._model = model
@@ -56,6 +67,7 @@ class TargetRunner:
         self._aux_layer_ids = aux_layer_ids
         self._device = pool.tensor.device
         self._epoch = secrets.randbits(62)
+        self._pretences = pretences
         self._builder = MetadataBuilder(
             kernels=kernels, block_size=pool.block_size, num_mla_heads=model.num_heads, split_tokens=split_tokens
         )
@@ -64,6 +76,10 @@ class TargetRunner:
             vocab_size=model.config.vocab_size,
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
+        )
+        self._aux_buffer = aux_buffer
+        self._graphs = recorder and TargetGraphs(
+            model, kernels, pool, limits, self._builder, recorder, aux_layer_ids, aux_buffer
         )
 
     def describe(self) -> RunnerDescription:
@@ -82,12 +98,26 @@ class TargetRunner:
             hidden_size=self._model.config.hidden_size,
             kv_cache_dtype=self._pool.dtype_name,
             device=device_name(self._device),
+            pretences=self._pretences,
         )
+
+    @torch.inference_mode()
+    def warm_up(self, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Record the captured steps, if this runner has any, and run a chunk of the most rows, so that every kernel is
+        compiled and all memory that a step takes is taken. advance: called with the number of steps just done."""
+        if self._graphs is not None:
+            self._graphs.warm_up(advance)
+
+    @property
+    def num_captured_steps(self) -> int:
+        """How often `warm_up` advances."""
+        return self._graphs.num_buckets if self._graphs is not None else 0
 
     @torch.inference_mode()
     def verify(self, plan: TargetPlan) -> TargetReply:
         """See `TargetModel.verify`. Aux hidden states are laid out by row; rows of sequences that do not want them
-        hold them too, and there are none when no sequence does.
+        hold them too, and there are none when no sequence does. In a buffer they stay until as many further steps as it
+        has regions.
 
         Log-probabilities beside placeholders are NaN.
 
@@ -95,6 +125,29 @@ class TargetRunner:
             InvalidRequestError: a field of the plan is wrong; nothing was run.
         """
         self._checker.check_target(plan)
+        bucket = self._graphs.bucket_of(plan) if self._graphs is not None else None
+        if self._graphs is None or bucket is None:
+            return self._verify_eagerly(plan)
+        return self._verify_captured(self._graphs, bucket, plan)
+
+    def _verify_captured(self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan) -> TargetReply:
+        region = self._aux_buffer.take_region() if self._aux_buffer is not None else 0
+        graphs.forward(bucket, plan, region)
+        aux = self._aux_handle(region, len(plan.rows.token_ids)) if plan.wants_aux.any() else AuxHandle()
+        if plan.num_logprobs is not None or plan.logit_mask is not None or has_processors(plan.sampling):
+            tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan)), self._device)
+            return self._reply(plan, aux, self._sample(plan, graphs.hidden, tensors))
+        drawn = graphs.sample(bucket, plan)
+        return TargetReply(
+            step_id=plan.step_id,
+            runner_epoch=self._epoch,
+            seq_status=drawn.status,
+            output_token_ids=drawn.output_token_ids,
+            num_accepted_tokens=drawn.num_accepted_tokens,
+            aux=aux,
+        )
+
+    def _verify_eagerly(self, plan: TargetPlan) -> TargetReply:
         rows, sampled = plan.rows, SampledRows.of(plan)
         tensors = to_device(
             {
@@ -103,9 +156,7 @@ class TargetRunner:
                 "seq_lens": rows.seq_lens,
                 "block_table": rows.block_table,
                 "last_rows": np.cumsum(rows.query_lens, dtype=np.int64) - 1,
-                **sampled.arrays(),
-                **sampling_arrays(plan.sampling),
-                **({} if plan.logit_mask is None else {"logit_mask": plan.logit_mask}),
+                **_sampling_arrays(plan, sampled),
             },
             self._device,
         )
@@ -123,7 +174,20 @@ class TargetRunner:
         results = {"seq_status": torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)}
         if sampled.num_rows:
             results |= self._sample(plan, hidden, tensors)
-        return self._reply(plan, aux, results, sampled)
+        return self._reply(plan, self._hand_over(aux), results)
+
+    def _hand_over(self, aux: torch.Tensor | None) -> AuxHandle:
+        """Into the buffer, where there is one."""
+        if aux is None or self._aux_buffer is None:
+            return AuxHandle(tensor=aux)
+        region = self._aux_buffer.take_region()
+        self._aux_buffer.region(region)[: aux.shape[0]].copy_(aux)
+        return self._aux_handle(region, aux.shape[0])
+
+    def _aux_handle(self, region: int, num_rows: int) -> AuxHandle:
+        if self._aux_buffer is None:
+            return AuxHandle()
+        return AuxHandle(tensor=self._aux_buffer.region(region)[:num_rows], region=region)
 
     def _sample(self, plan: TargetPlan, hidden: torch.Tensor, tensors: Tensors) -> Tensors:
         """Draw every sampled row, compare with the draft tokens; entries of `TargetReply`."""
@@ -154,10 +218,12 @@ class TargetRunner:
             results |= _logprobs_by_output(drawn, verified, tensors["first_row"])
         return results
 
-    def _reply(self, plan: TargetPlan, aux: torch.Tensor | None, results: Tensors, sampled: SampledRows) -> TargetReply:
+    def _reply(self, plan: TargetPlan, aux: AuxHandle, results: Tensors) -> TargetReply:
         arrays = to_host(results)
-        seq_status = arrays["seq_status"].copy()
-        if sampled.num_rows:
+        seq_status = np.zeros(len(plan.num_sampled_rows), np.int32)
+        if "seq_status" in arrays:
+            seq_status[:] = arrays["seq_status"]
+        if "sample_status" in arrays:
             seq_status[plan.num_sampled_rows > 0] = arrays["sample_status"]
         return TargetReply(
             step_id=plan.step_id,
@@ -165,11 +231,17 @@ class TargetRunner:
             seq_status=seq_status,
             output_token_ids=arrays.get("output_token_ids", np.empty((0, 1), np.int64)),
             num_accepted_tokens=arrays.get("num_accepted_tokens", np.empty(0, np.int32)),
-            aux=AuxHandle(tensor=aux),
+            aux=aux,
             logprobs=arrays.get("logprobs"),
             top_logprob_ids=arrays.get("top_logprob_ids"),
             top_logprobs=arrays.get("top_logprobs"),
         )
+
+
+def _sampling_arrays(plan: TargetPlan, sampled: SampledRows) -> Arrays:
+    """What `_sample` reads, by name."""
+    mask = {} if plan.logit_mask is None else {"logit_mask": plan.logit_mask}
+    return {**sampled.arrays(), **sampling_arrays(plan.sampling), **mask}
 
 
 def _logprobs_by_output(drawn: SampleOutput, verified: VerifyOutput, first_row: torch.Tensor) -> Tensors:

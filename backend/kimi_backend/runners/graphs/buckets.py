@@ -1,0 +1,83 @@
+"""Which shapes of steps are captured, and which of them a step takes.
+
+A graph has fixed shapes, so a step runs in the smallest bucket that holds it. Rows are packed: a bucket of B sequences
+times q rows takes any step of at most B sequences, at most q rows each. What is left over is padding, which costs
+little as long as a bucket's neighbours are near: padded rows read no expert and no key.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Bucket:
+    """Shape of a captured step. Ordered by what it costs."""
+
+    num_rows: int
+    num_seqs: int
+    query_len: int
+    """Most rows of one sequence."""
+    num_proposals: int = 0
+    """Of a draft step: tokens drawn for each sequence."""
+
+    @classmethod
+    def of(cls, num_seqs: int, query_len: int, num_proposals: int = 0) -> "Bucket":
+        return cls(num_rows=num_seqs * query_len, num_seqs=num_seqs, query_len=query_len, num_proposals=num_proposals)
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, ...: a third of a bucket is the most that is wasted."""
+    sizes, power = {max_num_seqs}, 1
+    while power <= max_num_seqs:
+        sizes |= {size for size in (power, power + power // 2) if size <= max_num_seqs}
+        power *= 2
+    return sorted(sizes)
+
+
+def query_lens(longest: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, up to the rows of a verify with the most draft tokens."""
+    return sorted({length for length in (1, 2, 3, 4, 6, 8) if length < longest} | {longest})
+
+
+def target_buckets(max_num_seqs: int, max_query_len: int, max_num_rows: int) -> list[Bucket]:
+    """Shapes of verify steps, largest first: memory that the largest takes serves the others too."""
+    return _largest_first(
+        Bucket.of(num_seqs, query_len)
+        for num_seqs in batch_sizes(max_num_seqs)
+        for query_len in query_lens(max_query_len)
+        if num_seqs * query_len <= max_num_rows
+    )
+
+
+def draft_buckets(max_num_seqs: int, max_num_proposals: int, max_num_rows: int) -> list[Bucket]:
+    """Shapes of draft steps, largest first.
+
+    For each number of proposals: extensions over a verify of as many draft tokens, and over the longest verify, where
+    the number has just changed.
+    """
+    return _largest_first(
+        Bucket.of(num_seqs, query_len, num_proposals)
+        for num_seqs in batch_sizes(max_num_seqs)
+        for num_proposals in range(1, max_num_proposals + 1)
+        for query_len in {num_proposals + 1, max_num_proposals + 1}
+        if num_seqs * query_len <= max_num_rows
+    )
+
+
+def smallest_fitting(
+    buckets: Iterable[Bucket], num_seqs: int, query_len: int, num_rows: int, num_proposals: int = 0
+) -> Bucket | None:
+    """The cheapest bucket that holds a step; None when none does."""
+    fitting = [
+        bucket
+        for bucket in buckets
+        if bucket.num_seqs >= num_seqs
+        and bucket.query_len >= query_len
+        and bucket.num_rows >= num_rows
+        and bucket.num_proposals == num_proposals
+    ]
+    return min(fitting, default=None)
+
+
+def _largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
+    return sorted(set(buckets), reverse=True)

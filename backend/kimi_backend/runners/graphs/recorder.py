@@ -1,0 +1,46 @@
+"""Turning a function of static tensors into something that can be run again and again: a CUDA graph, or itself."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Makes a step repeatable."""
+
+    def record(self, run: Run) -> Run:
+        """A function that does what `run` does, on the same tensors. `run` returns nothing: what a step is to leave
+        behind, it writes to tensors that outlive it."""
+        ...
+
+
+class EagerRecorder:
+    """The step is the function: for a CPU, and to compare a graph with."""
+
+    def record(self, run: Run) -> Run:
+        return run
+
+
+class GraphRecorder:
+    """CUDA graphs that share one memory pool, because one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Run) -> Run:
+        # The first run compiles kernels and makes library handles, neither of which a capture may do.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may use the device meanwhile: an engine's, or a server's.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph.replay

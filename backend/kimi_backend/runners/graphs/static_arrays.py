@@ -1,0 +1,121 @@
+"""Inputs and results of captured steps, at addresses that never change, one copy each way.
+
+All buckets of a runner lie in one arena, because one step runs at a time: a step's arrays are written into pinned
+memory and go to the device in one copy.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kimi_backend.runners.host_transfer import ALIGNMENT, TORCH_DTYPES
+
+Shape = tuple[int, ...]
+Array = npt.NDArray[Any]
+HostArrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """Names, shapes and types of a bucket's arrays, and where each starts."""
+
+    arrays: tuple[tuple[str, Shape, np.dtype[Any], int], ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, specs: Mapping[str, tuple[Shape, npt.DTypeLike]]) -> "ArrayLayout":
+        """specs: name -> (shape, dtype)."""
+        arrays, start = [], 0
+        for name, (shape, dtype) in specs.items():
+            kind = np.dtype(dtype)
+            arrays.append((name, shape, kind, start))
+            size = int(np.prod(shape)) * kind.itemsize
+            start += -(-size // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(arrays), start)
+
+
+class Arena:
+    """Bytes on both sides; large enough for the largest of some layouts."""
+
+    def __init__(self, layouts: Iterable[ArrayLayout], device: torch.device) -> None:
+        size = max((layout.num_bytes for layout in layouts), default=0)
+        self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+class StaticArrays:
+    """Views of an arena by one layout."""
+
+    def __init__(self, layout: ArrayLayout, arena: Arena) -> None:
+        host = arena.host.numpy()
+        self.host: dict[str, Array] = {}
+        """Written before `upload`."""
+        self.device: dict[str, torch.Tensor] = {}
+        """Read by the captured step."""
+        for name, shape, kind, start in layout.arrays:
+            stop = start + int(np.prod(shape)) * kind.itemsize
+            self.host[name] = host[start:stop].view(kind).reshape(shape)
+            self.device[name] = arena.device[start:stop].view(TORCH_DTYPES[kind]).view(shape)
+        self._source = arena.host[: layout.num_bytes]
+        self._target = arena.device[: layout.num_bytes]
+
+    def upload(self) -> None:
+        """Queue the copy of all arrays. The next write to `host` must come after the step's results were read."""
+        self._target.copy_(self._source, non_blocking=True)
+
+
+class StaticBlockTable:
+    """The batch's block ids in a table of a fixed width, so that a graph may hold its address and stride.
+
+    Only columns in use travel, and none when the table is the one that is there already: a sequence gets a new block
+    every few tens of steps.
+    """
+
+    def __init__(self, num_seqs: int, num_columns: int, device: torch.device) -> None:
+        self.tensor = torch.zeros((num_seqs, num_columns), dtype=torch.int32, device=device)
+        """[num_seqs, num_columns] int32. Entries past a sequence's last block hold anything."""
+        self._staged = torch.zeros(num_seqs * num_columns, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = self._staged.numpy()
+        self._shape = (0, 0)
+
+    def upload(self, table: npt.NDArray[np.int32], num_columns: int) -> None:
+        """Queue the copy of a plan's first columns.
+
+        Args:
+            table: [S, at least num_columns].
+            num_columns: blocks of the longest sequence.
+        """
+        shape = (table.shape[0], num_columns)
+        staged = self._host[: shape[0] * shape[1]].reshape(shape)
+        wanted = table[:, :num_columns]
+        if shape == self._shape and np.array_equal(staged, wanted):
+            return
+        staged[...] = wanted
+        self._shape = shape
+        source = self._staged[: staged.size].to(self.tensor.device, non_blocking=True)
+        self.tensor[: shape[0], : shape[1]].copy_(source.view(shape))
+
+
+class StaticResults:
+    """int32 words that a captured step leaves for the host."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._host = torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._words = self._host.numpy()
+
+    def store(self, parts: list[torch.Tensor]) -> None:
+        """Inside the step: keep parts, int32 or int64, one after another."""
+        words = [part.contiguous().view(-1).view(torch.int32) for part in parts]
+        torch.cat(words, out=self._device[: sum(len(part) for part in words)])
+
+    def fetch(self, num_words: int) -> npt.NDArray[np.int32]:
+        """The first words, a copy. Waits for the device: the only time in a step."""
+        self._host[:num_words].copy_(self._device[:num_words], non_blocking=True)
+        if self._device.is_cuda:
+            torch.cuda.current_stream(self._device.device).synchronize()
+        return self._words[:num_words].copy()

@@ -1,0 +1,187 @@
+"""`TargetGraphs`: the target's verify steps, captured.
+
+A step is two graphs. The first runs the layers, leaves aux hidden states in the buffer and the normed hidden states in
+a tensor of their own; the second makes logits, draws and verifies. Between them nothing happens, except in a step whose
+draws want what no graph holds (penalties, bans, masks, log-probabilities): that step takes the first graph only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kimi_backend.models.kimi_k25 import KimiTarget
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.graphs.buckets import Bucket, smallest_fitting, target_buckets
+from kimi_backend.runners.graphs.recorder import Recorder, Run
+from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays, StaticBlockTable, StaticResults
+from kimi_backend.runners.graphs.target_inputs import (
+    fill_target,
+    pad_target,
+    static_sampling_inputs,
+    target_layout,
+)
+from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.metadata_builder import MAX_DECODE_QUERY_LEN, MetadataBuilder
+from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.row_arrays import RowArrays
+from kimi_backend.types.plan import Int32Array, Int64Array, TargetPlan
+from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.sampling_inputs import SamplingRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What a step drew for its B sequences, all of which sample."""
+
+    output_token_ids: Int64Array
+    """[B, W + 1]"""
+    num_accepted_tokens: Int32Array
+    status: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A bucket's arrays and its two recordings."""
+
+    arrays: StaticArrays
+    forward: Run
+    sample: Run
+
+
+class TargetGraphs:
+    """Captured verify steps of one target."""
+
+    def __init__(
+        self,
+        model: KimiTarget,
+        kernels: KernelSet,
+        pool: KvPool,
+        limits: RunnerLimits,
+        builder: MetadataBuilder,
+        recorder: Recorder,
+        aux_layer_ids: tuple[int, ...],
+        aux_buffer: AuxBuffer | None,
+        max_query_len: int = MAX_DECODE_QUERY_LEN,
+    ) -> None:
+        """
+        Args:
+            aux_buffer: where every step leaves its aux hidden states; None without a draft.
+            max_query_len: most rows of a sequence in a captured step.
+        """
+        self._model, self._kernels, self._pool, self._builder = model, kernels, pool, builder
+        self._recorder = recorder
+        self._aux_layer_ids = aux_layer_ids
+        self._aux_buffer = aux_buffer
+        self._max_seq_len = limits.max_model_len
+        device = pool.tensor.device
+        self._device = device
+        most_rows = limits.max_num_batched_tokens
+        self._buckets = target_buckets(limits.max_num_seqs, max_query_len, most_rows)
+        self._layouts = {bucket: target_layout(bucket) for bucket in self._buckets}
+        self._arena = Arena(self._layouts.values(), device)
+        num_columns = -(-limits.max_model_len // pool.block_size)
+        self._table = StaticBlockTable(limits.max_num_seqs, num_columns, device)
+        most_rows = max(bucket.num_rows for bucket in self._buckets)
+        self.hidden = torch.zeros((most_rows, model.config.hidden_size), dtype=model.dtype, device=device)
+        """[most rows of a bucket, hidden_size] normed hidden states of the last step's rows, in its order."""
+        self._results = StaticResults(
+            max(bucket.num_seqs * (2 * bucket.query_len + 2) for bucket in self._buckets), device
+        )
+        self._steps: dict[Bucket, _Step] = {}
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    @torch.inference_mode()
+    def warm_up(self, advance: Callable[[int], None]) -> None:
+        """Record every bucket, the largest first. advance: called with 1 after each."""
+        for bucket in self._buckets:
+            self._steps[bucket] = self._record(bucket)
+            advance(1)
+
+    def bucket_of(self, plan: TargetPlan) -> Bucket | None:
+        """The bucket of a checked plan; None where it must run eagerly: a long chunk, or one that draws nothing."""
+        if not plan.num_sampled_rows.all():
+            return None
+        lengths = plan.rows.query_lens
+        return smallest_fitting(self._steps, len(lengths), int(lengths.max()), len(plan.rows.token_ids))
+
+    def forward(self, bucket: Bucket, plan: TargetPlan, region: int) -> None:
+        """Queue the layers over a checked plan. region: of the aux buffer."""
+        arrays = self._steps[bucket].arrays
+        first_aux_row = region * self._aux_buffer.rows if self._aux_buffer else 0
+        fill_target(arrays.host, plan, RowArrays.of(plan.rows, self._pool.block_size), first_aux_row)
+        num_columns = -(-int(plan.rows.seq_lens.max()) // self._pool.block_size)
+        self._table.upload(plan.rows.block_table, num_columns)
+        arrays.upload()
+        self._steps[bucket].forward()
+
+    def sample(self, bucket: Bucket, plan: TargetPlan) -> VerifyResult:
+        """Draw and verify after `forward`; waits for the device."""
+        self._steps[bucket].sample()
+        num_seqs, width = bucket.num_seqs, bucket.query_len
+        words = self._results.fetch(num_seqs * (2 * width + 2))
+        count = len(plan.num_sampled_rows)
+        token_ids = words[: 2 * num_seqs * width].view(np.int64).reshape(num_seqs, width)
+        accepted, status = words[2 * num_seqs * width :].reshape(2, num_seqs)
+        # A bucket may be wider than the plan's longest verify.
+        longest = int(plan.num_sampled_rows.max())
+        return VerifyResult(
+            output_token_ids=token_ids[:count, :longest],
+            num_accepted_tokens=accepted[:count],
+            status=status[:count],
+        )
+
+    def _record(self, bucket: Bucket) -> _Step:
+        arrays = StaticArrays(self._layouts[bucket], self._arena)
+        arrays.host["cu_seqlens"][0] = 0
+        arrays.host["aux_rows"][:] = np.arange(bucket.num_rows)
+        pad_target(arrays.host, 0, 0, bucket.num_rows)
+        arrays.upload()
+        forward = self._recorder.record(lambda: self._run_forward(bucket, arrays.device))
+        inputs = static_sampling_inputs(arrays.device, bucket.num_seqs, self._device)
+
+        def sample() -> None:
+            tensors = arrays.device
+            rows = SamplingRows(**{name: tensors[name] for name in _ROW_FIELDS})
+            logits = self._model.compute_logits(self.hidden[: bucket.num_rows])
+            drawn = self._kernels.sample_tokens(logits, inputs, rows)
+            verified = self._kernels.verify_draft_tokens(
+                drawn.token_ids,
+                drawn.status,
+                tensors["first_row"],
+                tensors["window_token_ids"],
+                tensors["num_draft_tokens"],
+            )
+            self._results.store([verified.output_token_ids, verified.num_accepted_tokens, verified.status])
+
+        return _Step(arrays, forward, self._recorder.record(sample))
+
+    def _run_forward(self, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> None:
+        batch = AttentionBatch(
+            cu_seqlens_q=tensors["cu_seqlens"],
+            seq_lens=tensors["seq_lens"],
+            block_table=self._table.tensor[: bucket.num_seqs],
+            num_tokens=bucket.num_rows,
+            max_query_len=bucket.query_len,
+            max_seq_len=self._max_seq_len,
+        )
+        metadata = AttentionMetadata(
+            positions=tensors["positions"],
+            slot_mapping=tensors["slots"],
+            decode=self._builder.planned(batch),
+            prefill=None,
+        )
+        hidden, aux = self._model.forward(
+            tensors["token_ids"], metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids
+        )
+        self.hidden[: bucket.num_rows].copy_(hidden)
+        if self._aux_buffer is not None and aux is not None:
+            self._aux_buffer.all_rows.index_copy_(0, tensors["aux_rows"], aux)
+
+
+_ROW_FIELDS = ("sequence", "token_index", "window_token_ids", "window_len")

@@ -1,0 +1,69 @@
+import pytest
+
+from kimi_backend.runners.graphs.buckets import (
+    Bucket,
+    batch_sizes,
+    draft_buckets,
+    query_lens,
+    smallest_fitting,
+    target_buckets,
+)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 256])
+def test_a_bucket_is_never_more_than_half_again_too_large(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes[-1] == most
+    for count in range(1, most + 1):
+        smallest = next(size for size in sizes if size >= count)
+        assert smallest <= max(count, 3 * (count - 1) // 2 + 1)
+
+
+def test_every_verify_finds_a_bucket() -> None:
+    buckets = target_buckets(64, 8, 2048)
+    for num_seqs in range(1, 65):
+        for query_len in range(1, 9):
+            bucket = smallest_fitting(buckets, num_seqs, query_len, num_seqs * query_len)
+            assert bucket is not None
+            assert bucket.num_rows <= 2 * num_seqs * query_len
+    assert smallest_fitting(buckets, 65, 1, 65) is None
+    assert smallest_fitting(buckets, 1, 9, 9) is None
+
+
+def test_exact_shapes_have_no_padding() -> None:
+    buckets = target_buckets(64, 8, 2048)
+    for num_seqs in (1, 4, 16, 64):
+        for query_len in (1, 4):
+            expected = Bucket.of(num_seqs, query_len)
+            assert smallest_fitting(buckets, num_seqs, query_len, num_seqs * query_len) == expected
+
+
+def test_no_bucket_has_more_rows_than_a_step() -> None:
+    assert max(bucket.num_rows for bucket in target_buckets(64, 8, 100)) <= 100
+    assert max(bucket.num_rows for bucket in draft_buckets(64, 7, 100)) <= 100
+
+
+def test_the_largest_comes_first() -> None:
+    for buckets in (target_buckets(16, 8, 2048), draft_buckets(16, 7, 2048)):
+        rows = [bucket.num_rows for bucket in buckets]
+        assert rows == sorted(rows, reverse=True)
+        assert len(set(buckets)) == len(buckets)
+
+
+def test_a_draft_bucket_draws_exactly_what_is_wanted() -> None:
+    buckets = draft_buckets(8, 7, 2048)
+    for num_proposals in range(1, 8):
+        bucket = smallest_fitting(buckets, 3, num_proposals + 1, 3 * num_proposals, num_proposals)
+        assert bucket is not None
+        assert (bucket.num_proposals, bucket.query_len) == (num_proposals, num_proposals + 1)
+        # The verify before had more draft tokens.
+        longer = smallest_fitting(buckets, 3, 8, 24, num_proposals)
+        assert longer is not None
+        assert (longer.num_proposals, longer.query_len) == (num_proposals, 8)
+    assert smallest_fitting(buckets, 3, 1, 3, 0) is None
+
+
+def test_query_lens_end_with_the_longest() -> None:
+    assert query_lens(1) == [1]
+    assert query_lens(4) == [1, 2, 3, 4]
+    assert query_lens(8) == [1, 2, 3, 4, 6, 8]

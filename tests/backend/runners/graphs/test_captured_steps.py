@@ -1,0 +1,92 @@
+"""Steps in buckets, with padding and static arrays, against the same steps without. Here a replay is the recorded
+function itself; tests/backend/runners/graphs/test_on_gpu.py replays CUDA graphs."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.types.plan import AuxHandle
+from kimi_kernels.kernel_set import KernelSet
+from support.captured_runners import Setting, runner_pair
+from support.speculative_loop import SpeculativeLoop, Step
+
+KINDS = ["mla31", "mla", "mha"]
+SETTING = Setting(kernels=KernelSet.reference())
+GENERATOR = np.random.default_rng(0)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [GENERATOR.integers(0, 96, GENERATOR.integers(3, 20)).tolist() for _ in range(count)]
+
+
+def assert_equal_steps(plain: Step, captured: Step) -> None:
+    """Replies of both runners, bit for bit, and the aux hidden states of every row."""
+    for ours, theirs in ((captured.target_reply, plain.target_reply), (captured.draft_reply, plain.draft_reply)):
+        assert ours is not None and theirs is not None
+        for field in fields(ours):
+            value, expected = getattr(ours, field.name), getattr(theirs, field.name)
+            if isinstance(expected, np.ndarray):
+                np.testing.assert_array_equal(value, expected, err_msg=field.name)
+                assert value.dtype == expected.dtype
+            elif isinstance(expected, AuxHandle):
+                assert torch.equal(value.tensor, expected.tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ks", [[3], [1, 7, 2], [3, 3, 3, 3, 3], [0, 4, 5, 1, 7, 2, 6]])
+def test_steps_in_buckets_give_the_same_bits(kind: str, temperature: float, ks: list[int]) -> None:
+    texts = prompts(len(ks))
+    loops = [
+        SpeculativeLoop(*runner_pair(SETTING, kind, recorder), texts, list(ks), temperature=temperature, seed=5)
+        for recorder in (None, EagerRecorder())
+    ]
+    for _ in range(6):
+        assert_equal_steps(*(loop.step(12) for loop in loops))
+
+
+def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
+    loop = SpeculativeLoop(target, draft, prompts(3), 3)
+    loop.step()
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("ran eagerly")
+
+    monkeypatch.setattr(target, "_verify_eagerly", refuse)
+    monkeypatch.setattr(draft, "_propose_eagerly", refuse)
+    for _ in range(3):
+        loop.step()
+
+
+def test_a_draft_in_another_process_reads_tensors() -> None:
+    texts = prompts(3)
+    loops = [
+        SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder, shares_buffer=False), texts, 3)
+        for recorder in (None, EagerRecorder())
+    ]
+    for _ in range(4):
+        assert_equal_steps(*(loop.step() for loop in loops))
+
+
+def test_a_new_batch_in_another_order_reads_its_own_blocks() -> None:
+    """The static block table holds what the step before left there."""
+    texts = prompts(4)
+    loops = [
+        SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder), texts, [3, 1, 2, 7])
+        for recorder in (None, EagerRecorder())
+    ]
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1], [1, 3, 2, 0], [0]):
+        assert_equal_steps(*(step_in_order(loop, order) for loop in loops))
+
+
+def step_in_order(loop: SpeculativeLoop, order: list[int]) -> Step:
+    """A step of some sequences only, as they stand in `order`."""
+    everyone = loop.sequences
+    loop.sequences = [everyone[index] for index in order]
+    step = loop.step()
+    loop.sequences = everyone
+    return step
