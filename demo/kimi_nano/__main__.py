@@ -1,4 +1,4 @@
-"""`python -m kimi_nano prepare | train | drafts | evaluate | plot | card`."""
+"""`python -m kimi_nano prepare | count | train | drafts | evaluate | plot | card`."""
 
 import argparse
 from pathlib import Path
@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     drafts.add_argument("--draft-seconds", type=float, default=90.0)
     drafts.add_argument("--draft-steps", type=int, default=0, help="instead of seconds")
     drafts.add_argument("--device", default="auto")
+    drafts.add_argument("--no-compile", action="store_true")
     evaluate = commands.add_parser("evaluate", help="measure a checkpoint and its drafts")
     evaluate.add_argument("checkpoint", type=Path)
     evaluate.add_argument("data", type=Path)
@@ -43,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--num-prompts", type=int, default=200)
     evaluate.add_argument("--num-files", type=int, default=48, help="held-out files that the loss is measured on")
     evaluate.add_argument("--device", default="auto")
+    count = commands.add_parser("count", help="frequencies of the training text's tokens, for a draft of fewer tokens")
+    count.add_argument("data", type=Path)
+    count.add_argument("out", type=Path, help="such as demo/kimi-nano/draft/token_counts.json")
     plot = commands.add_parser("plot", help="loss curves as an image")
     plot.add_argument("training", type=Path, nargs="+", help="training.json, draft_training.json")
     plot.add_argument("image", type=Path)
@@ -93,7 +97,9 @@ def _drafts(args: argparse.Namespace) -> None:
         seed=args.seed,
         kinds=tuple(DraftKind(kind) for kind in args.kinds),
     )
-    train_drafts_of(args.checkpoint, args.data, args.out, run, device=_device(args.device))
+    device = _device(args.device)
+    compiles = device.type == "cuda" and not args.no_compile
+    train_drafts_of(args.checkpoint, args.data, args.out, run, device=device, compiles=compiles)
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -103,6 +109,13 @@ def _evaluate(args: argparse.Namespace) -> None:
     evaluate(
         args.checkpoint, args.data, args.report, num_prompts=args.num_prompts, num_files=args.num_files, device=device
     )
+
+
+def _count(args: argparse.Namespace) -> None:
+    from kimi_nano.count import count_tokens
+
+    counts = count_tokens(args.data, args.out)
+    print(f"{args.out}: {counts.num_tokens:,} tokens, {len(counts.token_ids):,} different ones")
 
 
 def _plot(args: argparse.Namespace) -> None:
@@ -128,6 +141,7 @@ _COMMANDS = {
     "train": _train,
     "drafts": _drafts,
     "evaluate": _evaluate,
+    "count": _count,
     "plot": _plot,
     "card": _card,
 }

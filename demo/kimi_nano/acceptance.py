@@ -69,6 +69,10 @@ class Acceptance:
         """Of the mean over prompts."""
         return standard_error(self.lengths)
 
+    def of(self, prompts: Tensor) -> "Acceptance":
+        """Of some prompts only, [B] bool."""
+        return Acceptance(self.reached[prompts])
+
     @property
     def per_position(self) -> list[float]:
         """Share of rounds that accept at least 1, 2, … draft tokens."""

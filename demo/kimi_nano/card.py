@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- figures: python -m kimi_nano card -->", "<!-- end of figures -->"
+APART = ("texts that do not loop", "looping texts")
 GREEDY_BAR, COUPLED_BAR = 2.2, 1.9
 
 
@@ -47,10 +48,17 @@ def _texts(report: dict[str, Any]) -> str:
                 temperature,
                 f"{measures['distinct_4gram_share']:.2f}",
                 f"{measures['looping_prompts']} of {report['num_prompts']}",
-                f"{lookup['acceptance_length']:.2f} ± {lookup['standard_error']:.2f}",
+                *_lengths(lookup),
             )
         )
-    return _table(("temperature", "distinct 4-grams", "looping texts", "prompt lookup: acceptance length"), rows)
+    heads = ("temperature", "distinct 4-grams", "looping texts", "prompt lookup: acceptance length", *APART)
+    return _table(heads, rows)
+
+
+def _lengths(numbers: dict[str, Any]) -> tuple[str, ...]:
+    """Acceptance length of all texts, of those that do not loop, of those that do."""
+    parts = (numbers, numbers.get("not looping"), numbers.get("looping"))
+    return tuple(f"{p['acceptance_length']:.2f} ± {p['standard_error']:.2f}" if p else "" for p in parts)
 
 
 def _acceptance(report: dict[str, Any]) -> str:
@@ -60,10 +68,10 @@ def _acceptance(report: dict[str, Any]) -> str:
             if temperature == "wrong settings":
                 continue
             for rule, numbers in rules.items():
-                length = f"{numbers['acceptance_length']:.2f} ± {numbers['standard_error']:.2f}"
+                length, *apart = _lengths(numbers)
                 positions = [f"{share:.0%}" for share in numbers["per_position"]]
-                rows.append((draft, temperature, rule, length, *positions, _bar(temperature, rule, numbers)))
-    heads = ("draft", "", "rule", "acceptance length", "≥ 1", "≥ 2", "≥ 3", "bar")
+                rows.append((draft, temperature, rule, length, *positions, *apart, _bar(temperature, rule, numbers)))
+    heads = ("draft", "", "rule", "acceptance length", "≥ 1", "≥ 2", "≥ 3", *APART, "bar")
     return _table(heads, rows)
 
 

@@ -6,6 +6,7 @@ token at p + 1 + j and the hidden state that its step j - 1 left, attends to the
 states and to its own earlier steps, and predicts the token at p + 2 + j. All starts p of a window run side by side.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraf
 from kimi_backend.layers.rotary import cos_sin_table
 from kimi_nano.formulas import linear, mla_queries_keys_values, rms_norm, rotate, swiglu
 from kimi_nano.target import MLA_NAMES, attention_shapes, matrix
+from kimi_nano.unrolled_attention import unrolled_attention
 
 DraftConfig = Eagle3MlaDraftConfig | Eagle3MhaDraftConfig
 LAYER = "layers.0"
@@ -70,6 +72,12 @@ class NanoDraft(nn.Module):
         table = cos_sin_table(rope_dim, config.max_position_embeddings, config.rope, torch.device("cpu"))
         self.register_buffer("cos_sin", table, persistent=False)
         self.register_buffer("kept_tokens", kept_tokens)
+        self.functions: tuple[Callable[..., tuple[Tensor, ...]], ...] = (_before_attention, _after_attention)
+        """What a step does before and after attention."""
+
+    def compile_step(self) -> None:
+        """Compile `functions`, for training on one shape."""
+        self.functions = tuple(torch.compile(function) for function in self.functions)
 
     def combine_aux(self, aux: Tensor, dtype: torch.dtype) -> Tensor:
         """[..., C * Ht] -> [..., H] float32."""
@@ -128,41 +136,38 @@ class Unrolling:
             embedded: [B, L, H], embedding of each start's next token, by the target's table.
             hidden: [B, L, H]: `combine_aux` at step 0, then what the step before left.
         """
-        draft, config, eps = self._draft, self._draft.config, self._draft.config.rms_norm_eps
-        residual = hidden.flatten(0, 1)
-        normed_hidden = rms_norm(residual, draft.layer_weight("hidden_norm"), eps)
-        x = torch.cat(
-            (rms_norm(embedded.flatten(0, 1), draft.layer_weight("input_layernorm"), eps), normed_hidden), dim=-1
-        )
-        if config.norm_before_residual:
-            residual = normed_hidden
-        heads = self._attend(x, hidden.shape[0], dtype)
-        residual = residual + linear(heads, draft.layer_weight("self_attn.o_proj"), dtype)
-        post = rms_norm(residual, draft.layer_weight("post_attention_layernorm"), eps)
-        mlp = [draft.layer_weight(f"mlp.{name}") for name in ("gate_proj", "up_proj", "down_proj")]
-        residual = residual + swiglu(post, mlp[0], mlp[1], mlp[2], dtype)
-        normed = rms_norm(residual, draft.weight("norm.weight"), eps).view_as(hidden)
-        return Unrolled(normed, normed if config.norm_output else residual.view_as(hidden))
-
-    def _attend(self, x: Tensor, num_windows: int, dtype: torch.dtype) -> Tensor:
-        """[T, N * V]: over the rows of step 0 up to each start, and each start's own later steps."""
-        draft, length, step = self._draft, self._length, len(self._keys)
-        cos_sin = draft.cos_sin[step : step + length].repeat(num_windows, 1)
-        q, k, v = (
-            part.unflatten(0, (num_windows, length)).transpose(1, 2)
-            for part in draft.queries_keys_values(x, cos_sin, dtype)
-        )
+        draft, number = self._draft, len(self._keys)
+        before, after = draft.functions
+        cos_sin = draft.cos_sin[number : number + self._length].repeat(hidden.shape[0], 1)
+        residual, *parts = before(draft, embedded.flatten(0, 1), hidden.flatten(0, 1), cos_sin, dtype)
+        q, k, v = (part.unflatten(0, (-1, self._length)).transpose(1, 2) for part in parts)
         self._keys.append(k)
         self._values.append(v)
-        scale = draft.config.softmax_scale
-        past = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        scores = (q @ self._keys[0].transpose(2, 3)).float().masked_fill(~past, float("-inf"))
-        own = [(q * key).sum(dim=-1, keepdim=True).float() for key in self._keys[1:]]
-        shares = (torch.cat((scores, *own), dim=-1) * scale).softmax(dim=-1).to(v.dtype)
-        out = shares[..., :length] @ self._values[0]
-        for i, value in enumerate(self._values[1:]):
-            out = out + shares[..., length + i, None] * value
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+        heads = unrolled_attention(q, self._keys, self._values, draft.config.softmax_scale)
+        normed, left = after(draft, residual, heads.transpose(1, 2).flatten(2).flatten(0, 1), dtype)
+        return Unrolled(normed.view_as(hidden), left.view_as(hidden))
+
+
+def _before_attention(
+    draft: NanoDraft, embedded: Tensor, hidden: Tensor, cos_sin: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[T, H] residual stream, q, k [T, N, D] and v [T, N, V]."""
+    eps = draft.config.rms_norm_eps
+    normed_hidden = rms_norm(hidden, draft.layer_weight("hidden_norm"), eps)
+    x = torch.cat((rms_norm(embedded, draft.layer_weight("input_layernorm"), eps), normed_hidden), dim=-1)
+    residual = normed_hidden if draft.config.norm_before_residual else hidden
+    return residual, *draft.queries_keys_values(x, cos_sin, dtype)
+
+
+def _after_attention(draft: NanoDraft, residual: Tensor, heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[T, H] for the head, and [T, H] for the next step."""
+    eps = draft.config.rms_norm_eps
+    residual = residual + linear(heads, draft.layer_weight("self_attn.o_proj"), dtype)
+    post = rms_norm(residual, draft.layer_weight("post_attention_layernorm"), eps)
+    gate, up, down = (draft.layer_weight(f"mlp.{name}") for name in ("gate_proj", "up_proj", "down_proj"))
+    residual = residual + swiglu(post, gate, up, down, dtype)
+    normed = rms_norm(residual, draft.weight("norm.weight"), eps)
+    return normed, normed if draft.config.norm_output else residual
 
 
 def _attention_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:

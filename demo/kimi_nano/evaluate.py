@@ -24,7 +24,7 @@ from kimi_nano.generate import generate
 from kimi_nano.pace import write_json
 from kimi_nano.prompts import Prompt
 from kimi_nano.target import NanoTarget
-from kimi_nano.text_measures import LOOPING, distinct_4gram_share, gzip_nats_per_byte, lookup_acceptance
+from kimi_nano.text_measures import distinct_4gram_share, gzip_nats_per_byte, is_looping, lookup_acceptance
 from kimi_nano.train_target import held_out_loss
 
 NUM_NEW_TOKENS = 128
@@ -97,10 +97,11 @@ def _texts(work: Evaluation, temperature: float, report: Path) -> Tensor:
 def _text_measures(work: Evaluation, written: Tensor) -> dict[str, Any]:
     shares = [distinct_4gram_share(ids) for ids in written.tolist()]
     prompts = [prompt.token_ids for prompt in work.prompts]
+    lookup = {"lookup": lookup_acceptance(prompts, written, NUM_DRAFT_TOKENS)}
     return {
         "distinct_4gram_share": sum(shares) / len(shares),
-        "looping_prompts": sum(share < LOOPING for share in shares),
-        "prompt_lookup": _numbers(lookup_acceptance(prompts, written, NUM_DRAFT_TOKENS)),
+        "looping_prompts": int(is_looping(written).sum()),
+        "prompt_lookup": _by_looping(lookup, is_looping(written))["lookup"],
     }
 
 
@@ -151,10 +152,21 @@ def _drafts(work: Evaluation, texts: dict[float, Tensor]) -> dict[str, Any]:
         for kind, draft in drafts.items():
             measured = measure(work.target, draft, recorded, NUM_DRAFT_TOKENS, rules)
             name = f"temperature {temperature:g}"
-            result[kind.value][name] = {rule: _numbers(acceptance) for rule, acceptance in measured.items()}
+            result[kind.value][name] = _by_looping(measured, is_looping(written))
             work.say(f"{kind.value}, {name}: " + ", ".join(f"{r} {a.length:.3f}" for r, a in measured.items()))
             if not temperature:
                 result[kind.value]["wrong settings"] = _wrong(work, kind, recorded, measured["greedy"])
+    return result
+
+
+def _by_looping(measured: dict[str, Acceptance], loops: Tensor) -> dict[str, Any]:
+    """Each rule on all texts, and on those that loop and those that do not, where there are both."""
+    result = {}
+    for rule, acceptance in measured.items():
+        result[rule] = _numbers(acceptance)
+        for name, chosen in (("not looping", ~loops), ("looping", loops)):
+            if 1 < int(chosen.sum()) < len(loops):
+                result[rule][name] = {**_numbers(acceptance.of(chosen)), "num_texts": int(chosen.sum())}
     return result
 
 

@@ -41,7 +41,7 @@ class DraftBatches(Protocol):
 @torch.no_grad()
 def run_target(target: NanoTarget, tokens: Tensor, layers: Sequence[int], dtype: torch.dtype) -> DraftBatch:
     """tokens: [B, L] int64."""
-    out = target.eager(tokens, dtype, tuple(layers))
+    out = target(tokens, dtype, tuple(layers))
     assert out.aux is not None
     shape = (*tokens.shape, -1)
     chunks = out.aux.view(shape).chunk(len(layers), dim=-1)
@@ -61,7 +61,13 @@ class LiveBatches:
     dtype: torch.dtype
 
     def next(self) -> DraftBatch:
-        tokens = torch.cat([windows.batch(count, self.length) for windows, count in self.sources if count])
+        return self.run(self.tokens())
+
+    def tokens(self) -> Tensor:
+        """[B, L] int64, new windows."""
+        return torch.cat([windows.batch(count, self.length) for windows, count in self.sources if count])
+
+    def run(self, tokens: Tensor) -> DraftBatch:
         return run_target(self.target, tokens, self.layers, self.dtype)
 
 

@@ -51,8 +51,8 @@ class Recipe:
     """Last part of the target's training, on windows of the whole context."""
     bias_step: float = 1e-3
     """What the router's correction bias moves a step, towards even load."""
-    generated_sequences: int = 1024
-    generated_tokens: int = 448
+    generated_sequences: int = 8192
+    generated_tokens: int = 320
     generated_share: float = 0.5
     """Share of the drafts' batches that the target wrote itself."""
     num_layers: int = 8
@@ -139,7 +139,7 @@ NANO = Recipe(
     window=1024,
     batch_tokens=65536,
     draft_window=1024,
-    draft_batch_tokens=16384,
+    draft_batch_tokens=32768,
 )
 
 MICRO = Recipe(

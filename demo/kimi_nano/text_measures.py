@@ -20,6 +20,11 @@ def distinct_4gram_share(token_ids: Sequence[int]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
+def is_looping(written: Tensor) -> Tensor:
+    """[B] bool for texts [B, G]."""
+    return torch.tensor([distinct_4gram_share(ids) < LOOPING for ids in written.tolist()])
+
+
 def gzip_nats_per_byte(texts: Sequence[bytes]) -> tuple[float, float]:
     """What gzip -9 needs: each text by itself, and all in one stream."""
     num_bytes = sum(map(len, texts))

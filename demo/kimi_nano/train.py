@@ -23,6 +23,7 @@ ALIGNED_WINDOWS = 32
 WATCHED_FILES = 48
 """Held-out files whose loss is measured while training."""
 PROMPT_TOKENS = 64
+GENERATION_BATCH = 2048
 TEMPERATURES = (1.0, 1.0, 0.0, 0.6)
 """Of the sequences that the target writes for its drafts, in turn."""
 
@@ -61,14 +62,16 @@ def train(
     generated = _own_text(target, corpus, run, dtype, started)
     counts = torch.from_numpy(np.bincount(dataset.train, minlength=target.config.vocab_size))
     drafts = make_drafts(run, target, counts)
-    record |= _finish_drafts(drafts, target, corpus, generated, run, dtype, out)
+    record |= _finish_drafts(drafts, target, corpus, generated, run, dtype, out, compiles)
     write_json(out / "training.json", record)
     if pack_to:
         pack(out, pack_to)
     _say(started, "drafts written")
 
 
-def train_drafts_of(folder: Path, data: Path, out: Path, run: Run, *, device: torch.device) -> None:
+def train_drafts_of(
+    folder: Path, data: Path, out: Path, run: Run, *, device: torch.device, compiles: bool = False
+) -> None:
     """Train `run.kinds` on a finished target and write them, with their curves, into `out`.
 
     Args:
@@ -84,7 +87,7 @@ def train_drafts_of(folder: Path, data: Path, out: Path, run: Run, *, device: to
     generated = _own_text(target, corpus, run, dtype, started)
     counts = torch.from_numpy(np.bincount(train, minlength=target.config.vocab_size))
     drafts = make_drafts(run, target, counts)
-    record = _finish_drafts(drafts, target, corpus, generated, run, dtype, out)
+    record = _finish_drafts(drafts, target, corpus, generated, run, dtype, out, compiles)
     write_json(out / "draft_training.json", record)
     _say(started, "drafts written")
 
@@ -97,12 +100,19 @@ def _finish_drafts(
     run: Run,
     dtype: torch.dtype,
     out: Path,
+    compiles: bool,
 ) -> dict[str, Any]:
     """Train, write, and return what there is to record."""
     for draft in drafts.values():
         if isinstance(draft.config, Eagle3MlaDraftConfig):
             align(draft, target, corpus.batch(ALIGNED_WINDOWS, run.recipe.draft_window), dtype)
-    curves = train_drafts(drafts, target, draft_batches(drafts, target, corpus, generated, run, dtype), run, dtype)
+    if compiles:
+        if not target.is_compiled:
+            target.compile_layers()
+        for draft in drafts.values():
+            draft.compile_step()
+    batches = draft_batches(drafts, target, corpus, generated, run, dtype)
+    curves = train_drafts(drafts, target, batches, run, dtype, captures=compiles)
     for kind, draft in drafts.items():
         write_draft(out / TARGET_FOLDER / DRAFT_FOLDERS[kind], draft, kind, run.recipe)
     first = next(iter(curves.values())).rows
@@ -126,7 +136,10 @@ def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype,
     prompts = corpus.batch(count, PROMPT_TOKENS)
     temperature = torch.tensor(TEMPERATURES, device=device).repeat(-(-count // len(TEMPERATURES)))[:count]
     seeds = torch.arange(count, device=device) + run.seed
-    written = generate(target, prompts.tolist(), recipe.generated_tokens, temperature, seeds, dtype)
+    chunks = zip(*(x.split(GENERATION_BATCH) for x in (prompts, temperature, seeds)), strict=True)
+    written = torch.cat(
+        [generate(target, prompt.tolist(), recipe.generated_tokens, t, seed, dtype) for prompt, t, seed in chunks]
+    )
     stream = torch.cat((prompts, written), dim=1).flatten().cpu().numpy().astype(np.uint16)
     _say(started, f"the target wrote {written.numel():,} tokens")
     return Windows(stream, device, run.seed + 1)

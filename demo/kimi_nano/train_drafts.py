@@ -4,10 +4,13 @@ Matrices are trained with Muon (Jordan et al. 2024), a head of its own and the n
 short of steps rather than of text, and Muon needs fewer.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kimi_backend.checkpoint.presets import DraftKind
+from kimi_nano.captured import Captured
 from kimi_nano.dataset import Windows
 from kimi_nano.drafts import NanoDraft
 from kimi_nano.features import WINDOWS_A_PASS, DraftBatch, DraftBatches, KeptBatches, LiveBatches
@@ -61,28 +64,53 @@ def draft_batches(
 
 
 def train_drafts(
-    drafts: Drafts, target: NanoTarget, batches: DraftBatches, run: Run, dtype: torch.dtype
+    drafts: Drafts, target: NanoTarget, batches: DraftBatches, run: Run, dtype: torch.dtype, *, captures: bool = False
 ) -> dict[str, Curve]:
-    """Train in place; the target's weights stay."""
+    """Train in place; the target's weights stay.
+
+    Args:
+        captures: replay forward and backward passes as a CUDA graph; `batches` must be live.
+    """
     recipe, pace = run.recipe, Pace(run.drafts)
     target.requires_grad_(False)
     optimizers = {kind: _optimizers(draft) for kind, draft in drafts.items()}
     curves = {kind: Curve(f"draft {kind.value}") for kind in drafts}
-    pending: dict[DraftKind, Tensor] = {}
+    next_losses = _gradients(drafts, target, batches, run, dtype, captures)
+    pending: Tensor | None = None
     while pace.progress < 1.0:
         rate = pace.learning_rate(recipe.draft_peak_lr, recipe.draft_warmup_steps)
-        batch = batches.next()
+        losses = next_losses()
         for kind, draft in drafts.items():
-            for share, optimizer in zip((1.0, ADAMW_SHARE), optimizers[kind], strict=True):
-                set_learning_rate(optimizer, rate * share)
-            losses = unrolled_losses(draft, target, batch, run.recipe.unroll, dtype)
-            _update(draft, optimizers[kind], losses, recipe.unroll_decay)
-            if kind in pending:  # reading the losses of the step before keeps the device busy
-                values = pending[kind].tolist()
-                curves[kind].add(pace, **{f"loss_{i + 1}": value for i, value in enumerate(values)})
-            pending[kind] = torch.stack(losses).detach()
+            _update(draft, optimizers[kind], rate)
+        if pending is not None:  # reading the losses of the step before keeps the device busy
+            for curve, values in zip(curves.values(), pending.tolist(), strict=True):
+                curve.add(pace, **{f"loss_{i + 1}": value for i, value in enumerate(values)})
+        pending = losses
         pace.step += 1
     return {kind.value: curve for kind, curve in curves.items()}
+
+
+def _gradients(
+    drafts: Drafts, target: NanoTarget, batches: DraftBatches, run: Run, dtype: torch.dtype, captures: bool
+) -> Callable[[], Tensor]:
+    """A function that leaves the gradients of a new batch in the drafts and returns their losses [drafts, unroll]."""
+    unroll, decay = run.recipe.unroll, run.recipe.unroll_decay
+
+    def of_batch(batch: DraftBatch) -> Tensor:
+        values = []
+        for draft in drafts.values():
+            draft.zero_grad(set_to_none=True)
+            losses = torch.stack(unrolled_losses(draft, target, batch, unroll, dtype))
+            (losses * decay ** torch.arange(unroll, device=losses.device)).sum().backward()
+            values.append(losses.detach())
+        return torch.stack(values)
+
+    if not captures:
+        return lambda: of_batch(batches.next())
+    assert isinstance(batches, LiveBatches)
+    live = batches
+    captured = Captured(lambda tokens: of_batch(live.run(tokens)))
+    return lambda: captured(live.tokens())
 
 
 def unrolled_losses(
@@ -114,13 +142,8 @@ def _optimizers(draft: NanoDraft) -> tuple[torch.optim.Optimizer, torch.optim.Op
     return muon, torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def _update(
-    draft: NanoDraft, optimizers: tuple[torch.optim.Optimizer, ...], losses: list[Tensor], decay: float
-) -> None:
-    total = sum((loss * decay**j for j, loss in enumerate(losses)), torch.zeros((), device=losses[0].device))
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    total.backward()
+def _update(draft: NanoDraft, optimizers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
     torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-    for optimizer in optimizers:
+    for share, optimizer in zip((1.0, ADAMW_SHARE), optimizers, strict=True):
+        set_learning_rate(optimizer, rate * share)
         optimizer.step()

@@ -48,7 +48,7 @@ def train_target(
         rate = pace.learning_rate(recipe.peak_lr, recipe.warmup_steps)
         set_learning_rate(optimizer, rate)
         loss, loads = _step(target, cross_entropy, optimizer, batch, dtype)
-        _balance(target, loads, recipe.bias_step * min(1.0, 3 * (1 - pace.progress)))
+        balance(target, loads, recipe.bias_step * min(1.0, 3 * (1 - pace.progress)))
         if pending is not None:  # reading the loss of the step before keeps the device busy
             curve.add(pace, loss=pending.item(), learning_rate=rate)
         pending = loss
@@ -61,7 +61,7 @@ def train_target(
 def _warm_up(target: NanoTarget, batch: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
     """Compile on one batch, and go on uncompiled if that fails. Returns the loss function to use."""
     if target.is_compiled:
-        compiled: Callable[..., Tensor] = torch.compile(_cross_entropy)
+        compiled: Callable[..., Tensor] = torch.compile(cross_entropy)
         try:
             _loss(target, compiled, batch, dtype)[0].backward()
             target.zero_grad(set_to_none=True)
@@ -70,7 +70,7 @@ def _warm_up(target: NanoTarget, batch: Tensor, dtype: torch.dtype) -> Callable[
             print(f"not compiled: {type(error).__name__}: {str(error)[:300]}", flush=True)
             target.zero_grad(set_to_none=True)
             target.eager_layers()
-    return _cross_entropy
+    return cross_entropy
 
 
 def _loss(
@@ -97,13 +97,13 @@ def _step(
     return loss.detach(), loads.detach()
 
 
-def _cross_entropy(normed: Tensor, head: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+def cross_entropy(normed: Tensor, head: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     logits = F.linear(normed.to(dtype), head.to(dtype)).float()
     return F.cross_entropy(logits, labels, ignore_index=-100)
 
 
 @torch.no_grad()
-def _balance(target: NanoTarget, loads: Tensor, step: float) -> None:
+def balance(target: NanoTarget, loads: Tensor, step: float) -> None:
     target.bias += step * torch.sign(loads.mean(dim=1, keepdim=True) - loads)
 
 

@@ -1,0 +1,119 @@
+"""Teaches the target not to loop when it writes greedily: training on its own text, against what it repeats there.
+
+Unlikelihood on whole sequences (Welleck et al. 2020, arXiv 1908.04319, section 5.2): the target continues prompts
+of the corpus greedily; a token that completes a 4-gram which its continuation already held is punished by
+-log(1 - p). Ordinary cross entropy on the corpus runs beside it, so that the model stays where it is otherwise.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimi_nano.dataset import Windows
+from kimi_nano.export import bake
+from kimi_nano.generate import generate
+from kimi_nano.pace import Curve, Pace, adamw, set_learning_rate
+from kimi_nano.recipe import Budget
+from kimi_nano.target import NanoTarget
+from kimi_nano.train_target import balance, cross_entropy
+
+GRAM = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloopRecipe:
+    """How the stage runs."""
+
+    peak_lr: float = 6e-4
+    warmup_steps: int = 20
+    weight: float = 1.0
+    """Of the punishment beside the cross entropy."""
+    window: int = 1024
+    batch_tokens: int = 32768
+    """Of the corpus, and as many of its own text, a step."""
+    prompt_tokens: int = 128
+    own_tokens: int = 128
+    own_sequences: int = 512
+    """Written anew every `steps_a_pass` steps."""
+    steps_a_pass: int = 16
+    bias_step: float = 1e-4
+
+
+def unloop(target: NanoTarget, windows: Windows, budget: Budget, recipe: UnloopRecipe, dtype: torch.dtype) -> Curve:
+    """Train in place, experts rounded in the forward pass."""
+    target.requires_grad_(True)
+    target.quantizes = True
+    optimizer = adamw(list(target.parameters()), recipe.peak_lr)
+    pace, curve = Pace(budget), Curve("unloop")
+    writer = copy.deepcopy(target).requires_grad_(False)
+    own, repeats = _own_text(target, writer, windows, recipe, dtype)
+    while pace.progress < 1.0:
+        if pace.step and pace.step % recipe.steps_a_pass == 0:
+            own, repeats = _own_text(target, writer, windows, recipe, dtype)
+        rate = pace.learning_rate(recipe.peak_lr, recipe.warmup_steps)
+        set_learning_rate(optimizer, rate)
+        batch = windows.batch(recipe.batch_tokens // recipe.window, recipe.window)
+        out = target(batch, dtype)
+        loss = cross_entropy(out.normed, target.weight("lm_head.weight"), labels_of(batch), dtype)
+        count = recipe.batch_tokens // own.shape[1]
+        chosen = torch.randint(0, len(own), (count,), device=own.device)
+        punished = unlikelihood(target, own[chosen], repeats[chosen], dtype)
+        optimizer.zero_grad(set_to_none=True)
+        (loss + recipe.weight * punished).backward()
+        torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
+        optimizer.step()
+        balance(target, out.loads.detach(), recipe.bias_step * min(1.0, 3 * (1 - pace.progress)))
+        if pace.step % 8 == 0:
+            curve.add(pace, loss=loss.item(), unlikelihood=punished.item(), repeated=float(repeats.float().mean()))
+        pace.step += 1
+    target.requires_grad_(False)
+    return curve
+
+
+def labels_of(batch: Tensor) -> Tensor:
+    """[B * L]: each token's successor in its window, -100 for the last."""
+    return torch.nn.functional.pad(batch[:, 1:], (0, 1), value=-100).flatten()
+
+
+def repeated_tokens(written: Tensor) -> Tensor:
+    """[B, G] bool: tokens that complete a 4-gram which already stood in the same row.
+
+    Args:
+        written: [B, G] int64.
+    """
+    grams = written.unfold(1, GRAM, 1)
+    same = (grams[:, :, None] == grams[:, None]).all(dim=-1)
+    earlier = torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril(-1)
+    repeats = torch.zeros_like(written, dtype=torch.bool)
+    repeats[:, GRAM - 1 :] = (same & earlier).any(dim=-1)
+    return repeats
+
+
+def unlikelihood(target: NanoTarget, tokens: Tensor, punished: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mean over all tokens of -log(1 - p) at those punished.
+
+    Args:
+        tokens: [B, L] int64. punished: [B, L] bool.
+    """
+    normed = target(tokens, dtype).normed.view(*tokens.shape, -1)[:, :-1]
+    at = punished[:, 1:]
+    logits = target.logits(normed[at], dtype).float()
+    # log(1 - p) through the other tokens' logits: sure repeats keep their gradient.
+    others = logits.scatter(1, tokens[:, 1:][at][:, None], float("-inf"))
+    return (logits.logsumexp(dim=1) - others.logsumexp(dim=1)).sum() / tokens.numel() * 2
+
+
+def _own_text(
+    target: NanoTarget, writer: NanoTarget, windows: Windows, recipe: UnloopRecipe, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """[B, L] prompts and their greedy continuations, and which tokens of it repeat."""
+    writer.load_state_dict(target.state_dict())
+    bake(writer)
+    count, device = recipe.own_sequences, target.device
+    prompts = windows.batch(count, recipe.prompt_tokens)
+    greedy, seeds = torch.zeros(count, device=device), torch.zeros(count, dtype=torch.int64, device=device)
+    written = generate(writer, prompts.tolist(), recipe.own_tokens, greedy, seeds, dtype)
+    repeats = torch.cat((torch.zeros_like(prompts, dtype=torch.bool), repeated_tokens(written)), dim=1)
+    return torch.cat((prompts, written), dim=1), repeats

@@ -1,0 +1,55 @@
+"""Which of its own tokens the target is punished for, and that the punishment works."""
+
+import torch
+
+from kimi_nano.recipe import MICRO
+from kimi_nano.target import NanoTarget
+from kimi_nano.text_measures import distinct_4gram_share
+from kimi_nano.unloop import repeated_tokens, unlikelihood
+
+
+def test_a_token_repeats_when_it_completes_an_earlier_4gram_of_its_row() -> None:
+    written = torch.tensor([[1, 2, 3, 4, 9, 1, 2, 3, 4, 5], [5, 5, 5, 5, 5, 5, 1, 2, 3, 4]])
+    assert [row.nonzero().flatten().tolist() for row in repeated_tokens(written)] == [[8], [4, 5]]
+
+
+def test_repeated_tokens_are_what_the_measure_counts() -> None:
+    written = torch.randint(0, 3, (5, 60), generator=torch.Generator().manual_seed(0))
+    for row, repeats in zip(written.tolist(), repeated_tokens(written), strict=True):
+        assert distinct_4gram_share(row) == 1 - int(repeats.sum()) / (len(row) - 3)
+
+
+def test_the_punishment_is_the_chance_of_the_repeats() -> None:
+    torch.manual_seed(0)
+    target = NanoTarget(MICRO.target_config())
+    tokens = torch.randint(0, 500, (2, 12))
+    punished = torch.zeros(2, 12, dtype=torch.bool)
+    punished[0, 7] = punished[1, 11] = True
+
+    def chances() -> torch.Tensor:
+        logits = target.logits(target(tokens, torch.float32).normed, torch.float32).view(2, 12, -1)
+        p = logits.softmax(dim=-1)
+        return torch.stack((p[0, 6, tokens[0, 7]], p[1, 10, tokens[1, 11]]))
+
+    before = chances()
+    loss = unlikelihood(target, tokens, punished, torch.float32)
+    torch.testing.assert_close(loss, -torch.log(1 - before).sum() / tokens.numel() * 2)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    assert (chances() < before).all()
+
+
+def test_a_sure_repeat_is_still_punished() -> None:
+    torch.manual_seed(0)
+    target = NanoTarget(MICRO.target_config())
+    with torch.no_grad():  # the token itself is what the residual stream predicts
+        target.weight("model.embed_tokens.weight").mul_(50)
+        target.weight("lm_head.weight").copy_(target.weight("model.embed_tokens.weight"))
+    tokens = torch.full((1, 6), 3)
+    loss = unlikelihood(target, tokens, tokens == 3, torch.float32)
+    loss.backward()
+    gradient = target.weight("lm_head.weight").grad
+    assert loss > 10 and gradient is not None and gradient.abs().max() > 0.01
