@@ -16,6 +16,7 @@ from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
 from kimi_backend.parallel import SingleRank
+from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.draft_choice import chosen_draft, linear_format
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.kv_pool import KvPool
@@ -27,6 +28,8 @@ from kimi_kernels.pretending import with_synthetic_acceptance, with_uniform_rout
 logger = logging.getLogger("kimi_backend.runners")
 
 _DEVICES_OF_KERNELS = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",)}
+_STEPS_IN_FLIGHT = 1
+"""The engine sends a step after it has the reply to the one before."""
 _GPU_SHARE = 0.92
 _CPU_KV_BYTES = GIB // 4
 """What both pools may take of a machine's own memory where `kv_tokens` does not say."""
@@ -188,8 +191,27 @@ def _load_target(
         model.kv_pool_shape, plan.num_target_blocks, settings.block_size, placement.kv_dtype, placement.device
     )
     aux_layer_ids = checkpoints.draft.config.aux_layer_ids if checkpoints.draft else ()
-    runner = TargetRunner(model, kernels, pool, _limits(settings, plan), aux_layer_ids, pretences=settings.pretences)
+    limits = _limits(settings, plan)
+    runner = TargetRunner(
+        model,
+        kernels,
+        pool,
+        limits,
+        aux_layer_ids,
+        pretences=settings.pretences,
+        aux_buffer=_aux_buffer(model, aux_layer_ids, limits, placement),
+    )
     return runner, model
+
+
+def _aux_buffer(
+    model: KimiTarget, aux_layer_ids: tuple[int, ...], limits: RunnerLimits, placement: Placement
+) -> AuxBuffer | None:
+    """Where the target leaves aux hidden states on a GPU; None without a draft, and on a CPU, where tensors do."""
+    if not aux_layer_ids or placement.device.type != "cuda":
+        return None
+    width = len(aux_layer_ids) * model.config.hidden_size
+    return AuxBuffer.allocate(_STEPS_IN_FLIGHT, limits.max_num_batched_tokens, width, placement.dtype, placement.device)
 
 
 def _target_kernels(settings: ServingSettings, placement: Placement) -> KernelSet:

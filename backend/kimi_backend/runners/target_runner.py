@@ -101,6 +101,11 @@ class TargetRunner:
             pretences=self._pretences,
         )
 
+    @property
+    def aux_buffer(self) -> AuxBuffer | None:
+        """Where steps leave their aux hidden states; None where each makes a tensor."""
+        return self._aux_buffer
+
     @torch.inference_mode()
     def warm_up(self, advance: Callable[[int], None] = lambda _: None) -> None:
         """Record the captured steps, if this runner has any, and run a chunk of the most rows, so that every kernel is

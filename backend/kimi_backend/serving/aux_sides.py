@@ -77,15 +77,15 @@ class AuxReceiver:
             return None
         return handle
 
-    def resolve(self, aux: AuxHandle) -> torch.Tensor:
-        """[rows, width], the region that a plan names.
+    def resolve(self, aux: AuxHandle, num_rows: int) -> torch.Tensor:
+        """[num_rows, width], the first rows of the region that a plan names; fewer where it has fewer.
 
         Raises:
             InvalidRequestError: no buffer is open, or it has no such region.
         """
         if self._opened is None:
             raise InvalidRequestError(f"plan aux.region: {aux.region} given, but no buffer of the target's is open")
-        return self._opened.buffer.resolve(aux)
+        return self._opened.buffer.resolve(aux)[:num_rows]
 
     def close(self) -> None:
         """Unmap what is open."""

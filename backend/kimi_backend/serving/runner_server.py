@@ -141,7 +141,8 @@ class RunnerServer:
             width = self._description.hidden_size * len(self._description.aux_layer_ids)
             tensor = _aux_from_bytes(_as_torch(aux), width)
         else:
-            tensor = self._receiver.resolve(plan.aux)
+            # What the step reads of it: whoever copies the tensor need not copy a region.
+            tensor = self._receiver.resolve(plan.aux, max(int(plan.aux_rows.max(initial=-1)), 0) + 1)
         plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor))
         return self._response({names.REPLY: codec.encode(self._runner.propose(plan))})
 

@@ -228,7 +228,7 @@ def test_a_new_targets_buffer_that_cannot_be_opened_costs_no_draft(
 def test_a_draft_that_lost_its_buffer_refuses_a_region() -> None:
     receiver = AuxReceiver(torch.device("cuda"), "auto")
     with pytest.raises(InvalidRequestError, match=r"region: 0 given, but no buffer"):
-        receiver.resolve(AuxHandle(region=0))
+        receiver.resolve(AuxHandle(region=0), 1)
 
 
 def test_ipc_on_a_cpu_is_an_error_and_auto_is_not() -> None:
