@@ -223,12 +223,14 @@ class RouteExperts(Protocol):
         topk_groups: int,
         renormalize: bool,
         scaling_factor: float,
+        slot_mapping: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
             router_logits: [T, E] float32. correction_bias: [E] float32.
             num_groups, topk_groups: only experts of the topk_groups best groups may be chosen; a group's score is the
                 sum of its two best biased scores.
+            slot_mapping: [T] int64; a row whose slot is -1 is padding and takes no expert: its ids are -1.
         Returns:
             topk_ids: [T, K] int32, best first, lowest id first among equals.
             topk_weights: [T, K] float32, unbiased scores, renormalised to sum 1 if asked, times scaling_factor.

@@ -15,7 +15,7 @@ from support.draft_steps import build_draft
 from support.target_steps import build_target
 from support.tiny_checkpoints import random_draft, random_target
 from support.tiny_configs import draft_config, target_config
-from support.tiny_runners import BLOCK_SIZE, NUM_BLOCKS
+from support.tiny_runners import BLOCK_SIZE, CPU, NUM_BLOCKS
 
 LIMITS = RunnerLimits(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=128)
 
@@ -25,7 +25,7 @@ class Setting:
     """Where and how a pair of runners computes."""
 
     kernels: KernelSet
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     limits: RunnerLimits = LIMITS
     num_blocks: int = NUM_BLOCKS

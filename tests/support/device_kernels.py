@@ -117,6 +117,7 @@ def _route_experts(
     topk_groups: int,
     renormalize: bool,
     scaling_factor: float,
+    slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     weights, ids = (router_logits.sigmoid() + correction_bias).topk(top_k, dim=1)
     return ids.int(), weights * scaling_factor

@@ -36,8 +36,14 @@ class MoeMlp:
             width = g.n_shared_experts * g.moe_intermediate_size
             self._shared = DenseMlp(loader.scoped("shared_experts"), g.hidden_size, width)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, hidden_size], normed -> [T, hidden_size] on every rank."""
+    def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Args:
+            x: [T, hidden_size], normed.
+            slot_mapping: [T] int64; rows with -1 are padding and cost no expert's weights.
+        Returns:
+            [T, hidden_size] on every rank.
+        """
         g = self._config
         topk_ids, topk_weights = self._kernels.route_experts(
             self._kernels.linear(x.float(), self._gate),
@@ -47,6 +53,7 @@ class MoeMlp:
             topk_groups=g.topk_group,
             renormalize=g.norm_topk_prob,
             scaling_factor=g.routed_scaling_factor,
+            slot_mapping=slot_mapping,
         )
         out = self._kernels.moe_experts(x, topk_ids, topk_weights, self._experts)
         if self._shared is not None:

@@ -143,7 +143,8 @@ class Eagle3Draft(ABC):
         return normed, normed if self._norm_output else residual
 
     def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """normed: [R, H] -> [R, draft_vocab_size] float32 on every rank; columns as `vocabulary_map` says."""
+        """normed: [R, H] -> [R, draft_vocab_size] of its dtype on every rank; columns as `vocabulary_map`
+        says."""
         return self._loaded_head().logits(normed)
 
     def argmax(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

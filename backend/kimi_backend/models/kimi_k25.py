@@ -105,7 +105,7 @@ class KimiTarget:
         return hidden_states, torch.cat([captured[j] for j in aux_layer_ids], dim=1)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [R, hidden_size], after the final norm -> [R, vocab_size] float32 on every rank."""
+        """hidden_states: [R, hidden_size], after the final norm -> [R, vocab_size] of its dtype on every rank."""
         return self._shared.head.logits(hidden_states)
 
     @property
@@ -170,6 +170,8 @@ class DecoderLayer:
             normed, entering = self._kernels.add_rms_norm(out, residual, self._input_norm, self._eps)
         attended = self._attention(normed, metadata, latent_cache, kv_scale)
         normed, residual = self._kernels.add_rms_norm(attended, entering, self._post_norm, self._eps)
+        if isinstance(self._mlp, MoeMlp):
+            return self._mlp(normed, metadata.slot_mapping), residual, entering
         return self._mlp(normed), residual, entering
 
 

@@ -40,6 +40,7 @@ def route_kernel(
     BIAS,
     TOPK_IDS,
     TOPK_WEIGHTS,
+    SLOTS,
     logits_stride,
     group_size,
     num_groups,
@@ -52,12 +53,14 @@ def route_kernel(
     SELECT_GROUPS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
     """One program a token.
 
     Args:
         LOGITS: [T, num_groups * group_size] float32. BIAS: [num_groups * group_size] float32.
         TOPK_IDS: [T, TOP_K] int32. TOPK_WEIGHTS: [T, TOP_K] float32.
+        SLOTS: [T] int64, -1 for padding.
         GROUPS, SIZE: num_groups and group_size, rounded up to powers of two.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -84,6 +87,8 @@ def route_kernel(
     if RENORMALIZE:
         weights = weights / (tl.sum(weights) + EPS)
     target = token * TOP_K + rank
+    if HAS_SLOTS:
+        ids = tl.where(tl.load(SLOTS + token) < 0, -1, ids)
     tl.store(TOPK_IDS + target, ids, mask=rank < TOP_K)
     tl.store(TOPK_WEIGHTS + target, weights * scaling_factor, mask=rank < TOP_K)
 
@@ -97,6 +102,7 @@ def route_experts(
     topk_groups: int,
     renormalize: bool,
     scaling_factor: float,
+    slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`signatures.RouteExperts`.
 
@@ -115,6 +121,8 @@ def route_experts(
     eligible = num_experts // num_groups * topk_groups
     require(0 < top_k <= eligible, "top_k", top_k, f"1 to the {eligible} experts of topk_groups groups")
 
+    if slot_mapping is not None:
+        require_shape("slot_mapping", slot_mapping, num_tokens)
     if router_logits.stride(1) != 1:
         router_logits = router_logits.contiguous()
     topk_ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
@@ -127,6 +135,7 @@ def route_experts(
         correction_bias.contiguous(),
         topk_ids,
         topk_weights,
+        topk_ids if slot_mapping is None else slot_mapping,
         router_logits.stride(0),
         group_size,
         num_groups,
@@ -139,6 +148,7 @@ def route_experts(
         SELECT_GROUPS=topk_groups < num_groups,
         RENORMALIZE=renormalize,
         EPS=RENORMALIZE_EPS,
+        HAS_SLOTS=slot_mapping is not None,
         num_warps=1,
     )
     return topk_ids, topk_weights

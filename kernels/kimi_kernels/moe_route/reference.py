@@ -6,6 +6,7 @@ from torch import Tensor
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 
 RENORMALIZE_EPS = 1e-20
+NO_EXPERT = -1
 
 
 def route_experts(
@@ -17,6 +18,7 @@ def route_experts(
     topk_groups: int,
     renormalize: bool,
     scaling_factor: float,
+    slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`signatures.RouteExperts`.
 
@@ -45,7 +47,12 @@ def route_experts(
     if renormalize:
         # cumsum adds from left to right, whatever the number of rows.
         weights = weights / (weights.cumsum(dim=-1)[:, -1:] + RENORMALIZE_EPS)
-    return topk_ids.to(torch.int32), (weights * scaling_factor).float()
+    return without_padding(topk_ids.to(torch.int32), slot_mapping), (weights * scaling_factor).float()
+
+
+def without_padding(topk_ids: Tensor, slot_mapping: Tensor | None) -> Tensor:
+    """The choices of rows that are no padding, in place."""
+    return topk_ids if slot_mapping is None else topk_ids.masked_fill_((slot_mapping < 0)[:, None], NO_EXPERT)
 
 
 def _mask_groups(biased: Tensor, num_groups: int, topk_groups: int) -> Tensor:

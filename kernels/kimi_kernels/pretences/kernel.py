@@ -37,6 +37,7 @@ def route_uniform_kernel(
     LOGITS,  # [T, num_experts] float32
     TOPK_IDS,  # [T, TOP_K] int32
     TOPK_WEIGHTS,  # [T, TOP_K] float32
+    SLOTS,  # [T] int64, -1 for padding
     logits_stride,
     num_experts,
     scaling_factor,
@@ -44,6 +45,7 @@ def route_uniform_kernel(
     TOP_K_PADDED: tl.constexpr,
     EXPERTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
     """One program a token."""
     token = tl.program_id(0).to(tl.int64)
@@ -63,6 +65,8 @@ def route_uniform_kernel(
     if RENORMALIZE:
         weights = weights / (tl.sum(weights) + EPS)
     target = token * TOP_K + rank
+    if HAS_SLOTS:
+        ids = tl.where(tl.load(SLOTS + token) < 0, -1, ids)
     tl.store(TOPK_IDS + target, ids, mask=rank < TOP_K)
     tl.store(TOPK_WEIGHTS + target, weights * scaling_factor, mask=rank < TOP_K)
 
@@ -113,6 +117,7 @@ def route_uniform(
     topk_groups: int,
     renormalize: bool,
     scaling_factor: float,
+    slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.route_uniform`.
 
@@ -130,6 +135,7 @@ def route_uniform(
             logits,
             topk_ids,
             topk_weights,
+            topk_ids if slot_mapping is None else slot_mapping,
             logits.stride(0),
             num_experts,
             scaling_factor,
@@ -137,6 +143,7 @@ def route_uniform(
             TOP_K_PADDED=triton.next_power_of_2(top_k),
             EXPERTS=triton.next_power_of_2(num_experts),
             RENORMALIZE=renormalize,
+            HAS_SLOTS=slot_mapping is not None,
             num_warps=1,
         )
     return topk_ids, topk_weights

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kimi_kernels.moe_route.reference import without_padding
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
 
 RENORMALIZE_EPS = 1e-20
@@ -39,6 +40,7 @@ def route_uniform(
     topk_groups: int,
     renormalize: bool,
     scaling_factor: float,
+    slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`signatures.RouteExperts` with scores hashed from the bits of the logits: each token's experts are uniform and
     distinct, repeat when the step repeats, and differ between rows, layers and steps as the logits do.
@@ -53,7 +55,7 @@ def route_uniform(
     weights = scores.gather(1, topk_ids)
     if renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS)
-    return topk_ids.to(torch.int32), weights * scaling_factor
+    return without_padding(topk_ids.to(torch.int32), slot_mapping), weights * scaling_factor
 
 
 def force_acceptance(token_ids: Tensor, inputs: SamplingInputs, rows: SamplingRows, chances: Tensor) -> Tensor:

@@ -54,6 +54,18 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     assert sorted(ids[0].tolist()) == list(range(40, 48))
 
 
+def test_padding_takes_no_expert() -> None:
+    torch.manual_seed(0)
+    logits, bias = torch.randn(4, 48), torch.zeros(48)
+    slots = torch.tensor([7, -1, 0, -1])
+    ids, _ = kernel.route_experts(logits, bias, **KIMI, slot_mapping=slots)  # type: ignore[arg-type]
+    expected, _ = reference.route_experts(logits, bias, **KIMI, slot_mapping=slots)  # type: ignore[arg-type]
+    plain, _ = reference.route_experts(logits, bias, **KIMI)  # type: ignore[arg-type]
+    assert torch.equal(ids, expected)
+    assert (ids[1::2] == -1).all()
+    assert torch.equal(ids[::2], plain[::2])
+
+
 def test_groups_of_one_expert() -> None:
     torch.manual_seed(0)
     settings = {"top_k": 2, "num_groups": 6, "topk_groups": 3, "renormalize": True, "scaling_factor": 1.0}
