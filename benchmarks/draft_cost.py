@@ -1,6 +1,6 @@
 """What a draft step costs by the format of the draft's weights and by the tokens that its head keeps.
 
-    PYTHONPATH=kernels:backend:benchmarks python benchmarks/draft_cost.py --out results [--rows 1,4,16,64]
+    PYTHONPATH=kernels:backend:benchmarks python benchmarks/draft_cost.py --out results [--rows 1,4] [--formats int4]
 
 The draft of Kimi-K2.5 (MLA, width 7168, 163,840 tokens) with random weights. For each variant: one single-row step of
 B sequences (layer, head, argmax) and the head with its argmax alone, both as replayed CUDA graphs; and the rows of a
@@ -221,6 +221,7 @@ def _smoke(call: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", default="1,4,16,64", help="sequences in a step, separated by commas")
+    parser.add_argument("--formats", default="none,fp8,int4", help="formats to measure, separated by commas")
     parser.add_argument("--out", type=Path, help="folder for draft_cost.json")
     parser.add_argument("--smoke", action="store_true", help="a tiny draft on the CPU: does it run?")
     options = parser.parse_args()
@@ -237,7 +238,8 @@ def main() -> None:
     draft = open_draft(device, Preset.TINY if options.smoke else Preset.KIMI_K25)
     print(f"{'variant':22} {'what':7} {'rows':>6} {'floor µs':>9} {'µs':>9} of floor", flush=True)
     with torch.inference_mode():
-        for variant in VARIANTS:
+        formats = [LinearFormat(name) for name in options.formats.split(",")]
+        for variant in [variant for variant in VARIANTS if variant.linear_format in formats]:
             reduced = min(variant.num_tokens, draft.config.vocab_size // 2)
             chosen = Variant(linear_format=variant.linear_format, num_tokens=reduced)
             for row in measure(chosen, draft, counts, bytes_per_us, device):

@@ -32,6 +32,8 @@ def bench_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, reference or triton; --in-process only.")] = "auto",
     max_model_len: Annotated[int, typer.Option(min=0, help="0 takes the checkpoint's; --in-process only.")] = 0,
+    draft_vocab: Annotated[int, typer.Option(min=0, help="Tokens that the draft keeps; --in-process only.")] = 0,
+    draft_quantization: Annotated[str, typer.Option(help="none, fp8 or int4; --in-process only.")] = "none",
     load_format: Annotated[str, typer.Option(help="dummy: random weights; --in-process only.")] = "safetensors",
     routing: Annotated[str, typer.Option(help="uniform: experts drawn at random; --in-process only.")] = "model",
     synthetic_acceptance: Annotated[
@@ -61,6 +63,8 @@ def bench_command(
             "device": device,
             "kernels": kernels,
             "max_model_len": max_model_len,
+            "draft_vocab": draft_vocab,
+            "draft_quantization": draft_quantization,
             "load_format": load_format,
             "routing": routing,
             "synthetic_acceptance": synthetic_acceptance,

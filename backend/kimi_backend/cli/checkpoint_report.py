@@ -1,6 +1,7 @@
 """What `kimi inspect` says about a checkpoint: plain values, ready for JSON."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kimi_backend.checkpoint.checked_tensors import VALUE_CHECKED_ROLES, check_values
@@ -81,10 +82,19 @@ def report_draft(checkpoint: DraftCheckpoint, tp_size: int) -> Report:
     }
 
 
-def report_memory(target: KimiModelConfig, draft: DraftCheckpoint | None, settings: MemorySettings) -> Report:
-    """The plan, or why there is none."""
+def report_memory(
+    target: KimiModelConfig, draft: DraftCheckpoint | None, settings: MemorySettings, draft_vocab: int = 0
+) -> Report:
+    """The plan, or why there is none.
+
+    Args:
+        draft_vocab: tokens that the draft's head keeps; 0 keeps all.
+    """
+    config = draft.config if draft else None
+    if config is not None and draft_vocab:
+        config = replace(config, draft_vocab_size=min(draft_vocab, config.draft_vocab_size))
     try:
-        plan = plan_memory(target, draft.config if draft else None, settings)
+        plan = plan_memory(target, config, settings)
     except ConfigError as error:
         return {"fits": False, "reason": str(error), "gpu_bytes": settings.gpu_bytes, "tp_size": settings.tp_size}
     return {"fits": True, "gpu_bytes": settings.gpu_bytes, "tp_size": settings.tp_size, **_plan_values(plan)}

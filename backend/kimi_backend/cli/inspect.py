@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kimi_backend.config.linear_format import LinearFormat
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -23,6 +25,10 @@ def inspect(
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = 64,
     kv_dtype: Annotated[str, typer.Option(help="KV element type.")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(help="Longest sequence; 0 takes the checkpoint's.", min=0)] = 0,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that the draft's head keeps; 0: all.", min=0)] = 0,
+    draft_quantization: Annotated[
+        LinearFormat, typer.Option(help="Format that the draft is rounded to at load.")
+    ] = LinearFormat.NONE,
     values: Annotated[bool, typer.Option(help="Read every scale, norm and bias in search of NaN.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -47,8 +53,9 @@ def inspect(
             block_size=block_size,
             kv_cache_dtype=kv_dtype,
             max_model_len=max_model_len,
+            draft_format=draft_quantization,
         )
-        report["memory_plan"] = checkpoint_report.report_memory(target.config, draft_checkpoint, settings)
+        report["memory_plan"] = checkpoint_report.report_memory(target.config, draft_checkpoint, settings, draft_vocab)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:

@@ -143,6 +143,7 @@ def settings_from_options(options: dict[str, object]) -> ServingSettings:
         checkpoint=_absolute(settings.checkpoint),
         draft=_absolute(settings.draft),
         tokenizer=_absolute(settings.tokenizer),
+        draft_vocab_counts=_absolute(settings.draft_vocab_counts),
     )
 
 

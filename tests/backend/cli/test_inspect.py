@@ -44,6 +44,18 @@ def test_it_reports_both_models(folder: Path, capsys: pytest.CaptureFixture[str]
     assert draft["kv_bytes_per_token"]["bfloat16"] == 2 * 2 * 32 * 2
 
 
+def test_a_cheaper_draft_leaves_more_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(folder), "--draft", str(folder / "draft"), "--gpu-memory", "2.5"]
+    plans = [
+        inspect(capsys, *arguments, *options)["memory_plan"]
+        for options in ([], ["--draft-vocab", "128"], ["--draft-quantization", "int4"])
+    ]
+    whole, reduced, rounded = (plan["draft_weight_bytes"] for plan in plans)
+    assert whole - reduced == (512 - 128) * 128 * 2
+    assert rounded < reduced
+    assert plans[2]["num_kv_tokens"] > plans[0]["num_kv_tokens"]
+
+
 def test_it_plans_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(folder), "--draft", str(folder / "draft"), "--tp", "2", "--block-size", "32"]
     plan = inspect(capsys, *arguments, "--gpu-memory", "2.5")["memory_plan"]
