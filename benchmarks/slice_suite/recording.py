@@ -26,6 +26,10 @@ class Round:
     draft_end_s: float = 0.0
 
     @property
+    def end_s(self) -> float:
+        return max(self.target_end_s, self.draft_end_s)
+
+    @property
     def target_ms(self) -> float:
         return 1e3 * (self.target_end_s - self.target_start_s)
 

@@ -1,0 +1,183 @@
+"""Whole rounds of slices of Kimi-K2.5 at full width: one dense layer, N - 1 expert layers, the EAGLE3 MLA draft.
+
+    PYTHONPATH=kernels:backend python benchmarks/slice.py --out results
+    PYTHONPATH=kernels:backend python benchmarks/slice.py --layers 5 --batches 1,16 --prompts 1024 --profile
+
+Weights are random and made on the GPU, routing is uniform, draft tokens are accepted at random with a mean length:
+the time of a round is real, its text means nothing. Each case runs through the engine in this process, then its steady
+rounds run again without the engine. The floor comes from the read bandwidth of the same run.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernel_cases import Ceilings
+from kimi_backend.checkpoint.presets import Preset
+from kimi_backend.config.settings import ServingSettings
+from slice_suite import report
+from slice_suite.configs import write_slice
+from slice_suite.measure import measure_case
+
+MARGIN_TOKENS = 16
+PREFILL_ROWS = 8192
+
+
+def main() -> None:
+    options = parse_options()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    ceilings = probe()
+    document: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "ceilings": None if ceilings is None else dataclasses.asdict(ceilings),
+        "cases": [],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        for num_layers in options.layers:
+            measure_depth(options, Path(folder), num_layers, ceilings, document)
+    after = probe()
+    document["ceilings_after"] = None if after is None else dataclasses.asdict(after)
+    document["per_layer"] = report.per_layer(document["cases"])
+    for entry in document["per_layer"]:
+        print(json.dumps(entry))
+    save(options, document)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--preset", type=Preset, default=Preset.KIMI_K25, help="tiny runs on a CPU")
+    parser.add_argument("--layers", type=numbers, default=[3, 5], help="depths, one dense layer included")
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--prompts", type=numbers, default=[1024, 8192])
+    parser.add_argument("--ks", type=numbers, default=[0, 3], help="draft tokens a round; 0: no speculation")
+    parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
+    parser.add_argument("--acceptance", type=float, default=3.0, help="mean tokens a round and sequence")
+    parser.add_argument("--max-context", type=int, default=200_000, help="skip cases of more tokens in all")
+    parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes, by kernel")
+    parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
+    return parser.parse_args()
+
+
+def probe() -> Ceilings | None:
+    """The card's read bandwidth and product rate; None without a card."""
+    if not torch.cuda.is_available():
+        return None
+    from kernel_cases.ceilings import discard_reason, measure_ceilings
+
+    ceilings = measure_ceilings()
+    card = torch.cuda.get_device_name()
+    print(
+        f"{card}: read {ceilings.read_bytes_per_us / 1e3:.0f} GB/s,"
+        f" bf16 matmul {ceilings.matmul_flops_per_us / 1e6:.0f} TFLOP/s {discard_reason(card, ceilings)}",
+        flush=True,
+    )
+    torch.cuda.empty_cache()
+    return ceilings
+
+
+def measure_depth(
+    options: argparse.Namespace, folder: Path, num_layers: int, ceilings: Ceilings | None, document: dict[str, Any]
+) -> None:
+    """Load one slice, measure all its cases, and give its memory back."""
+    from kimi_backend.runners.loading import load_pair
+
+    settings = slice_settings(options, folder, num_layers)
+    started = time.perf_counter()
+    models = load_pair(settings)
+    print(f"{num_layers} layers loaded in {time.perf_counter() - started:.1f} s; {', '.join(settings.pretences)}")
+    document["pretences"] = list(settings.pretences)
+    document["settings"] = settings_that_differ(settings)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    for case in cases(options):
+        about = {"preset": options.preset.value, "num_layers": num_layers}
+        try:
+            result = about | measure_case(
+                models, settings, ceilings, num_output_tokens=options.tokens, is_profiled=options.profile, **case
+            )
+        except (RuntimeError, ValueError) as problem:  # out of memory in one case must not hide the others
+            result = about | case | {"error": f"{type(problem).__name__}: {problem}"}
+        document["cases"].append(result)
+        print(report.row(result), flush=True)
+        save(options, document)
+    del models
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -> ServingSettings:
+    """Room for the largest case, and whatever --set says."""
+    target, draft = write_slice(folder, num_layers, options.preset)
+    longest = max(case["prompt_len"] for case in cases(options)) + options.tokens + MARGIN_TOKENS
+    most = max(
+        case["batch_size"] * (case["prompt_len"] + options.tokens + MARGIN_TOKENS + 64) for case in cases(options)
+    )
+    values = {
+        "checkpoint": str(target),
+        "draft": str(draft),
+        "load_format": "dummy",
+        "routing": "uniform",
+        "synthetic_acceptance": str(options.acceptance),
+        "max_model_len": str(longest),
+        "kv_tokens": str(max(most, longest)),
+        "max_num_seqs": str(max(options.batches)),
+        "max_num_batched_tokens": str(PREFILL_ROWS),
+        "max_speculative_tokens": str(max(options.ks)),
+        "num_speculative_tokens": str(max(options.ks)),
+    }
+    values |= dict(item.split("=", 1) for item in options.set)
+    return ServingSettings.from_parameters(values, {})
+
+
+def settings_that_differ(settings: ServingSettings) -> dict[str, Any]:
+    """From the defaults; folders left out."""
+    default = ServingSettings()
+    return {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(settings)
+        if getattr(settings, field.name) != getattr(default, field.name)
+        and field.name not in ("checkpoint", "draft", "tokenizer")
+    }
+
+
+def cases(options: argparse.Namespace) -> Iterator[dict[str, int]]:
+    """All shapes whose KV is not larger than asked for."""
+    for prompt_len in options.prompts:
+        for k in options.ks:
+            for batch_size in options.batches:
+                if batch_size * prompt_len <= options.max_context:
+                    yield {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
+
+
+def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """After every case, so that an interrupted run leaves what it has."""
+    if options.out is None:
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "slice.json").write_text(json.dumps(document, indent=1))
+    if any("round_ms" in case for case in document["cases"]):
+        try:
+            title = f"Kimi-K2.5 slice, {document['device']}, {document['date']}; {', '.join(document['pretences'])}"
+            report.plot(document["cases"], options.out / "slice.png", title)
+        except ImportError:
+            print("no picture: matplotlib is not installed", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

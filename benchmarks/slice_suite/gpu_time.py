@@ -1,0 +1,63 @@
+"""Where the GPU's time in a round goes, by kind of kernel, as its own profiler sees it: inside graphs too."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+KINDS = (
+    ("experts", r"gate_up|down_few|down_sorted|down_tall|sum_choices|place_kernel|sort_|overlapped|count_|scatter_"),
+    ("attention", r"attend|merge_kernel|plan_balanced|plan_|prefill|gather_latent|store_latent|store_kv|absorb"),
+    ("sampling", r"draw|sample|noise|select|process_|candidate|logprob|verify_kernel|accept|mass|shard|check_kernel"),
+    ("router", r"route"),
+    ("quantised products", r"tiled_linear"),
+    ("dense products", r"nvjet|cutlass|gemm|gemv|splitKreduce|cublas"),
+    ("norms and activation", r"rms_norm|silu|rope"),
+    ("copies", r"^Mem(cpy|set)"),
+    ("small tensor operations", r"at::|at_cuda|elementwise|compute_cuda|cub::|metadata|_rows_kernel"),
+)
+OTHER = "other"
+NUM_LISTED = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuTime:
+    """Of one round, microseconds."""
+
+    busy_us: float
+    num_kernels: float
+    by_kind: dict[str, float]
+    kernels: list[dict[str, Any]]
+    """The longest: name, how often a round, microseconds in all."""
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), OTHER)
+
+
+def profile_rounds(run: Callable[[], object], num_rounds: int) -> GpuTime:
+    """Run `num_rounds` rounds under the profiler."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    by_kind: dict[str, float] = defaultdict(float)
+    kernels = []
+    for event in profiler.key_averages():
+        if event.device_type != torch.autograd.DeviceType.CUDA or not event.self_device_time_total:
+            continue
+        total_us = event.self_device_time_total / num_rounds
+        by_kind[kind_of(event.key)] += total_us
+        kernels.append({"name": event.key[:120], "times": event.count / num_rounds, "us": round(total_us, 2)})
+    kernels.sort(key=lambda kernel: -kernel["us"])
+    return GpuTime(
+        busy_us=round(sum(by_kind.values()), 1),
+        num_kernels=sum(kernel["times"] for kernel in kernels),
+        by_kind={kind: round(us, 1) for kind, us in sorted(by_kind.items(), key=lambda item: -item[1])},
+        kernels=kernels[:NUM_LISTED],
+    )

@@ -1,0 +1,122 @@
+"""What follows from the measured cases: time a layer, fixed cost, a guess for the whole model; table and picture."""
+
+from pathlib import Path
+from typing import Any
+
+NUM_MODEL_LAYERS = 61
+
+Case = dict[str, Any]
+
+PEER = {
+    (5, 1, 1, 0): 2.33,
+    (5, 4, 1, 0): 3.13,
+    (5, 4, 8, 0): 3.21,
+    (5, 16, 1, 0): 5.81,
+    (5, 16, 8, 0): 6.02,
+    (5, 64, 1, 0): 12.13,
+    (5, 1, 1, 3): 7.25,
+    (5, 4, 1, 3): 9.95,
+    (5, 4, 8, 3): 10.1,
+    (5, 16, 1, 3): 16.2,
+    (5, 16, 8, 3): 16.9,
+    (5, 64, 1, 3): 22.5,
+    (3, 1, 1, 0): 1.81,
+    (3, 16, 1, 0): 3.58,
+    (3, 16, 8, 0): 3.72,
+    (3, 64, 1, 0): 6.77,
+    (3, 1, 1, 3): 6.21,
+    (3, 16, 1, 3): 10.9,
+    (3, 16, 8, 3): 11.5,
+    (3, 64, 1, 3): 14.5,
+}
+"""vLLM 0.22.0 on the same kind of card and slice: ms a round by (layers, batch, prompt in thousands, k)."""
+
+
+def peer_ms(case: Case) -> float | None:
+    """The peer's round at the full width and the full draft."""
+    key = (case["num_layers"], case["batch_size"], round(case["prompt_len"] / 1024), case["num_speculative_tokens"])
+    return PEER.get(key) if case["preset"] == "kimi-k2.5" else None
+
+
+def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
+    """From two depths: one expert layer's time, everything else, and the whole model extrapolated from both."""
+    found = []
+    by_shape: dict[tuple[int, int, int], dict[int, Case]] = {}
+    for case in cases:
+        if "round_ms" in case:
+            shape = (case["batch_size"], case["prompt_len"], case["num_speculative_tokens"])
+            by_shape.setdefault(shape, {})[case["num_layers"]] = case
+    for (batch_size, prompt_len, k), depths in by_shape.items():
+        if len(depths) < 2:
+            continue
+        low, high = min(depths), max(depths)
+        a_layer = (depths[high]["round_ms"] - depths[low]["round_ms"]) / (high - low)
+        fixed = depths[low]["round_ms"] - (low - 1) * a_layer
+        found.append(
+            {
+                "batch_size": batch_size,
+                "prompt_len": prompt_len,
+                "num_speculative_tokens": k,
+                "expert_layer_ms": round(a_layer, 4),
+                "fixed_ms": round(fixed, 3),
+                f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms": round(fixed + (NUM_MODEL_LAYERS - 1) * a_layer, 2),
+            }
+        )
+    return found
+
+
+def row(case: Case) -> str:
+    """One line of the table."""
+    peer = peer_ms(case)
+    cells = [
+        f"{case['num_layers']:2d} layers k={case['num_speculative_tokens']}"
+        f" {case['batch_size']:3d} x {case['prompt_len']:5d}:",
+    ]
+    if case.get("error"):
+        return cells[0] + " FAILED " + case["error"]
+    if "round_ms" in case:
+        cells.append(
+            f"round {case['round_ms']:7.3f} ms (p90 {case['round_p90_ms']:.2f}) = target {case['target_ms']:.3f}"
+            f" + draft {case['draft_ms']:.3f} + host {case['host_ms']:.3f};"
+            f" replayed {case['replayed_target_ms']:.3f} + {case['replayed_draft_ms']:.3f};"
+            f" {case['tokens_a_round']:.2f} tokens a round, {case['decode_tokens_per_s']:.0f} tok/s"
+        )
+    if "floor_ms" in case:
+        cells.append(f"floor {case['floor_ms']:.2f} ({case['of_floor']}x)")
+    if "gpu" in case:
+        cells.append(f"gpu busy {case['gpu']['busy_us'] / 1e3:.3f} in {case['gpu']['num_kernels']:.0f} kernels")
+    if peer is not None:
+        cells.append(f"vLLM {peer}")
+    cells.append(f"prefill {case.get('prefill_ms')} ms")
+    return " ".join(cells)
+
+
+def plot(cases: list[Case], path: Path, title: str) -> None:
+    """Rounds of the deepest slice: target, draft and host as bars, the floor and the peer as marks."""
+    from matplotlib.figure import Figure
+
+    deepest = max(case["num_layers"] for case in cases)
+    shown = [case for case in cases if case["num_layers"] == deepest and "round_ms" in case]
+    figure = Figure(figsize=(9, 1.4 + 0.42 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(shown))
+    left = [0.0] * len(shown)
+    for part, color in (("target_ms", "#2f8f83"), ("draft_ms", "#7a5195"), ("host_ms", "#b0b0b0")):
+        widths = [case[part] for case in shown]
+        axes.barh(places, widths, left=left, color=color, label=part.removesuffix("_ms"))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    floors = [case.get("floor_ms") for case in shown]
+    axes.scatter([f or 0 for f in floors], places, marker="|", s=260, color="black", label="floor", zorder=3)
+    peers = [(peer_ms(case), place) for place, case in zip(places, shown, strict=True)]
+    axes.scatter(
+        [peer for peer, _ in peers if peer], [place for peer, place in peers if peer], marker="D", s=28,
+        color="#d1495b", label="vLLM 0.22.0", zorder=3,
+    )  # fmt: skip
+    axes.set_yticks(
+        list(places),
+        [f"k={c['num_speculative_tokens']}  {c['batch_size']} x {c['prompt_len'] / 1024:g}k" for c in shown],
+    )
+    axes.invert_yaxis()
+    axes.set(xlabel="ms a round", title=title)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=110)
