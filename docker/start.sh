@@ -35,7 +35,7 @@ repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
 models=(kimi_target spec_ensemble)
 [ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
 
-work=$(mktemp -d)
+work=$(mktemp -d /tmp/kimi.XXXXXX)
 export KIMI_DRAIN_FILE=$work/drain
 region_prefix=kimi_${http_port}_
 secret=${KIMI_ADMIN_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
@@ -65,6 +65,19 @@ if [ "${KIMI_DEVICE:-auto}" = cuda ]; then
   command+=(--cuda-memory-pool-byte-size="0:${KIMI_CUDA_POOL_BYTES:-268435456}")
 fi
 
+# shellcheck disable=SC2329 # called by the trap
+clean_up() {
+  [ ! -d "$work/pipe" ] || env -u CUDA_MPS_PIPE_DIRECTORY python3 -m kimi_backend.serving.mps stop "$work" || true
+  rm -rf "$work"
+}
+# Without the daemon each change from the target's process to the draft's costs the GPU about 0.15 ms.
+trap clean_up EXIT
+if [ -n "${KIMI_DRAFT:-}" ] && [ "${KIMI_DEVICE:-auto}" != cpu ] && [ "${KIMI_MPS:-auto}" != off ]; then
+  if python3 -m kimi_backend.serving.mps start "$work"; then
+    export CUDA_MPS_PIPE_DIRECTORY=$work/pipe CUDA_MPS_LOG_DIRECTORY=$work/log
+  fi
+fi
+
 is_stopping=
 # Triton Server does not tell a model that it is about to stop, and would wait for every stream. The drain file makes the
 # orchestrator end them, each with CANCELLED, and refuse new ones; then nothing is left to wait for.
@@ -88,7 +101,7 @@ while true; do
   # A signal ends `wait`, not the server.
   kill -0 "$server" 2>/dev/null || break
 done
-rm -rf "$work" "/dev/shm/$region_prefix"*
+rm -rf "/dev/shm/$region_prefix"*
 [ -z "$is_stopping" ] || exit 0
 echo "start.sh: the server ended by itself with code $code" >&2
 exit $((code == 0 ? 1 : code))

@@ -157,6 +157,8 @@ def test_step_time_is_split_without_loss(watch, client):
     assert split["target"] > 0
     assert split["draft"] > 0
     assert sum(split.values()) < WITHIN_S
+    for runner in ("target", "draft"):
+        assert 0 < watch.since("kimi_runner_seconds_total", runner=runner) < split[runner]
 
 
 def test_counters_are_named_as_counters_are():

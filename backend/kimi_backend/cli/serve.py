@@ -1,10 +1,12 @@
 """`kimi serve`: the real Triton Server on this machine, without a container."""
 
+import contextlib
 import dataclasses
 import os
 import signal
 import tempfile
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -13,8 +15,10 @@ import kimi_backend
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer, ServerPorts, free_port
+from kimi_backend.serving.mps import MpsUnavailable, mps_variables, start_mps, stop_mps
 
 _WATCH_S = 0.2
+_SOCKET_FOLDER = "/tmp"
 DRAIN_FILE_NAME = "drain"
 
 
@@ -48,8 +52,12 @@ def make_server(
     model_repository: Path | None = None,
     log_file: Path | None = None,
     drain_folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> EmbeddedServer:
     """An embedded server over these settings, not started yet.
+
+    Args:
+        variables: more of its environment.
 
     Raises:
         ConfigError: no checkpoint is named, or the server is not installed.
@@ -58,7 +66,7 @@ def make_server(
         raise ConfigError("setting checkpoint: empty, a checkpoint's folder is needed (--checkpoint)")
     if drain_folder is not None:
         settings = dataclasses.replace(settings, drain_file=str(drain_folder / DRAIN_FILE_NAME))
-    environment = settings_as_environment(settings)
+    environment = {**settings_as_environment(settings), **(variables or {})}
     return EmbeddedServer(
         model_repository or find_model_repository(),
         ports=ports,
@@ -67,6 +75,35 @@ def make_server(
         models=models_to_load(settings),
         exit_timeout_s=max(1, round(settings.drain_timeout_s)),
     )
+
+
+@contextlib.contextmanager
+def maybe_mps(settings: ServingSettings, say: Callable[[str], None]) -> Iterator[dict[str, str]]:
+    """A CUDA MPS daemon for two runners on one GPU, while the context is open, where there can be one.
+
+    Args:
+        say: gets a line on what is done; nothing is said where no GPU is asked for.
+
+    Yields:
+        What makes a process its client; empty without a daemon.
+    """
+    if settings.mps == "off" or settings.device == "cpu" or not settings.draft:
+        yield {}
+        return
+    # Not below the folder for temporary files, whose path may be too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="kimi_mps_", dir=_SOCKET_FOLDER) as name:
+        folder = Path(name)
+        try:
+            start_mps(folder, os.environ)
+        except MpsUnavailable as problem:
+            say(f"without MPS: {problem}")
+            yield {}
+            return
+        say("with MPS: target and draft share the GPU without changing contexts")
+        try:
+            yield mps_variables(folder)
+        finally:
+            stop_mps(folder, os.environ)
 
 
 def serve(
@@ -86,9 +123,14 @@ def serve(
     ports = ServerPorts(
         http=http_port or free_port(), grpc=grpc_port or free_port(), metrics=metrics_port or free_port()
     )
-    with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder:
+    with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder, maybe_mps(settings, console.print) as variables:
         server = make_server(
-            settings, ports=ports, model_repository=model_repository, log_file=log_file, drain_folder=Path(folder)
+            settings,
+            ports=ports,
+            model_repository=model_repository,
+            log_file=log_file,
+            drain_folder=Path(folder),
+            variables=variables,
         )
         server.start()
         try:

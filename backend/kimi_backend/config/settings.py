@@ -101,6 +101,12 @@ class ServingSettings:
         " server; auto takes the buffer where it can.",
         choices=("auto", "ipc", "tensor"),
     )
+    mps: str = _setting(
+        "auto",
+        "Whether to start a CUDA MPS daemon, which saves changing the GPU from the target's process to the draft's;"
+        " auto does it where it can.",
+        choices=("auto", "off"),
+    )
     metrics_interval_s: float = _setting(
         0.25, "Seconds between updates of the custom metrics; 0 turns them off.", minimum=0
     )

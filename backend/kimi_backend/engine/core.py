@@ -127,6 +127,7 @@ class EngineCore:
             raise KimiError(f"target replied to step {reply.step_id}, {plan.step_id} was asked")
         self._num_failed_steps = 0
         self._target_link.note_success()
+        self.times.note_runner("target", reply.runner_us)
         return reply
 
     def _settle(self, outputs: list[StepOutput]) -> None:
@@ -158,6 +159,7 @@ class EngineCore:
                 self._lose_draft(f"it answers with epoch {reply.runner_epoch}, {self._draft_link.epoch} was expected")
                 self._draft_link.retry_now()
                 return
+            self.times.note_runner("draft", reply.runner_us)
             store_proposals(self.scheduler.table, sequences, plan, reply, self.geometry.vocab_size)
         except Exception as error:
             self._lose_draft(f"{type(error).__name__}: {error}")

@@ -30,6 +30,8 @@ class EngineStatistics:
     num_steps: int
     step_seconds: dict[str, float]
     """Seconds by phase of the step; "target" and "draft" are the waits for the runners."""
+    runner_seconds: dict[str, float]
+    """What the runners say they took of those two phases; 0 where they are in this process."""
     target_blocks_held: int
     target_blocks_total: int
     draft_blocks_held: int
@@ -53,6 +55,7 @@ def take_statistics(
             num_preemptions=0,
             num_steps=0,
             step_seconds={},
+            runner_seconds={},
             target_blocks_held=0,
             target_blocks_total=0,
             draft_blocks_held=0,
@@ -69,6 +72,7 @@ def take_statistics(
         num_preemptions=scheduler.num_preemptions,
         num_steps=core.num_steps,
         step_seconds=dict(core.times.seconds),
+        runner_seconds=dict(core.times.runner_seconds),
         target_blocks_held=target_pool.num_held,
         target_blocks_total=target_pool.num_blocks,
         draft_blocks_held=0 if draft_pool is None else draft_pool.num_held,

@@ -8,6 +8,8 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(("schedule", "target", "commit", "draft", "publish"), 0.0)
+        self.runner_seconds: dict[str, float] = {"target": 0.0, "draft": 0.0}
+        """What runners of other processes say they took of the phases of these names; the rest is the way there."""
         self._last = perf_counter()
 
     def start(self) -> None:
@@ -19,3 +21,7 @@ class StepTimes:
         now = perf_counter()
         self.seconds[phase] += now - self._last
         self._last = now
+
+    def note_runner(self, role: str, microseconds: int) -> None:
+        """A reply says how long its runner took."""
+        self.runner_seconds[role] += 1e-6 * microseconds

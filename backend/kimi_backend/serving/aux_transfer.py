@@ -45,6 +45,4 @@ class AuxTransfer:
         if self.is_open:
             logger.info("aux hidden states stay on the GPU: the draft reads the target's buffer")
         elif self._offered is not None:
-            logger.warning(
-                "aux hidden states travel as tensors: the draft cannot open the buffer, see its log"
-            )
+            logger.warning("aux hidden states travel as tensors: the draft cannot open the buffer, see its log")

@@ -21,6 +21,7 @@ from kimi_backend.types.request import (
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 PHASES = ("schedule", "target", "commit", "draft", "publish")
+RUNNERS = ("target", "draft")
 REFUSAL_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 _POSITIONS = tuple(map(str, range(MAX_SPECULATIVE_TOKENS)))
 _NO_SPECULATION = SpeculationStats()
@@ -299,6 +300,14 @@ METRICS: tuple[Metric, ...] = (
         "phase",
         PHASES,
         lambda s: s.step_seconds,
+    ),
+    _labelled(
+        MetricKind.COUNTER,
+        "kimi_runner_seconds_total",
+        "Seconds that the runners took of the phases `target` and `draft`; the rest is the way there and back.",
+        "runner",
+        RUNNERS,
+        lambda s: s.runner_seconds,
     ),
     _histogram(
         "kimi_time_to_first_token_seconds",

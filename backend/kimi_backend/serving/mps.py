@@ -1,12 +1,13 @@
 """The CUDA MPS daemon, for a target and a draft that take turns on one GPU.
 
-Two processes on a GPU cost about 0.15 ms for each change of turn; clients of an MPS daemon do not. Kernels of one faulting
-client end the others too, and then both runners are loaded again.
+Two processes on a GPU cost about 0.15 ms for each change of turn; clients of an MPS daemon do not. In return a kernel
+that faults ends all clients, and then both runners are loaded again.
 
     python -m kimi_backend.serving.mps start FOLDER      0: running; 3: not here, the reason is said
     python -m kimi_backend.serving.mps stop FOLDER
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -93,7 +94,7 @@ def stop_mps(folder: Path, environment: Environment) -> None:
     if daemon is None:
         return
     program = shutil.which(CONTROL, path=environment.get("PATH")) or CONTROL
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             [program],
             input="quit -t 2\n",
@@ -102,8 +103,6 @@ def stop_mps(folder: Path, environment: Environment) -> None:
             capture_output=True,
             text=True,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        pass
     deadline = time.monotonic() + _STOP_S / 2
     while _is_running(daemon) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -135,9 +134,9 @@ def main(arguments: list[str]) -> int:
     try:
         start_mps(folder, os.environ)
     except MpsUnavailable as problem:
-        print(f"without MPS: {problem}", file=sys.stderr)
+        sys.stderr.write(f"without MPS: {problem}\n")
         return NOT_RUNNING
-    print("with MPS: target and draft share the GPU without changing contexts", file=sys.stderr)
+    sys.stderr.write("with MPS: target and draft share the GPU without changing contexts\n")
     return 0
 
 

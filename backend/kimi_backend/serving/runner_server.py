@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,11 @@ def _as_torch(tensor: Any) -> torch.Tensor:
     if tensor.is_cpu():
         return torch.from_numpy(tensor.as_numpy())
     return torch.utils.dlpack.from_dlpack(tensor)
+
+
+def _us_since(start: float) -> int:
+    """Microseconds since a time of `perf_counter`."""
+    return round(1e6 * (time.perf_counter() - start))
 
 
 def _device_of(description: RunnerDescription) -> torch.device:
@@ -125,8 +131,9 @@ class RunnerServer:
     def _verify(self, buffer: codec.Buffer, wants_aux_tensor: bool) -> Any:
         """wants_aux_tensor: off where the draft reads the buffer itself; a tensor that nobody asked for costs too."""
         assert hasattr(self._runner, "verify")
+        start = time.perf_counter()
         reply = self._runner.verify(codec.decode(TargetPlan, buffer))
-        outputs: dict[str, Any] = {names.REPLY: codec.encode(reply)}
+        outputs: dict[str, Any] = {names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))}
         if wants_aux_tensor:
             aux = reply.aux.tensor
             outputs[names.AUX_HIDDEN_STATES] = (
@@ -136,6 +143,7 @@ class RunnerServer:
 
     def _propose(self, buffer: codec.Buffer, aux: Any | None) -> Any:
         assert hasattr(self._runner, "propose")
+        start = time.perf_counter()
         plan = codec.decode(DraftPlan, buffer)
         if aux is not None:
             width = self._description.hidden_size * len(self._description.aux_layer_ids)
@@ -144,7 +152,8 @@ class RunnerServer:
             # What the step reads of it: whoever copies the tensor need not copy a region.
             tensor = self._receiver.resolve(plan.aux, max(int(plan.aux_rows.max(initial=-1)), 0) + 1)
         plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor))
-        return self._response({names.REPLY: codec.encode(self._runner.propose(plan))})
+        reply = self._runner.propose(plan)
+        return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))})
 
     def _response(self, outputs: dict[str, Any]) -> Any:
         tensors = []

@@ -114,6 +114,8 @@ class TargetReply:
     top_logprob_ids: Int64Array | None = None
     """[B, W + 1, num_logprobs]."""
     top_logprobs: FloatArray | None = None
+    runner_us: int = 0
+    """Microseconds that the runner took, where a process border lies between; 0 in the same process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,8 @@ class DraftReply:
     """[S]"""
     draft_token_ids: Int64Array
     """[B, W] target ids, PLACEHOLDER_TOKEN_ID after each sequence's num_proposals."""
+    runner_us: int = 0
+    """As in `TargetReply`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
