@@ -15,7 +15,7 @@ QUIET_S = 2.0
 LOG_PERIOD_S = 10.0
 
 Advance = Callable[[int], None]
-"""Called with a number of bytes that have just been read or written."""
+"""Called with a number of bytes, or pieces of work, that have just been done."""
 
 _logger = logging.getLogger("kimi_backend.checkpoint")
 
@@ -53,21 +53,43 @@ def byte_progress(description: str, total_bytes: int) -> Iterator[Advance]:
 
 
 @contextmanager
-def _terminal_progress(description: str, total_bytes: int) -> Iterator[Advance]:
+def count_progress(description: str, total: int) -> Iterator[Advance]:
+    """Show how many of some pieces of work are done: a bar on stderr once it has taken 2 s; where stderr is no
+    terminal, a log line at the end."""
+    started = time.monotonic()
+    if total and sys.stderr.isatty():
+        with _terminal_progress(description, total, in_bytes=False) as advance:
+            yield advance
+    else:
+        yield no_progress
+    if total:
+        _logger.info("%s done=%d seconds=%.1f", description, total, time.monotonic() - started)
+
+
+@contextmanager
+def _terminal_progress(description: str, total: int, in_bytes: bool = True) -> Iterator[Advance]:
     # Imported here: servers and tests that show nothing need not pay for it.
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
+    counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *counts,
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
     )
-    task = progress.add_task(description, total=total_bytes)
+    task = progress.add_task(description, total=total)
     started = time.monotonic()
     is_shown = False
 

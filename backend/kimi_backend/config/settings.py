@@ -63,7 +63,15 @@ class ServingSettings:
     block_size: int = _setting(64, "Tokens in a KV block, of both pools.", choices=(16, 32, 64, 128))
     kv_tokens: int = _setting(0, "Tokens that the KV pools hold; 0 takes what the memory plan allows.", minimum=0)
     kv_cache_dtype: str = _setting(
-        "auto", "KV element type; auto follows the device.", choices=("auto", "float32", "bfloat16")
+        "auto",
+        "KV element type; auto follows the device. `fp8` (e4m3) halves the bytes of a GPU's MLA caches.",
+        choices=("auto", "float32", "bfloat16", "fp8"),
+    )
+    kv_scale: float = _setting(
+        1.0, "An fp8 cache holds a value divided by this. Latents are normed, so 1 fits.", minimum=1e-6
+    )
+    enforce_eager: str = _setting(
+        "false", "`true` captures no CUDA graphs: a faster start, slower steps.", choices=("false", "true")
     )
     gpu_memory_gib: float = _setting(0.0, "GPU memory to plan for, in GiB; 0 takes 92 % of the card.", minimum=0)
     max_model_len: int = _setting(0, "Longest sequence in tokens; 0 takes the checkpoint's limit.", minimum=0)

@@ -161,7 +161,8 @@ class DraftRunner:
         region = plan.aux.region
         if self._aux_buffer is None or region is None:
             region = 0
-            self._graph_aux.region(region)[: aux.shape[0]].copy_(aux)
+            num_read = int(plan.aux_rows.max()) + 1
+            self._graph_aux.region(region)[:num_read].copy_(aux[:num_read])
         draft_token_ids, seq_status = graphs.run(bucket, plan, region)
         return DraftReply(
             step_id=plan.step_id,

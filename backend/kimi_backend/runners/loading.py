@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.checkpoint.progress import count_progress
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3MlaDraftConfig
 from kimi_backend.config.memory_plan import GIB, MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.settings import ServingSettings
@@ -19,6 +20,7 @@ from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.draft_choice import chosen_draft, linear_format
 from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
@@ -67,8 +69,21 @@ def place(settings: ServingSettings) -> Placement:
         torch.set_num_threads(settings.cpu_threads)
     kernels: KernelSet = getattr(KernelSet, chosen)()
     dtype = torch.bfloat16 if chosen == "triton" else torch.float32
-    kv_dtype = dtype if settings.kv_cache_dtype == "auto" else getattr(torch, settings.kv_cache_dtype)
+    kv_dtype = _kv_dtype(settings, dtype, chosen)
     return Placement(device=torch.device(name), kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def _kv_dtype(settings: ServingSettings, dtype: torch.dtype, kernels: str) -> torch.dtype:
+    if settings.kv_cache_dtype == "auto":
+        return dtype
+    if settings.kv_cache_dtype != "fp8":
+        kv_dtype: torch.dtype = getattr(torch, settings.kv_cache_dtype)
+        return kv_dtype
+    if kernels != "triton":
+        raise ConfigError(
+            f"setting kv_cache_dtype: fp8 given, which the {kernels} kernels do not serve; auto is allowed"
+        )
+    return torch.float8_e4m3fn
 
 
 def draft_overrides(settings: ServingSettings) -> DraftOverrides:
@@ -177,18 +192,37 @@ def _limits(settings: ServingSettings, plan: MemoryPlan) -> RunnerLimits:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=plan.max_model_len,
+        max_speculative_tokens=settings.max_speculative_tokens if settings.draft else 0,
     )
 
 
+def _recorder(settings: ServingSettings, placement: Placement) -> GraphRecorder | None:
+    """CUDA graphs, where the kernels never wait for the device."""
+    if settings.enforce_eager == "true" or placement.device.type != "cuda" or placement.kernels.name != "triton":
+        return None
+    return GraphRecorder(placement.device)
+
+
+def _warm_up(runner: TargetRunner | DraftRunner) -> None:
+    role = runner.describe().role
+    with count_progress(f"capturing steps of the {role}", runner.num_captured_steps) as advance:
+        runner.warm_up(advance)
+
+
 def _load_target(
-    settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement
+    settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement, recorder: GraphRecorder | None
 ) -> tuple[TargetRunner, KimiTarget]:
     plan = memory_plan(settings, checkpoints, placement)
     kernels = _target_kernels(settings, placement)
     with checkpoints.target.loading() as tensors:
         model = KimiTarget(checkpoints.target.config, tensors, kernels, SingleRank(), placement.device, placement.dtype)
     pool = KvPool.allocate(
-        model.kv_pool_shape, plan.num_target_blocks, settings.block_size, placement.kv_dtype, placement.device
+        model.kv_pool_shape,
+        plan.num_target_blocks,
+        settings.block_size,
+        placement.kv_dtype,
+        placement.device,
+        _kv_scale(settings, placement.kv_dtype),
     )
     aux_layer_ids = checkpoints.draft.config.aux_layer_ids if checkpoints.draft else ()
     limits = _limits(settings, plan)
@@ -200,7 +234,9 @@ def _load_target(
         aux_layer_ids,
         pretences=settings.pretences,
         aux_buffer=_aux_buffer(model, aux_layer_ids, limits, placement),
+        recorder=recorder,
     )
+    _warm_up(runner)
     return runner, model
 
 
@@ -233,8 +269,14 @@ def _target_matrices(checkpoint: TargetCheckpoint, placement: Placement) -> Embe
 
 
 def _load_draft(
-    settings: ServingSettings, checkpoints: _Checkpoints, placement: Placement, shared: EmbedAndHead | None
+    settings: ServingSettings,
+    checkpoints: _Checkpoints,
+    placement: Placement,
+    recorder: GraphRecorder | None,
+    shared: EmbedAndHead | None = None,
+    aux_buffer: AuxBuffer | None = None,
 ) -> DraftRunner:
+    """shared, aux_buffer: the target's, where it is in this process."""
     checkpoint = checkpoints.draft
     if checkpoint is None:
         raise ConfigError("setting draft: empty, the folder of a draft is needed to load the draft model")
@@ -251,11 +293,32 @@ def _load_draft(
         shared = _target_matrices(checkpoints.target, placement)
     if shared is not None:
         model.set_embed_and_head(shared)
+    takes_float8 = isinstance(config, Eagle3MlaDraftConfig)
+    kv_dtype = placement.kv_dtype if takes_float8 or placement.kv_dtype.itemsize > 1 else placement.dtype
     pool = KvPool.allocate(
-        model.kv_pool_shape, plan.num_draft_blocks, settings.block_size, placement.kv_dtype, placement.device
+        model.kv_pool_shape,
+        plan.num_draft_blocks,
+        settings.block_size,
+        kv_dtype,
+        placement.device,
+        _kv_scale(settings, kv_dtype),
     )
-    limits = _limits(settings, plan)
-    return DraftRunner(model, placement.kernels, pool, limits, placement.dtype, pretences=settings.pretences)
+    runner = DraftRunner(
+        model,
+        placement.kernels,
+        pool,
+        _limits(settings, plan),
+        placement.dtype,
+        pretences=settings.pretences,
+        aux_buffer=aux_buffer,
+        recorder=recorder,
+    )
+    _warm_up(runner)
+    return runner
+
+
+def _kv_scale(settings: ServingSettings, kv_dtype: torch.dtype) -> float:
+    return settings.kv_scale if kv_dtype.itemsize == 1 else 1.0
 
 
 def load_target_runner(settings: ServingSettings) -> TargetRunner:
@@ -265,20 +328,23 @@ def load_target_runner(settings: ServingSettings) -> TargetRunner:
         ConfigError, CheckpointError: the settings or files cannot be served.
     """
     placement = place(settings)
-    return _load_target(settings, _Checkpoints.open(settings, placement), placement)[0]
+    checkpoints = _Checkpoints.open(settings, placement)
+    return _load_target(settings, checkpoints, placement, _recorder(settings, placement))[0]
 
 
 def load_draft_runner(settings: ServingSettings) -> DraftRunner:
     """Load the draft alone; matrices that its file lacks come from the target's files. Raises likewise."""
     placement = place(settings)
-    return _load_draft(settings, _Checkpoints.open(settings, placement), placement, None)
+    return _load_draft(settings, _Checkpoints.open(settings, placement), placement, _recorder(settings, placement))
 
 
 def load_pair(settings: ServingSettings) -> tuple[TargetRunner, DraftRunner | None]:
     """Both in this process, the draft sharing the target's matrices where it can; None without a draft."""
     placement = place(settings)
     checkpoints = _Checkpoints.open(settings, placement)
-    target, model = _load_target(settings, checkpoints, placement)
+    recorder = _recorder(settings, placement)
+    target, model = _load_target(settings, checkpoints, placement, recorder)
     if checkpoints.draft is None:
         return target, None
-    return target, _load_draft(settings, checkpoints, placement, model.get_embed_and_head())
+    shared = model.get_embed_and_head()
+    return target, _load_draft(settings, checkpoints, placement, recorder, shared, target.aux_buffer)

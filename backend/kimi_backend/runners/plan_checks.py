@@ -42,6 +42,8 @@ class RunnerLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
+    """Most draft tokens of a sequence in a step that is captured; more run as they come."""
 
     def check_positions(self, max_position_embeddings: int) -> None:
         """Raises ConfigError unless the model's rotary table covers max_model_len."""

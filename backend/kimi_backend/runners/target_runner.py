@@ -78,9 +78,11 @@ class TargetRunner:
             block_size=pool.block_size,
         )
         self._aux_buffer = aux_buffer
-        self._graphs = recorder and TargetGraphs(
-            model, kernels, pool, limits, self._builder, recorder, aux_layer_ids, aux_buffer
-        )
+        self._graphs: TargetGraphs | None = None
+        if recorder is not None:
+            self._graphs = TargetGraphs(
+                model, kernels, pool, limits, self._builder, recorder, aux_layer_ids, aux_buffer
+            )
 
     def describe(self) -> RunnerDescription:
         """See `TargetModel.describe`."""

@@ -19,7 +19,6 @@ from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, DraftPlan, Int32Array, Int64Array
-from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_OK, SampleOutput, SamplingInputs, SamplingRows
@@ -45,12 +44,10 @@ class DraftGraphs:
         builder: MetadataBuilder,
         recorder: Recorder,
         aux_buffer: AuxBuffer,
-        max_num_proposals: int = MAX_SPECULATIVE_TOKENS,
     ) -> None:
         """
         Args:
             aux_buffer: where the target leaves aux hidden states, of the draft's compute dtype.
-            max_num_proposals: most tokens that a captured step draws for a sequence.
         """
         self._model, self._kernels, self._pool, self._builder = model, kernels, pool, builder
         self._recorder = recorder
@@ -58,7 +55,7 @@ class DraftGraphs:
         self._max_seq_len = limits.max_model_len
         device = pool.tensor.device
         self._device = device
-        self._buckets = draft_buckets(limits.max_num_seqs, max_num_proposals, limits.max_num_batched_tokens)
+        self._buckets = draft_buckets(limits.max_num_seqs, limits.max_speculative_tokens, limits.max_num_batched_tokens)
         self._layouts = {bucket: draft_layout(bucket) for bucket in self._buckets}
         self._arena = Arena(self._layouts.values(), device)
         num_columns = -(-limits.max_model_len // pool.block_size)

@@ -23,7 +23,7 @@ from kimi_backend.runners.graphs.target_inputs import (
     target_layout,
 )
 from kimi_backend.runners.kv_pool import KvPool
-from kimi_backend.runners.metadata_builder import MAX_DECODE_QUERY_LEN, MetadataBuilder
+from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import Int32Array, Int64Array, TargetPlan
@@ -64,12 +64,10 @@ class TargetGraphs:
         recorder: Recorder,
         aux_layer_ids: tuple[int, ...],
         aux_buffer: AuxBuffer | None,
-        max_query_len: int = MAX_DECODE_QUERY_LEN,
     ) -> None:
         """
         Args:
             aux_buffer: where every step leaves its aux hidden states; None without a draft.
-            max_query_len: most rows of a sequence in a captured step.
         """
         self._model, self._kernels, self._pool, self._builder = model, kernels, pool, builder
         self._recorder = recorder
@@ -78,8 +76,9 @@ class TargetGraphs:
         self._max_seq_len = limits.max_model_len
         device = pool.tensor.device
         self._device = device
-        most_rows = limits.max_num_batched_tokens
-        self._buckets = target_buckets(limits.max_num_seqs, max_query_len, most_rows)
+        self._buckets = target_buckets(
+            limits.max_num_seqs, limits.max_speculative_tokens + 1, limits.max_num_batched_tokens
+        )
         self._layouts = {bucket: target_layout(bucket) for bucket in self._buckets}
         self._arena = Arena(self._layouts.values(), device)
         num_columns = -(-limits.max_model_len // pool.block_size)
