@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kimi_backend.serving.processes import is_alive
+
 CONTROL = "nvidia-cuda-mps-control"
 NOT_RUNNING = 3
 _START_S = 10.0
@@ -104,9 +106,9 @@ def stop_mps(folder: Path, environment: Environment) -> None:
             text=True,
         )
     deadline = time.monotonic() + _STOP_S / 2
-    while _is_running(daemon) and time.monotonic() < deadline:
+    while is_alive(daemon) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    if _is_running(daemon):
+    if is_alive(daemon):
         os.kill(daemon, signal.SIGKILL)
 
 
@@ -115,14 +117,6 @@ def _daemon_pid(folder: Path) -> int | None:
         return int((folder / "pipe" / "nvidia-cuda-mps-control.pid").read_text())
     except (OSError, ValueError):
         return None
-
-
-def _is_running(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except OSError:
-        return False
-    return True
 
 
 def main(arguments: list[str]) -> int:
