@@ -1,5 +1,6 @@
 """One case: a batch of equal requests through the engine, then its steady rounds again without one."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,10 +8,10 @@ from typing import Any
 
 import torch
 
+from kernel_cases import Ceilings
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.settings import ServingSettings
-from kernel_cases import Ceilings
 from slice_suite.floor import Load, draft_bytes, target_bytes
 from slice_suite.gpu_time import profile_rounds
 from slice_suite.in_process import run_batch
@@ -79,7 +80,7 @@ def _through_engine(rounds: Sequence[Round], steady: Sequence[Round], batch_size
     if len(steady) < 2:
         return result
     starts = [item.target_start_s for item in steady]
-    round_ms = [1e3 * (b - a) for a, b in zip(starts, starts[1:], strict=False)]
+    round_ms = [1e3 * (b - a) for a, b in itertools.pairwise(starts)]
     tokens = [item.num_tokens / batch_size for item in steady]
     tenths = statistics.quantiles(round_ms, n=10) if len(round_ms) > 10 else [min(round_ms), max(round_ms)]
     round_median, target_ms, draft_ms = (

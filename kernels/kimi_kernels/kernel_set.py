@@ -26,10 +26,12 @@ class KernelSet:
     rope: op.Rope
     store_latent: op.StoreLatent
     plan_mla_decode: op.PlanMlaDecode
+    mla_query: op.MlaQuery
     mla_decode: op.MlaDecode
     mla_prefill: op.MlaPrefill
     store_kv: op.StoreKv
     mha_attention: op.MhaAttention
+    router_logits: op.RouterLogits
     route_experts: op.RouteExperts
     pack_experts: op.PackExperts
     moe_experts: op.MoeExperts
@@ -42,6 +44,16 @@ class KernelSet:
         from kimi_kernels.reference import reference_kernel_set
 
         return reference_kernel_set()
+
+    @staticmethod
+    def cpu() -> "KernelSet":
+        """Plain torch, float32, row-invariant, and faster than the reference for the few rows of a decode step.
+
+        Its last bits differ from the reference's: products sum in another order, norms and softmax stay in float32.
+        """
+        from kimi_kernels.cpu_kernels import cpu_kernel_set
+
+        return cpu_kernel_set()
 
     @staticmethod
     def triton() -> "KernelSet":

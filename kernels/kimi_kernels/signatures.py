@@ -134,6 +134,21 @@ class PlanMlaDecode(Protocol):
         ...
 
 
+class MlaQuery(Protocol):
+    """A head's query for `MlaDecode`: its first part moved into the latent space, its second part rotated."""
+
+    def __call__(self, q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+        """
+        Args:
+            q: [T, N, P + R], may be strided.
+            w_uk: [N, P, L], contiguous.
+            cos_sin, positions, interleaved: as in `Rope`, for the R columns.
+        Returns:
+            [T, N, L + R]: q_nope @ w_uk, then rotated q_pe.
+        """
+        ...
+
+
 class MlaDecode(Protocol):
     """Absorbed multi-head latent attention (DeepSeek-V2, section 2.1.2) over paged latents: one KV read for all
     query rows of a sequence."""
@@ -207,6 +222,14 @@ class MhaAttention(Protocol):
             q: [T, N, head_dim], rotated. kv_cache: as in `StoreKv`, N a multiple of num_kv_heads.
             sliding_window: a row at position p sees keys p - sliding_window + 1 up to p; None sees all.
         """
+        ...
+
+
+class RouterLogits(Protocol):
+    """x @ gate.T in float32: a router's choice may hang on bits that bf16 does not have."""
+
+    def __call__(self, x: Tensor, gate: PackedWeight) -> Tensor:
+        """x: [T, H]; gate: [E, H], bf16 or float32 as the file stores it, packed by `PackLinear` -> [T, E] float32."""
         ...
 
 

@@ -107,35 +107,39 @@ class MlaAttention:
         if self._q_b is not None and self._q_a_norm is not None:
             query = self._q_b(self._kernels.rms_norm(query, self._q_a_norm, self._eps))
         q = query.reshape(-1, self._num_heads, g.qk_head_dim)
-        q_nope, q_pe = torch.split(q, [g.qk_nope_head_dim, g.qk_rope_head_dim], dim=2)
-        q_pe = self._kernels.rope(q_pe, self._cos_sin, metadata.positions, g.rope.interleaved)
-        heads = self._attend(q_nope, q_pe, metadata, latent_cache, kv_scale)
+        heads = self._attend(q, metadata, latent_cache, kv_scale)
         return self._o_proj(heads.reshape(-1, self._num_heads * g.v_head_dim))
 
     def _attend(
         self,
-        q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
+        q: torch.Tensor,
         metadata: AttentionMetadata,
         latent_cache: torch.Tensor,
         kv_scale: float,
     ) -> torch.Tensor:
-        """[T, N, V] from q_nope [T, N, P] and rotated q_pe [T, N, R]."""
+        """[T, N, V] from q [T, N, P + R], not rotated yet."""
         g = self._dims
         num_decode = metadata.num_decode_tokens
         outputs = []
         if metadata.decode is not None:
-            q_latent = self._kernels.per_head_linear(q_nope[:num_decode], self._w_uk)
-            q = torch.cat([q_latent, q_pe[:num_decode]], dim=2)
+            positions = metadata.positions[:num_decode]
+            q_latent = self._kernels.mla_query(q[:num_decode], self._w_uk, self._cos_sin, positions, g.rope.interleaved)
             latents, _ = self._kernels.mla_decode(
-                q, latent_cache, metadata.decode, g.kv_lora_rank, g.softmax_scale, kv_scale
+                q_latent, latent_cache, metadata.decode, g.kv_lora_rank, g.softmax_scale, kv_scale
             )
             outputs.append(self._kernels.per_head_linear(latents, self._w_uv))
         if metadata.prefill is not None:
-            q = torch.cat([q_nope[num_decode:], q_pe[num_decode:]], dim=2)
+            q_nope, q_pe = torch.split(q[num_decode:], [g.qk_nope_head_dim, g.qk_rope_head_dim], dim=2)
+            q_pe = self._kernels.rope(q_pe, self._cos_sin, metadata.positions[num_decode:], g.rope.interleaved)
             outputs.append(
                 self._kernels.mla_prefill(
-                    q, latent_cache, self._w_uk, self._w_uv, metadata.prefill, g.softmax_scale, kv_scale
+                    torch.cat([q_nope, q_pe], dim=2),
+                    latent_cache,
+                    self._w_uk,
+                    self._w_uv,
+                    metadata.prefill,
+                    g.softmax_scale,
+                    kv_scale,
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -25,8 +25,8 @@ class MoeMlp:
         self._config = g
         self._kernels = loader.kernels
         self._group = loader.group
-        # Routing decides in float32: rounding a router weight to bf16 can change which experts a token takes.
-        gate = loader.matrix("gate", (g.n_routed_experts, g.hidden_size), dtype=torch.float32)
+        # As stored: rounding a router's weight can change which experts a token takes.
+        gate = loader.matrix("gate", (g.n_routed_experts, g.hidden_size), dtype=_gate_dtype(loader))
         self._gate = loader.kernels.pack_linear(gate)
         self._bias = loader.vector("gate.e_score_correction_bias", g.n_routed_experts, torch.float32)
         weights = load_experts(loader.scoped("experts"), g.n_routed_experts, g.hidden_size, g.moe_intermediate_size)
@@ -46,7 +46,7 @@ class MoeMlp:
         """
         g = self._config
         topk_ids, topk_weights = self._kernels.route_experts(
-            self._kernels.linear(x.float(), self._gate),
+            self._kernels.router_logits(x, self._gate),
             self._bias,
             top_k=g.num_experts_per_tok,
             num_groups=g.n_group,
@@ -59,3 +59,9 @@ class MoeMlp:
         if self._shared is not None:
             out = out + self._shared.partial(x)
         return self._group.all_reduce(out)
+
+
+def _gate_dtype(loader: WeightLoader) -> torch.dtype:
+    """The compute dtype if the file's values are exact in it, else float32."""
+    stored = loader.source.dtype(f"{loader.prefix}gate.weight")
+    return loader.dtype if stored == loader.dtype else torch.float32

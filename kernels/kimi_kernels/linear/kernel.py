@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require_dtype, require_float, require_shape
+from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
 from kimi_kernels.weights import Fp8Weight, Int4Weight, PackedWeight, Weight
@@ -138,6 +138,21 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, weight.out_features)
     return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind)
+
+
+def router_logits(x: Tensor, gate: PackedWeight) -> Tensor:
+    """`signatures.RouterLogits`. A gate stored in bf16 is multiplied in bf16: products of two bf16 numbers are exact in
+    float32, which they are summed in, so that widening both first would change nothing but the time.
+
+    Raises:
+        ValueError: x is not [T, in_features], or the gate is quantised.
+    """
+    require_shape("x", x, None, gate.in_features)
+    require(gate.kind == PLAIN_KIND, "gate", f"a weight packed as {gate.kind!r}", repr(PLAIN_KIND))
+    weight = gate.tensors[0]
+    if x.is_cuda and x.dtype == weight.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.nn.functional.linear(x.float(), weight.float())
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
