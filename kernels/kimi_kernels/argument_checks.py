@@ -7,10 +7,12 @@ from torch import Tensor
 def require_shape(name: str, tensor: Tensor, *expected: int | None) -> None:
     """Raise unless `tensor` has the expected shape; None stands for any size."""
     shape = tensor.shape
-    if len(shape) == len(expected) and all(
-        want is None or want == size for want, size in zip(expected, shape, strict=True)
-    ):
-        return
+    if len(shape) == len(expected):
+        for want, size in zip(expected, shape, strict=True):  # no generator: every op of a step comes here
+            if want is not None and want != size:
+                break
+        else:
+            return
     wanted = ", ".join("any" if want is None else str(want) for want in expected)
     raise ValueError(f"{name}: got shape {list(shape)}, expected [{wanted}]")
 

@@ -1,0 +1,48 @@
+"""The CPU kernel set, assembled: plain torch, float32, row-invariant, for steps of few rows.
+
+Ops that a step of few rows never spends time in, and arguments of awkward widths or other dtypes, run on the reference.
+"""
+
+from dataclasses import replace
+
+from kimi_kernels.compositions import composed_mla_query, composed_router_logits
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.linear.cpu import linear, pack_linear, per_head_linear
+from kimi_kernels.mha_attention.cpu import mha_attention, store_kv
+from kimi_kernels.mla_decode.cpu import mla_decode
+from kimi_kernels.moe_experts.cpu import moe_experts, pack_experts
+from kimi_kernels.moe_route.cpu import route_experts
+from kimi_kernels.reference import reference_kernel_set
+from kimi_kernels.rms_norm.cpu import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
+from kimi_kernels.rope.cpu import rope
+from kimi_kernels.sampling.cpu import sample_tokens, verify_draft_tokens
+from kimi_kernels.silu_mul.cpu import silu_mul
+from kimi_kernels.store_latent.cpu import store_latent
+
+
+def cpu_kernel_set() -> KernelSet:
+    """`KernelSet.cpu()`."""
+    return replace(
+        reference_kernel_set(),
+        name="cpu",
+        mla_decode=mla_decode,
+        mha_attention=mha_attention,
+        store_kv=store_kv,
+        store_latent=store_latent,
+        rope=rope,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        concat_rms_norm=concat_rms_norm,
+        chunked_rms_norm=chunked_rms_norm,
+        silu_mul=silu_mul,
+        pack_linear=pack_linear,
+        linear=linear,
+        per_head_linear=per_head_linear,
+        router_logits=composed_router_logits(linear),
+        mla_query=composed_mla_query(per_head_linear, rope),
+        route_experts=route_experts,
+        pack_experts=pack_experts,
+        moe_experts=moe_experts,
+        sample_tokens=sample_tokens,
+        verify_draft_tokens=verify_draft_tokens,
+    )

@@ -1,0 +1,154 @@
+"""Sampling on a CPU: the reference's definition, with a row's noise computed once.
+
+Verifying draws a token's noise again at every round until it is accepted, and drafting draws it before that. So noise
+is made for NOISE_ROWS consecutive tokens of a sequence at a time, which also shares the price of some hundred small
+operations, and the latest blocks are kept.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
+from kimi_kernels.sampling.logprobs_reference import row_logprobs
+from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logits
+from kimi_kernels.sampling.weights_reference import NEGATIVE_INFINITY, FilterParams, surviving_tokens
+from kimi_kernels.sampling_inputs import (
+    GREEDY_TEMPERATURE,
+    PLACEHOLDER_TOKEN_ID,
+    STATUS_NOT_FINITE,
+    STATUS_OK,
+    SampleOutput,
+    SamplingInputs,
+    SamplingRows,
+    VerifyOutput,
+    VocabularyMap,
+)
+
+NOISE_ROWS = 8
+"""Tokens of a block of noise."""
+_NOISE_BLOCKS = 128
+"""Blocks kept: 32 MB for a vocabulary of 4,096."""
+
+_column_order = lru_cache(maxsize=4)(ColumnOrder.from_map)
+
+
+def sample_tokens(
+    logits: Tensor,
+    inputs: SamplingInputs,
+    rows: SamplingRows,
+    vocabulary_map: VocabularyMap | None = None,
+    num_logprobs: int | None = None,
+) -> SampleOutput:
+    """See `signatures.SampleTokens`."""
+    order = _column_order(vocabulary_map)
+    raw = logits.float() if order.source_column is None else logits.float()[:, order.source_column]
+    processed = raw
+    if _has_processors(inputs, rows):
+        processed = raw.clone()
+        process_logits(processed, inputs, rows, order)
+    column, best = _draw(processed, inputs, rows, order)
+    is_wrong = best.isfinite().logical_not_()
+    if processed is not raw:
+        is_wrong |= ~(raw.amax(dim=1) < float("inf"))  # amax hands a NaN on
+    token_ids = column if order.token_ids is None else order.token_ids[column]
+    token_ids = token_ids.masked_fill(is_wrong, PLACEHOLDER_TOKEN_ID)
+    status = torch.full_like(is_wrong, STATUS_OK, dtype=torch.int32).masked_fill_(is_wrong, STATUS_NOT_FINITE)
+    if num_logprobs is None:
+        return SampleOutput(token_ids=token_ids, status=status)
+    drawn, top, top_columns = row_logprobs(raw, column, num_logprobs)
+    return SampleOutput(
+        token_ids=token_ids,
+        status=status,
+        logprobs=drawn,
+        top_logprob_ids=top_columns if order.token_ids is None else order.token_ids[top_columns],
+        top_logprobs=top,
+    )
+
+
+def _has_processors(inputs: SamplingInputs, rows: SamplingRows) -> bool:
+    entries = (inputs.penalty_ids, inputs.bias_ids, inputs.ban_ids, inputs.bad_word_tokens)
+    return rows.logit_mask is not None or any(flat.numel() for flat in entries)
+
+
+def _draw(processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, order: ColumnOrder) -> tuple[Tensor, Tensor]:
+    """(column drawn, largest logit after temperature) of each row; the first of equals, so the lowest token id."""
+    sequence, temperatures = rows.sequence.tolist(), inputs.temperature.tolist()
+    noisy = [row for row, owner in enumerate(sequence) if not temperatures[owner] < GREEDY_TEMPERATURE]
+    if len(noisy) == len(sequence):
+        return _draw_with_noise(processed, inputs, rows.sequence, rows.token_index, order)
+    best, column = processed.max(dim=1)
+    if noisy:
+        some = torch.tensor(noisy)
+        column[some], best[some] = _draw_with_noise(
+            processed[some], inputs, rows.sequence[some], rows.token_index[some], order
+        )
+    return column, best
+
+
+def _draw_with_noise(
+    processed: Tensor, inputs: SamplingInputs, sequence: Tensor, token_index: Tensor, order: ColumnOrder
+) -> tuple[Tensor, Tensor]:
+    """As `_draw`, for rows at a temperature."""
+    temperature = inputs.temperature[sequence, None]
+    scaled = processed * (torch.ones_like(temperature) / temperature)
+    vocab_size = scaled.shape[1] if order.column_of_token_id is None else order.column_of_token_id.numel()
+    noise = gumbel_rows(inputs.seed[sequence].tolist(), token_index.tolist(), vocab_size)
+    if order.token_ids is not None:
+        noise = noise[:, order.token_ids]
+    # Both terms are float32, their sum is rounded once, to float64: the noise keeps its bits beside a large logit.
+    score = scaled.double().add_(noise)
+    if _has_filters(inputs):
+        filters = FilterParams.of_rows(inputs, sequence)
+        assert filters is not None
+        score.masked_fill_(~surviving_tokens(scaled, filters), NEGATIVE_INFINITY)
+    return score.argmax(dim=1), scaled.amax(dim=1)
+
+
+def _has_filters(inputs: SamplingInputs) -> bool:
+    is_cut = any(inputs.top_k.tolist()) or any(inputs.min_p.tolist())
+    return is_cut or any(top_p < 1.0 for top_p in inputs.top_p.tolist())
+
+
+def gumbel_rows(seeds: list[int], token_indices: list[int], vocab_size: int) -> Tensor:
+    """The noise of each (seed, token index): [R, vocab_size] float64, each value exactly a float32."""
+    places = (divmod(index, NOISE_ROWS) for index in token_indices)
+    rows = [_noise_block(seed, block, vocab_size)[place] for seed, (block, place) in zip(seeds, places, strict=True)]
+    return torch.stack(rows)
+
+
+@lru_cache(maxsize=_NOISE_BLOCKS)
+def _noise_block(seed: int, block: int, vocab_size: int) -> tuple[Tensor, ...]:
+    """Token indices block * NOISE_ROWS and on."""
+    token_index = torch.arange(block * NOISE_ROWS, (block + 1) * NOISE_ROWS)
+    bits = noise_bits(torch.full_like(token_index, seed), token_index, vocab_size)
+    return gumbel_from_bits(bits).double().unbind()
+
+
+def verify_draft_tokens(
+    token_ids: Tensor,
+    status: Tensor,
+    first_row: Tensor,
+    draft_token_ids: Tensor,
+    num_draft_tokens: Tensor,
+) -> VerifyOutput:
+    """See `signatures.VerifyDraftTokens`. Sequences are few and short: counting on the host beats small tensor ops."""
+    drawn, row_status = token_ids.tolist(), status.tolist()
+    width = draft_token_ids.shape[1]
+    outputs, counts, last_rows = [], [], []
+    sequences = zip(first_row.tolist(), draft_token_ids.tolist(), num_draft_tokens.tolist(), strict=True)
+    for first, drafted, length in sequences:
+        count = 0
+        while count < length and drawn[first + count] == drafted[count] and row_status[first + count] == STATUS_OK:
+            count += 1
+        outputs.append([*drawn[first : first + count + 1], *[PLACEHOLDER_TOKEN_ID] * (width - count)])
+        counts.append(count)
+        last_rows.append(first + count)
+    return VerifyOutput(
+        output_token_ids=torch.tensor(outputs, dtype=torch.int64).view(len(outputs), width + 1),
+        num_accepted_tokens=torch.tensor(counts, dtype=torch.int32),
+        last_row=torch.tensor(last_rows, dtype=torch.int64),
+        status=torch.tensor([row_status[row] for row in last_rows], dtype=torch.int32),
+    )
