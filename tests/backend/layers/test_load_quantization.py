@@ -10,6 +10,7 @@ from kimi_backend.layers.load_quantization import quantize, quantizing_kernels
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.kernel import pack_linear
 from kimi_kernels.quantization.reference import dequantize, quantize_fp8, quantize_int4
+from kimi_kernels.weights import Weight
 
 QUANTIZED = (LinearFormat.FP8, LinearFormat.INT4)
 
@@ -20,10 +21,26 @@ def weight(rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("linear_format", QUANTIZED)
 def test_slices_round_as_the_whole(linear_format: LinearFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_quantization, "_ROWS_AT_ONCE", 128)
     matrix = weight(300, 160)
-    whole = (quantize_fp8 if linear_format is LinearFormat.FP8 else quantize_int4)(matrix)
-    assert torch.equal(dequantize(quantize(matrix, linear_format)), dequantize(whole))
+    whole = dequantize(quantize(matrix, linear_format))
+    monkeypatch.setattr(load_quantization, "_ROWS_AT_ONCE", 128)
+    assert torch.equal(dequantize(quantize(matrix, linear_format)), whole)
+
+
+def test_fp8_is_the_nearest_value() -> None:
+    matrix = weight(300, 160)
+    assert torch.equal(dequantize(quantize(matrix, LinearFormat.FP8)), dequantize(quantize_fp8(matrix)))
+
+
+def test_int4_is_closer_than_by_the_largest_magnitude() -> None:
+    matrix = weight(256, 512)
+    matrix[3, 32:64], matrix[5, 64] = 0, 40.0
+
+    def error(rounded: Weight) -> torch.Tensor:
+        return (dequantize(rounded) - matrix).square().sum()
+
+    assert error(quantize(matrix, LinearFormat.INT4)) < 0.8 * error(quantize_int4(matrix))
+    assert not dequantize(quantize(matrix, LinearFormat.INT4))[3, 32:64].any()
 
 
 @pytest.mark.parametrize("linear_format", QUANTIZED)

@@ -48,6 +48,17 @@ def test_larger_groups(group_size: int) -> None:
     assert relative_error(kernel.linear(x, kernel.pack_linear(weight)), expected) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_scales_of_either_sign(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    plain = quantize_int4(torch.randn(160, 256))
+    signs = torch.randint(0, 2, plain.scales.shape) * 2 - 1
+    weight = Int4Weight(packed=plain.packed, scales=plain.scales * signs)
+    x = torch.randn(num_tokens, 256)
+    expected = reference.linear(x, reference.pack_linear(weight))
+    assert relative_error(kernel.linear(x, kernel.pack_linear(weight)), expected) < TOLERANCE[torch.float32]
+
+
 def test_strided_and_transposed_rows() -> None:
     torch.manual_seed(0)
     weight = random_weight("int4", 64, 128)
