@@ -1,9 +1,11 @@
-"""Rewrite what is declared in code and repeated elsewhere: spec_ensemble's config.pbtxt and tables in docs/.
+"""Rewrite what is declared in code and repeated elsewhere: spec_ensemble's config.pbtxt, tables in docs/, settings in
+docker/.
 
 `make generated` runs it; a test fails when a file does not match.
 """
 
 import dataclasses
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.request_fields import INPUT_FIELDS, OUTPUT_FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
+
+NOT_IN_COMPOSE = {"checkpoint", "draft", "device", "tokenizer", "drain_file"}
+"""Settings that compose.yaml or start.sh set themselves; the tokenizer is the checkpoint's own there."""
 
 CONFIG_HEADER = """\
 # Text in, text out: the orchestrator. A Python model that calls the other two (BLS), not platform "ensemble".
@@ -33,6 +38,36 @@ def spec_ensemble_config(_: str) -> str:
         inputs.append(f'  {{ name: "{f.name}", data_type: {f.kind.data_type}, dims: {dims}, optional: true }}')
     outputs = [f'  {{ name: "{f.name}", data_type: {f.data_type}, dims: {f.dims} }}' for f in OUTPUT_FIELDS]
     return CONFIG_HEADER + "input [\n" + ",\n".join(inputs) + "\n]\noutput [\n" + ",\n".join(outputs) + "\n]\n"
+
+
+def _replace_settings(text: str, lines: list[str]) -> str:
+    """Put lines between `# settings: …` and `# end of settings`, indented like the first."""
+    before, start, rest = text.partition("# settings: written by `make generated`\n")
+    indent = before.rpartition("\n")[2]
+    _, end, after = rest.partition(f"{indent}# end of settings")
+    return before + start + "".join(f"{indent}{line}\n" for line in lines) + end + after
+
+
+def compose_file(text: str) -> str:
+    """docker/compose.yaml, which hands every setting on."""
+    return _replace_settings(text, [f"{name}: ${{{name}:-}}" for name, _ in _offered_settings()])
+
+
+def env_example(text: str) -> str:
+    """docker/.env.example, which explains every setting."""
+    lines = []
+    for name, effect in _offered_settings():
+        lines += [*textwrap.wrap(effect, 118, initial_indent="# ", subsequent_indent="# "), f"{name}="]
+    return _replace_settings(text, lines)
+
+
+def _offered_settings() -> list[tuple[str, str]]:
+    """(variable, effect) of each."""
+    return [
+        (ENVIRONMENT_PREFIX + field.name.upper(), field.metadata["effect"])
+        for field in dataclasses.fields(ServingSettings)
+        if field.name not in NOT_IN_COMPOSE
+    ]
 
 
 def _replace_table(text: str, name: str, rows: list[str]) -> str:
@@ -85,6 +120,8 @@ def metrics_page(text: str) -> str:
 
 GENERATED: dict[str, Callable[[str], str]] = {
     "model_repository/spec_ensemble/config.pbtxt": spec_ensemble_config,
+    "docker/compose.yaml": compose_file,
+    "docker/.env.example": env_example,
     "docs/settings.md": settings_page,
     "docs/protocol.md": protocol_page,
     "docs/metrics.md": metrics_page,
