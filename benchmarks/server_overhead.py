@@ -1,172 +1,216 @@
-"""Steps a second through Triton Server against a bare loop of the same two BLS calls, in one run.
+"""What a round costs through Triton Server, split by cause, against bare calls in the same run.
 
-    python benchmarks/server_overhead.py --checkpoint PATH [--json OUT]
+    python benchmarks/server_overhead.py --checkpoint PATH [--aux-transfer ipc tensor] [--mps auto off] [--json OUT]
 
-The bare loop is a Python-backend model (benchmarks/models/bare_loop) that sends both runners a plan of the same
-shape as a steady step: B sequences, k + 1 rows each. What the served rate lacks against it is scheduling, packing,
-detokenising and sending B responses to B readers.
+Three loops over one server, for each way of handing aux hidden states over, with and without the MPS daemon:
+
+call     one call of a model that only answers, with a plan of the same size: the price of a call
+bare     both runners, called with the same recorded plans again and again (benchmarks/steady_plans.py), by a model that
+         does nothing else (benchmarks/models/bare_loop)
+served   B streams with a reader each; the server's own metrics split a round into the runners' time, the way to them
+         and back, and the engine's phases
+
+What a served round takes beyond its runners is the cost of the server: two calls, scheduling, packing, committing,
+and waiting for the threads that send to B readers.
 """
 
 import argparse
 import asyncio
 import json
+import re
 import sys
 import tempfile
+import time
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from rich.console import Console
 
-from kimi_backend.cli.serve import find_model_repository, make_server
+from kimi_backend.cli.serve import find_model_repository, make_server, maybe_mps
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
 from kimi_backend.types import codec
-from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
 from kimi_client.load import run_load
+from steady_plans import steady_plans
 
-BLOCK_SIZE = 64
-CONTEXT = 128
-OUTPUT_TOKENS = 96
+OWN_MODELS = ("bare_callee", "bare_loop")
+MAX_MODEL_LEN = 512
+METRICS_SETTLE_S = 0.8
+SHARED = "aux hidden states stay on the GPU"
+"""What a server logs that hands them over in a buffer."""
+NOTHING_RUNS_IN = ("schedule", "commit", "publish")
 
-
-def plain_sampling(count: int) -> SamplingPlan:
-    """Temperature 1 and nothing else, as the served requests ask for."""
-    empty, offsets = np.empty(0, np.int32), np.zeros(count + 1, np.int32)
-    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
-    return SamplingPlan(
-        temperature=ones,
-        top_k=np.zeros(count, np.int32),
-        top_p=ones,
-        min_p=zeros,
-        seed=np.arange(count, dtype=np.int64),
-        repetition_penalty=ones,
-        frequency_penalty=zeros,
-        presence_penalty=zeros,
-        penalty_offsets=offsets,
-        penalty_ids=empty,
-        penalty_counts=empty,
-        penalty_in_prompt=np.empty(0, np.bool_),
-        bias_offsets=offsets,
-        bias_ids=empty,
-        bias_values=np.empty(0, np.float32),
-        ban_offsets=offsets,
-        ban_ids=empty,
-        ban_until=np.empty(0, np.int64),
-        bad_word_offsets=offsets,
-        bad_word_token_offsets=np.zeros(1, np.int32),
-        bad_word_tokens=empty,
-        history_tail=np.full((count, 1), -1, np.int32),
-    )
+Row = dict[str, Any]
 
 
-def steady_plans(count: int, k: int) -> tuple[TargetPlan, DraftPlan]:
-    """A verify of `count` sequences of CONTEXT tokens and the draft step after it, with half of the drafts accepted."""
-    blocks = -(-(CONTEXT + 2 * k + 2) // BLOCK_SIZE)
-    table = np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
-    accepted = k // 2
-    target = TargetPlan(
-        step_id=0,
-        rows=RowPlan(
-            token_ids=np.ones(count * (k + 1), np.int32),
-            query_lens=np.full(count, k + 1, np.int32),
-            seq_lens=np.full(count, CONTEXT + k + 1, np.int32),
-            block_table=table,
-        ),
-        num_sampled_rows=np.full(count, k + 1, np.int32),
-        sampling=plain_sampling(count),
-        num_logprobs=None,
-        wants_aux=np.ones(count, np.bool_),
-    )
-    rows = accepted + 1
-    first = np.arange(count)[:, None] * (k + 1)
-    draft = DraftPlan(
-        step_id=0,
-        rows=RowPlan(
-            token_ids=np.ones(count * rows, np.int32),
-            query_lens=np.full(count, rows, np.int32),
-            seq_lens=np.full(count, CONTEXT + rows, np.int32),
-            block_table=table,
-        ),
-        aux=AuxHandle(),
-        aux_rows=(first + np.arange(rows)).reshape(-1).astype(np.int64),
-        num_proposals=np.full(count, k, np.int32),
-        greedy=np.zeros(count, np.bool_),
-        sampling=plain_sampling(count),
-        output_index=np.full(count, CONTEXT + rows + 1, np.int64),
-    )
-    return target, draft
-
-
-def bare_round_ms(client: grpcclient.InferenceServerClient, count: int, k: int, rounds: int) -> float:
+def median_ms(
+    client: grpcclient.InferenceServerClient, arrays: dict[str, Any], rounds: int, takes_tensor: bool
+) -> float:
     """Median of the bare loop's rounds."""
-    target, draft = steady_plans(count, k)
-    arrays = {
-        "TARGET_PLAN": (codec.encode(target), "UINT8"),
-        "DRAFT_PLAN": (codec.encode(draft), "UINT8"),
-        "ROUNDS": (np.array([rounds], np.int32), "INT32"),
-    }
+    datatypes = {"ROUNDS": "INT32", "TAKES_TENSOR": "BOOL"}
+    arrays = {**arrays, "ROUNDS": np.array([rounds], np.int32), "TAKES_TENSOR": np.array([takes_tensor])}
     inputs = []
-    for name, (array, datatype) in arrays.items():
-        tensor = grpcclient.InferInput(name, list(array.shape), datatype)
+    for name, array in arrays.items():
+        tensor = grpcclient.InferInput(name, list(array.shape), datatypes.get(name, "UINT8"))
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return float(np.median(client.infer("bare_loop", inputs).as_numpy("SECONDS"))) * 1e3
 
 
-def served_round_ms(server: EmbeddedServer, count: int, k: int) -> tuple[float, float]:
-    """Mean time of a step while `count` streams run, each with its reader; and responses a step and stream."""
-    fields = {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "num_speculative_tokens": k}
+def scrape(port: int) -> dict[str, float]:
+    """This server's own counters: `name`, or `name value-of-its-label` -> value."""
+    text = urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=10).read().decode()
+    samples = {}
+    for name, labels, value in re.findall(r"^(kimi_\w+_total)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        own = re.search(r'(?:phase|runner)="(\w+)"', labels)
+        samples[f"{name} {own[1]}" if own else name] = float(value)
+    return samples
+
+
+def split_by(since: dict[str, float], name: str) -> dict[str, float]:
+    """Milliseconds a round of one counter of seconds, by its label."""
+    found = {key.split()[1]: value for key, value in since.items() if key.startswith(f"{name} ")}
+    return {label: 1e3 * value / since["kimi_steps_total"] for label, value in found.items()}
+
+
+def served(server: EmbeddedServer, count: int, k: int, output_tokens: int) -> Row:
+    """Milliseconds a round, by cause, while `count` streams run."""
+    fields = {"max_tokens": output_tokens, "ignore_eos": True, "num_speculative_tokens": k}
     requests = [{"text_input": "x" * 64, "seed": i, **fields} for i in range(count)]
+    asyncio.run(run_load(f"localhost:{server.ports.grpc}", requests, count))  # compiles, fills caches
+    time.sleep(METRICS_SETTLE_S)
+    before = scrape(server.ports.metrics)
     result = asyncio.run(run_load(f"localhost:{server.ports.grpc}", requests, count))
     if result.errors:
         raise RuntimeError(result.errors[0])
-    # The request with the most rounds ran from the first step to the last.
+    time.sleep(METRICS_SETTLE_S)
+    after = scrape(server.ports.metrics)
+    since = {name: after[name] - before.get(name, 0.0) for name in after}
+    phase, runner = split_by(since, "kimi_step_seconds_total"), split_by(since, "kimi_runner_seconds_total")
     longest = max(result.requests, key=lambda r: r.completion.speculation["num_spec_steps"])
     steps = longest.completion.speculation["num_spec_steps"]
-    return (longest.total_s - longest.first_token_s) / steps * 1e3, len(longest.chunk_times_s) / (steps + 1)
+    return {
+        "rounds": since["kimi_steps_total"],
+        "round_ms": sum(phase.values()),
+        "target_runner_ms": runner["target"],
+        "draft_runner_ms": runner["draft"],
+        "target_way_ms": phase["target"] - runner["target"],
+        "draft_way_ms": phase["draft"] - runner["draft"],
+        **{f"{name}_ms": phase[name] for name in NOTHING_RUNS_IN},
+        "server_ms": sum(phase.values()) - sum(runner.values()),
+        # The request with the most rounds ran from the first to the last.
+        "round_at_client_ms": (longest.total_s - longest.first_token_s) / steps * 1e3,
+        "responses_per_step": len(longest.chunk_times_s) / (steps + 1),
+        "acceptance_length": longest.completion.speculation["mean_acceptance_length"],
+        "output_tokens_per_second": result.output_tokens_per_second,
+    }
+
+
+def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Console) -> list[Row]:
+    """One server's rows, one for each number of streams."""
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder) / "models"
+        repository.mkdir()
+        own = [Path(__file__).parent / "models" / name for name in OWN_MODELS]
+        for model in [find_model_repository() / name for name in MODELS] + own:
+            (repository / model.name).symlink_to(model.resolve())
+        settings = ServingSettings(
+            checkpoint=str(args.checkpoint.resolve()),
+            draft=str((args.draft or args.checkpoint / "draft").resolve()),
+            device=args.device,
+            kernels=args.kernels,
+            aux_transfer=aux_transfer,
+            mps=mps,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max(args.streams),
+            kv_tokens=MAX_MODEL_LEN * max(args.streams),
+        )
+        with maybe_mps(settings, said.append) as variables:
+            server = make_server(
+                settings, model_repository=repository, log_file=Path(folder) / "log", variables=variables
+            )
+            for name in OWN_MODELS:
+                server.load_too(name)
+            server.start()
+            try:
+                with console.status(f"aux_transfer={aux_transfer} mps={mps}"):
+                    server.wait_until_ready()
+                    is_shared = SHARED in (Path(folder) / "log").read_text(errors="replace")
+                    rows = [_row(args, server, count, is_shared) for count in args.streams]
+            finally:
+                server.stop()
+    return [{"aux": "ipc" if is_shared else "tensor", "mps": bool(variables), "mps_said": said, **row} for row in rows]
+
+
+def _row(args: argparse.Namespace, server: EmbeddedServer, count: int, is_shared: bool) -> Row:
+    row = served(server, count, args.k, args.output_tokens)
+    client = grpcclient.InferenceServerClient(f"localhost:{server.ports.grpc}")
+    target, draft = map(codec.encode, steady_plans(count, args.k, 0 if is_shared else None))
+    call_ms = median_ms(client, {"TARGET_PLAN": target}, args.rounds, False)
+    plans = {"TARGET_PLAN": target, "DRAFT_PLAN": draft}
+    bare_ms = median_ms(client, plans, args.rounds, not is_shared)
+    client.close()
+    allowed = 2 * call_ms + 0.4
+    return {"streams": count, "call_ms": call_ms, "bare_round_ms": bare_ms, "allowed_ms": allowed, **row}
+
+
+def print_rows(rows: list[Row]) -> None:
+    """The split, one line a row."""
+    columns = ("aux", "mps", "streams", "call_ms", "bare_round_ms", "round_ms", "target_runner_ms", "draft_runner_ms")
+    columns += ("target_way_ms", "draft_way_ms", "schedule_ms", "commit_ms", "publish_ms", "server_ms", "allowed_ms")
+    columns += ("round_at_client_ms", "output_tokens_per_second")
+    print(" | ".join(column.removesuffix("_ms") for column in columns))
+    for row in rows:
+        values = (row[column] for column in columns)
+        print(" | ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
+
+
+def gpu_rates() -> Row:
+    """Read bandwidth and rate of the matrix products of this run; empty without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from kernel_cases.ceilings import measure_ceilings
+
+    ceilings = measure_ceilings()
+    torch.cuda.empty_cache()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "read_gb_s": round(ceilings.read_bytes_per_us / 1e3),
+        "bf16_tflop_s": round(ceilings.matmul_flops_per_us / 1e6),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, help="default: the checkpoint's folder draft")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--aux-transfer", nargs="+", default=["auto"])
+    parser.add_argument("--mps", nargs="+", default=["auto"])
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--output-tokens", type=int, default=192)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        repository = Path(folder) / "models"
-        repository.mkdir()
-        for model in [find_model_repository() / name for name in MODELS] + [Path(__file__).parent / "models/bare_loop"]:
-            (repository / model.name).symlink_to(model.resolve())
-        settings = ServingSettings(
-            checkpoint=str(args.checkpoint.resolve()),
-            draft=str(args.checkpoint.resolve() / "draft"),
-            max_model_len=512,
-            kv_tokens=512 * max(args.streams),
-        )
-        server = make_server(settings, model_repository=repository, log_file=Path(folder) / "log")
-        server.load_too("bare_loop")
-        server.start()
-        try:
-            server.wait_until_ready()
-            client = grpcclient.InferenceServerClient(f"localhost:{server.ports.grpc}")
-            for count in args.streams:
-                bare = bare_round_ms(client, count, args.k, args.rounds)
-                served, responses = served_round_ms(server, count, args.k)
-                rows.append({"streams": count, "bare_ms": bare, "served_ms": served, "responses_per_step": responses})
-        finally:
-            server.stop()
-    print(f"{'streams':>8} {'bare ms':>9} {'served ms':>10} {'steps/s':>9} {'of bare':>8} {'responses a step':>17}")
-    for row in rows:
-        share = row["bare_ms"] / row["served_ms"]
-        print(
-            f"{row['streams']:>8} {row['bare_ms']:>9.2f} {row['served_ms']:>10.2f} {1e3 / row['served_ms']:>9.1f}"
-            f" {share:>8.0%} {row['responses_per_step']:>17.2f}"
-        )
-    if args.json:
-        args.json.write_text(json.dumps({"command": sys.argv, "k": args.k, "rows": rows}, indent=1))
+    console = Console(stderr=True)
+    rates = gpu_rates() if args.device != "cpu" else {}
+    print(rates)
+    rows: list[Row] = []
+    for mps in args.mps:
+        for aux_transfer in args.aux_transfer:
+            rows += measure(args, aux_transfer, mps, console)
+            print_rows(rows)
+            if args.json:
+                report = {"command": sys.argv, "k": args.k, **rates, "rows": rows}
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

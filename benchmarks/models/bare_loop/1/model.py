@@ -1,4 +1,4 @@
-"""Two BLS calls a round, as bare as they can be."""
+"""BLS calls as bare as they can be: two a round, or one of a model that only answers."""
 
 import time
 
@@ -19,15 +19,21 @@ class TritonPythonModel:
         return [self.run(request) for request in requests]
 
     def run(self, request):
-        target_plan, draft_plan, rounds = (
-            pb_utils.get_input_tensor_by_name(request, name).as_numpy().copy()
-            for name in ("TARGET_PLAN", "DRAFT_PLAN", "ROUNDS")
-        )
-        seconds = np.zeros(int(rounds[0]))
+        tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
+        seconds = np.zeros(int(tensors["ROUNDS"][0]))
         for i in range(len(seconds)):
             start = time.perf_counter()
-            verified = call("kimi_target", [pb_utils.Tensor("PLAN", target_plan)], ["REPLY", "AUX_HIDDEN_STATES"])
-            inputs = [pb_utils.Tensor("PLAN", draft_plan), verified["AUX_HIDDEN_STATES"]]
-            call("eagle3_draft", inputs, ["REPLY"])
+            self.round(tensors["TARGET_PLAN"], tensors.get("DRAFT_PLAN"), bool(tensors["TAKES_TENSOR"][0]))
             seconds[i] = time.perf_counter() - start
         return pb_utils.InferenceResponse([pb_utils.Tensor("SECONDS", seconds)])
+
+    def round(self, target_plan, draft_plan, takes_tensor):
+        plan = [pb_utils.Tensor("PLAN", target_plan)]
+        if draft_plan is None:
+            call("bare_callee", plan, ["REPLY"])
+            return
+        verified = call("kimi_target", plan, ["REPLY", "AUX_HIDDEN_STATES"] if takes_tensor else ["REPLY"])
+        inputs = [pb_utils.Tensor("PLAN", draft_plan)]
+        if takes_tensor:
+            inputs.append(verified["AUX_HIDDEN_STATES"])
+        call("eagle3_draft", inputs, ["REPLY"])

@@ -1,0 +1,80 @@
+"""A steady step's two plans, as recorded from nothing: B sequences of CONTEXT tokens, k + 1 rows each."""
+
+import numpy as np
+
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
+
+BLOCK_SIZE = 64
+CONTEXT = 128
+
+
+def plain_sampling(count: int) -> SamplingPlan:
+    """Temperature 1 and nothing else, as the served requests ask for."""
+    empty, offsets = np.empty(0, np.int32), np.zeros(count + 1, np.int32)
+    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
+    return SamplingPlan(
+        temperature=ones,
+        top_k=np.zeros(count, np.int32),
+        top_p=ones,
+        min_p=zeros,
+        seed=np.arange(count, dtype=np.int64),
+        repetition_penalty=ones,
+        frequency_penalty=zeros,
+        presence_penalty=zeros,
+        penalty_offsets=offsets,
+        penalty_ids=empty,
+        penalty_counts=empty,
+        penalty_in_prompt=np.empty(0, np.bool_),
+        bias_offsets=offsets,
+        bias_ids=empty,
+        bias_values=np.empty(0, np.float32),
+        ban_offsets=offsets,
+        ban_ids=empty,
+        ban_until=np.empty(0, np.int64),
+        bad_word_offsets=offsets,
+        bad_word_token_offsets=np.zeros(1, np.int32),
+        bad_word_tokens=empty,
+        history_tail=np.full((count, 1), -1, np.int32),
+    )
+
+
+def steady_plans(count: int, k: int, region: int | None = None) -> tuple[TargetPlan, DraftPlan]:
+    """A verify of `count` sequences of CONTEXT tokens and the draft step after it, with half of the drafts accepted.
+
+    Args:
+        region: of the shared aux buffer that the draft reads; None: a tensor comes along.
+    """
+    blocks = -(-(CONTEXT + 2 * k + 2) // BLOCK_SIZE)
+    table = np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
+    accepted = k // 2
+    target = TargetPlan(
+        step_id=0,
+        rows=RowPlan(
+            token_ids=np.ones(count * (k + 1), np.int32),
+            query_lens=np.full(count, k + 1, np.int32),
+            seq_lens=np.full(count, CONTEXT + k + 1, np.int32),
+            block_table=table,
+        ),
+        num_sampled_rows=np.full(count, k + 1, np.int32),
+        sampling=plain_sampling(count),
+        num_logprobs=None,
+        wants_aux=np.ones(count, np.bool_),
+    )
+    rows = accepted + 1
+    first = np.arange(count)[:, None] * (k + 1)
+    draft = DraftPlan(
+        step_id=0,
+        rows=RowPlan(
+            token_ids=np.ones(count * rows, np.int32),
+            query_lens=np.full(count, rows, np.int32),
+            seq_lens=np.full(count, CONTEXT + rows, np.int32),
+            block_table=table,
+        ),
+        aux=AuxHandle(region=region),
+        aux_rows=(first + np.arange(rows)).reshape(-1).astype(np.int64),
+        num_proposals=np.full(count, k, np.int32),
+        greedy=np.zeros(count, np.bool_),
+        sampling=plain_sampling(count),
+        output_index=np.full(count, CONTEXT + rows + 1, np.int64),
+    )
+    return target, draft
