@@ -8,12 +8,19 @@
 | shared_experts.* | see `layers.mlp`; its width is n_shared_experts * moe_intermediate_size |
 """
 
+from functools import partial
+
 import torch
 
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.layers.expert_weights import load_experts
 from kimi_backend.layers.mlp import DenseMlp
+from kimi_backend.layers.side_stream import Work, side_stream
 from kimi_backend.layers.weight_loader import WeightLoader
+
+MOST_ROWS_BESIDE = 256
+"""Up to so many rows both kinds of experts wait for memory, and the shared one fills the time in which the router and
+the sort of its choices read next to nothing. More rows compute for longer than they read."""
 
 
 class MoeMlp:
@@ -25,6 +32,7 @@ class MoeMlp:
         self._config = g
         self._kernels = loader.kernels
         self._group = loader.group
+        self._side_stream = side_stream(loader.device)
         # As stored: rounding a router's weight can change which experts a token takes.
         gate = loader.matrix("gate", (g.n_routed_experts, g.hidden_size), dtype=_gate_dtype(loader))
         self._gate = loader.kernels.pack_linear(gate)
@@ -44,6 +52,20 @@ class MoeMlp:
         Returns:
             [T, hidden_size] on every rank.
         """
+        shared = self._start_shared(x)
+        out = self._routed(x, slot_mapping)
+        if shared is not None:
+            out = out + shared()
+        return self._group.all_reduce(out)
+
+    def _start_shared(self, x: torch.Tensor) -> Work | None:
+        """The shared expert's output, under way where that gains anything."""
+        if self._shared is None:
+            return None
+        work = partial(self._shared.partial, x)
+        return self._side_stream.start(work) if x.shape[0] <= MOST_ROWS_BESIDE else work
+
+    def _routed(self, x: torch.Tensor, slot_mapping: torch.Tensor | None) -> torch.Tensor:
         g = self._config
         topk_ids, topk_weights = self._kernels.route_experts(
             self._kernels.router_logits(x, self._gate),
@@ -55,10 +77,7 @@ class MoeMlp:
             scaling_factor=g.routed_scaling_factor,
             slot_mapping=slot_mapping,
         )
-        out = self._kernels.moe_experts(x, topk_ids, topk_weights, self._experts)
-        if self._shared is not None:
-            out = out + self._shared.partial(x)
-        return self._group.all_reduce(out)
+        return self._kernels.moe_experts(x, topk_ids, topk_weights, self._experts)
 
 
 def _gate_dtype(loader: WeightLoader) -> torch.dtype:
