@@ -28,19 +28,28 @@ def to_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
     """Tensors of the same names, shapes, dtypes and values, all parts of one buffer.
 
     On a GPU the copy is asynchronous, from pinned memory that torch keeps until it is done.
+
+    Raises:
+        KeyError: a dtype that no plan has.
     """
+    dtypes = [TORCH_DTYPES[array.dtype] for array in arrays.values()]
     sizes = [array.nbytes for array in arrays.values()]
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = host.numpy()
+    parts = []
     for array, start, size in zip(arrays.values(), starts, sizes, strict=False):
-        view[start : start + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        part = view[start : start + size].view(array.dtype).reshape(array.shape)
+        part[...] = array
+        parts.append(part)
+    if device.type == "cpu":
+        return dict(zip(arrays, map(torch.from_numpy, parts), strict=True))
     buffer = host.to(device, non_blocking=True)
     return {
-        name: buffer[start : start + size].view(TORCH_DTYPES[array.dtype]).view(array.shape)
-        for (name, array), start, size in zip(arrays.items(), starts, sizes, strict=False)
+        name: buffer[start : start + size].view(dtype).view(array.shape)
+        for (name, array), dtype, start, size in zip(arrays.items(), dtypes, starts, sizes, strict=False)
     }
 
 

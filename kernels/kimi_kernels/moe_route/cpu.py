@@ -40,4 +40,7 @@ def route_experts(
     weights = scores.gather(1, topk_ids).double()
     if renormalize:
         weights /= weights.cumsum(dim=-1)[:, -1:].add_(RENORMALIZE_EPS)
-    return without_padding(topk_ids.to(torch.int32), slot_mapping), weights.mul_(scaling_factor).float()
+    topk_ids = topk_ids.to(torch.int32)
+    if slot_mapping is not None and min(slot_mapping.tolist(), default=0) < 0:
+        topk_ids = without_padding(topk_ids, slot_mapping)
+    return topk_ids, weights.mul_(scaling_factor).float()
