@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kernel_cases import Ceilings
-from kimi_backend.checkpoint.presets import Preset
+from kimi_backend.checkpoint.presets import Preset, vocab_size
 from kimi_backend.config.settings import ServingSettings
 from slice_suite import report
 from slice_suite.configs import write_slice
@@ -47,7 +47,8 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         for num_layers in options.layers:
-            measure_depth(options, Path(folder), num_layers, ceilings, document)
+            measure = measure_served_depth if options.served else measure_depth
+            measure(options, Path(folder), num_layers, ceilings, document)
     after = probe()
     document["ceilings_after"] = None if after is None else dataclasses.asdict(after)
     document["per_layer"] = report.per_layer(document["cases"])
@@ -69,6 +70,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-context", type=int, default=200_000, help="skip cases of more tokens in all")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--profile", action="store_true", help="where the GPU's time goes, by kernel")
+    parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
     parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
     return parser.parse_args()
 
@@ -119,6 +121,31 @@ def measure_depth(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def measure_served_depth(
+    options: argparse.Namespace, folder: Path, num_layers: int, ceilings: Ceilings | None, document: dict[str, Any]
+) -> None:
+    """The same through the server, which loads the slice in its own processes."""
+    from slice_suite.served import measure_served, running_server
+
+    settings = slice_settings(options, folder, num_layers)
+    document["pretences"] = list(settings.pretences)
+    document["settings"] = settings_that_differ(settings)
+    log_file = (options.out or folder) / f"server-{num_layers}-layers.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    with running_server(settings, log_file) as server:
+        print(f"{num_layers} layers served after {time.perf_counter() - started:.1f} s", flush=True)
+        for case in cases(options):
+            about = {"preset": options.preset.value, "num_layers": num_layers}
+            try:
+                result = measure_served(server, vocab_size(options.preset), num_output_tokens=options.tokens, **case)
+            except RuntimeError as problem:
+                result = case | {"error": str(problem)}
+            document["cases"].append(about | result)
+            print(json.dumps(result), flush=True)
+            save(options, document)
 
 
 def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -> ServingSettings:
