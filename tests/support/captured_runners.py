@@ -1,12 +1,13 @@
 """Pairs of runners over the same tiny models: one runs every step as it comes, the other through its static arrays."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.graphs.recorder import EagerRecorder, Recorder
+from kimi_backend.runners.graphs.recorder import Recorder
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
@@ -18,6 +19,7 @@ from support.tiny_configs import draft_config, target_config
 from support.tiny_runners import BLOCK_SIZE, CPU, NUM_BLOCKS
 
 LIMITS = RunnerLimits(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=128)
+MHA_FIELDS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +48,18 @@ def poisoned_pool(shape: object, setting: Setting) -> KvPool:
 
 
 def runner_pair(
-    setting: Setting, kind: str, recorder: Recorder | None, *, shares_buffer: bool = True, **fields: object
+    setting: Setting, kind: str, recorder: Recorder | None, *, shares_buffer: bool = True, **fields: Any
 ) -> tuple[TargetRunner, DraftRunner]:
     """A target and a draft.
 
     Args:
         recorder: None: plain runners without a buffer.
         shares_buffer: whether the draft knows the target's buffer, or copies its tensors.
-        fields: of the target's config and the draft's (`num_attention_heads` and such).
+        fields: of the target's config and an MLA draft's (`num_attention_heads` and such).
     """
-    target_fields = dict(fields)
-    config = target_config(**target_fields)
-    settings = draft_config(kind, config, **(fields if kind != "mha" else {"hidden_size": config.hidden_size}))
+    config = target_config(**fields)
+    draft_fields = fields if kind != "mha" else {**MHA_FIELDS, "hidden_size": config.hidden_size}
+    settings = draft_config(kind, config, **draft_fields)
     model = build_target(config, random_target(config), setting.kernels, setting.device, setting.dtype)
     draft = build_draft(settings, random_draft(settings), setting.kernels, setting.device, setting.dtype)
     buffer = None
@@ -86,7 +88,3 @@ def runner_pair(
     for runner in (target, drafting):
         runner.warm_up()
     return target, drafting
-
-
-def eager_recorder() -> Recorder:
-    return EagerRecorder()

@@ -51,6 +51,10 @@ class AuxBuffer:
         return self.tensor[index]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
     def all_rows(self) -> torch.Tensor:
         """[num_regions * rows, width], a view: region r starts at row r * rows."""
         return self.tensor.view(-1, self.width)

@@ -14,7 +14,7 @@ from kimi_backend.runners.device_name import device_name
 from kimi_backend.runners.graphs.buckets import Bucket
 from kimi_backend.runners.graphs.draft_graphs import DraftGraphs
 from kimi_backend.runners.graphs.recorder import Recorder
-from kimi_backend.runners.host_transfer import to_device, to_host
+from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
@@ -152,18 +152,18 @@ class DraftRunner:
         aux = self._aux(plan)
         self._checker.check_draft(plan, aux.shape[0])
         if self._graphs is not None and not has_processors(plan.sampling):
-            bucket = self._graphs.bucket_of(plan)
+            bucket = self._graphs.proposal_bucket(plan)
             if bucket is not None:
                 return self._propose_captured(self._graphs, bucket, plan, aux)
         return self._propose_eagerly(plan, aux)
 
     def _propose_captured(self, graphs: DraftGraphs, bucket: Bucket, plan: DraftPlan, aux: torch.Tensor) -> DraftReply:
-        region = plan.aux.region
-        if self._aux_buffer is None or region is None:
-            region = 0
-            num_read = int(plan.aux_rows.max()) + 1
-            self._graph_aux.region(region)[:num_read].copy_(aux[:num_read])
-        draft_token_ids, seq_status = graphs.run(bucket, plan, region)
+        extension = graphs.extension_bucket(plan)
+        if extension is not None:
+            graphs.extend(extension, plan, self._region(plan, aux))
+        else:
+            graphs.take_extension(*self._extend(plan, aux, to_device(_extension_arrays(plan), self._device)))
+        draft_token_ids, seq_status = graphs.propose(bucket, plan)
         return DraftReply(
             step_id=plan.step_id,
             runner_epoch=self._epoch,
@@ -171,17 +171,18 @@ class DraftRunner:
             draft_token_ids=draft_token_ids,
         )
 
+    def _region(self, plan: DraftPlan, aux: torch.Tensor) -> int:
+        """Of the buffer that graphs read; what came as a tensor is copied there."""
+        if self._aux_buffer is not None and plan.aux.region is not None:
+            return plan.aux.region
+        num_read = int(plan.aux_rows.max()) + 1
+        self._graph_aux.region(0)[:num_read].copy_(aux[:num_read])
+        return 0
+
     def _propose_eagerly(self, plan: DraftPlan, aux: torch.Tensor) -> DraftReply:
-        rows = plan.rows
-        ends = np.cumsum(rows.query_lens, dtype=np.int64)
         tensors = to_device(
             {
-                "token_ids": rows.token_ids,
-                "query_lens": rows.query_lens,
-                "seq_lens": rows.seq_lens,
-                "block_table": rows.block_table,
-                "aux_rows": plan.aux_rows,
-                "last_rows": ends - 1,
+                **_extension_arrays(plan),
                 "proposing": np.flatnonzero(plan.num_proposals),
                 "num_proposals": plan.num_proposals,
                 "output_index": plan.output_index,
@@ -291,6 +292,19 @@ class DraftRunner:
             seq_status=arrays["seq_status"],
             draft_token_ids=arrays.get("draft_token_ids", np.empty((0, 0), np.int64)),
         )
+
+
+def _extension_arrays(plan: DraftPlan) -> Arrays:
+    """What `_extend` reads, by name."""
+    rows = plan.rows
+    return {
+        "token_ids": rows.token_ids,
+        "query_lens": rows.query_lens,
+        "seq_lens": rows.seq_lens,
+        "block_table": rows.block_table,
+        "aux_rows": plan.aux_rows,
+        "last_rows": np.cumsum(rows.query_lens, dtype=np.int64) - 1,
+    }
 
 
 def _proposing(plan: DraftPlan, tensors: Tensors) -> _Proposing:

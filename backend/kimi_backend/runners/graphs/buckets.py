@@ -18,7 +18,7 @@ class Bucket:
     query_len: int
     """Most rows of one sequence."""
     num_proposals: int = 0
-    """Of a draft step: tokens drawn for each sequence."""
+    """Of a draft's single-row steps: tokens drawn for each sequence."""
 
     @classmethod
     def of(cls, num_seqs: int, query_len: int, num_proposals: int = 0) -> "Bucket":
@@ -39,8 +39,8 @@ def query_lens(longest: int) -> list[int]:
     return sorted({length for length in (1, 2, 3, 4, 6, 8) if length < longest} | {longest})
 
 
-def target_buckets(max_num_seqs: int, max_query_len: int, max_num_rows: int) -> list[Bucket]:
-    """Shapes of verify steps, largest first: memory that the largest takes serves the others too."""
+def row_buckets(max_num_seqs: int, max_query_len: int, max_num_rows: int) -> list[Bucket]:
+    """Shapes of a target's verify or a draft's extension, largest first: its memory serves the others too."""
     return _largest_first(
         Bucket.of(num_seqs, query_len)
         for num_seqs in batch_sizes(max_num_seqs)
@@ -49,18 +49,13 @@ def target_buckets(max_num_seqs: int, max_query_len: int, max_num_rows: int) -> 
     )
 
 
-def draft_buckets(max_num_seqs: int, max_num_proposals: int, max_num_rows: int) -> list[Bucket]:
-    """Shapes of draft steps, largest first.
-
-    For each number of proposals: extensions over a verify of as many draft tokens, and over the longest verify, where
-    the number has just changed.
-    """
+def proposal_buckets(max_num_seqs: int, max_num_proposals: int) -> list[Bucket]:
+    """Shapes of the draft's single-row steps, largest first: every number of proposals, because one step too many costs
+    as much as a step."""
     return _largest_first(
-        Bucket.of(num_seqs, query_len, num_proposals)
+        Bucket.of(num_seqs, 1, num_proposals)
         for num_seqs in batch_sizes(max_num_seqs)
         for num_proposals in range(1, max_num_proposals + 1)
-        for query_len in {num_proposals + 1, max_num_proposals + 1}
-        if num_seqs * query_len <= max_num_rows
     )
 
 

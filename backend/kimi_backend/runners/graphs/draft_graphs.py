@@ -1,5 +1,9 @@
-"""`DraftGraphs`: the draft's steps, captured: the extension over the rows just verified and all single-row steps in one
-graph, without the host between two proposals."""
+"""`DraftGraphs`: the draft's steps, captured in two graphs without the host between two proposals.
+
+The first extends over the rows just verified and leaves each sequence's last hidden state; the second draws all
+proposals, with a single-row step between any two. A step whose extension is too long for a bucket, as at the end of a
+prompt, runs that part as it comes and takes the second graph all the same.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +13,15 @@ import torch
 
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket, draft_buckets, smallest_fitting
-from kimi_backend.runners.graphs.draft_inputs import draft_layout, fill_draft, pad_draft
+from kimi_backend.runners.graphs.buckets import Bucket, proposal_buckets, row_buckets, smallest_fitting
+from kimi_backend.runners.graphs.draft_inputs import (
+    extension_layout,
+    fill_extension,
+    fill_proposals,
+    pad_extension,
+    pad_proposals,
+    proposal_layout,
+)
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays, StaticBlockTable, StaticResults
 from kimi_backend.runners.graphs.target_inputs import static_sampling_inputs
@@ -45,84 +56,126 @@ class DraftGraphs:
         recorder: Recorder,
         aux_buffer: AuxBuffer,
     ) -> None:
-        """
-        Args:
-            aux_buffer: where the target leaves aux hidden states, of the draft's compute dtype.
-        """
+        """aux_buffer: where the target leaves aux hidden states, of the draft's compute dtype."""
         self._model, self._kernels, self._pool, self._builder = model, kernels, pool, builder
         self._recorder = recorder
         self._aux_buffer = aux_buffer
         self._max_seq_len = limits.max_model_len
         device = pool.tensor.device
         self._device = device
-        self._buckets = draft_buckets(limits.max_num_seqs, limits.max_speculative_tokens, limits.max_num_batched_tokens)
-        self._layouts = {bucket: draft_layout(bucket) for bucket in self._buckets}
-        self._arena = Arena(self._layouts.values(), device)
+        most_proposals = limits.max_speculative_tokens
+        self._extension_layouts = {
+            bucket: extension_layout(bucket)
+            for bucket in row_buckets(limits.max_num_seqs, most_proposals + 1, limits.max_num_batched_tokens)
+        }
+        self._proposal_layouts = {
+            bucket: proposal_layout(bucket) for bucket in proposal_buckets(limits.max_num_seqs, most_proposals)
+        }
+        self._extension_arena = Arena(self._extension_layouts.values(), device)
+        self._proposal_arena = Arena(self._proposal_layouts.values(), device)
         num_columns = -(-limits.max_model_len // pool.block_size)
         self._table = StaticBlockTable(limits.max_num_seqs, num_columns, device)
-        self._results = StaticResults(3 * max(b.num_seqs * b.num_proposals for b in self._buckets), device)
-        self._steps: dict[Bucket, _Step] = {}
+        self._results = StaticResults(3 * limits.max_num_seqs * most_proposals, device)
+        states = torch.zeros((2, limits.max_num_seqs, model.config.hidden_size), dtype=aux_buffer.dtype, device=device)
+        self._normed, self._feedback = states
+        """[max_num_seqs, H] of each sequence's last extended row."""
+        self._extensions: dict[Bucket, _Step] = {}
+        self._proposals: dict[Bucket, _Step] = {}
 
     @property
     def num_buckets(self) -> int:
-        return len(self._buckets)
+        return len(self._extension_layouts) + len(self._proposal_layouts)
 
     @torch.inference_mode()
     def warm_up(self, advance: Callable[[int], None]) -> None:
         """Record every bucket, the largest first. advance: called with 1 after each."""
-        for bucket in self._buckets:
-            self._steps[bucket] = self._record(bucket)
+        for bucket in self._extension_layouts:
+            self._extensions[bucket] = self._record_extension(bucket)
+            advance(1)
+        for bucket in self._proposal_layouts:
+            self._proposals[bucket] = self._record_proposals(bucket)
             advance(1)
 
-    def bucket_of(self, plan: DraftPlan) -> Bucket | None:
-        """The bucket of a checked plan; None where it must run eagerly: a long chunk, or nothing to propose."""
+    def extension_bucket(self, plan: DraftPlan) -> Bucket | None:
+        """The bucket of a checked plan's rows; None where they must run as they come."""
         lengths = plan.rows.query_lens
-        return smallest_fitting(
-            self._steps, len(lengths), int(lengths.max()), len(plan.rows.token_ids), int(plan.num_proposals.max())
-        )
+        return smallest_fitting(self._extensions, len(lengths), int(lengths.max()), len(plan.rows.token_ids))
 
-    def run(self, bucket: Bucket, plan: DraftPlan, region: int) -> tuple[Int64Array, Int32Array]:
-        """Run a checked plan; waits for the device.
+    def proposal_bucket(self, plan: DraftPlan) -> Bucket | None:
+        """The bucket of a checked plan's proposals; None where there are none, or too many."""
+        num_seqs = len(plan.num_proposals)
+        return smallest_fitting(self._proposals, num_seqs, 1, num_seqs, int(plan.num_proposals.max()))
 
-        Args:
-            region: of the aux buffer, which the plan's `aux_rows` count in.
+    def extend(self, bucket: Bucket, plan: DraftPlan, region: int) -> None:
+        """Queue the extension of a checked plan. region: of the aux buffer, which the plan's `aux_rows` count in."""
+        arrays = self._extensions[bucket].arrays
+        rows = RowArrays.of(plan.rows, self._pool.block_size)
+        fill_extension(arrays.host, plan, rows, region * self._aux_buffer.rows)
+        self._upload_table(plan)
+        arrays.upload()
+        self._extensions[bucket].run()
+
+    def take_extension(self, normed: torch.Tensor, feedback: torch.Tensor) -> None:
+        """In place of `extend`: [S, H] of each sequence's last extended row."""
+        self._normed[: len(normed)].copy_(normed)
+        self._feedback[: len(feedback)].copy_(feedback)
+
+    def propose(self, bucket: Bucket, plan: DraftPlan) -> tuple[Int64Array, Int32Array]:
+        """Draw after `extend` or `take_extension`; waits for the device.
+
         Returns:
             draft_token_ids: [number of proposing sequences, W]. seq_status: [S]. As in `DraftReply`.
         """
-        arrays, block_size = self._steps[bucket].arrays, self._pool.block_size
-        first_aux_row = region * self._aux_buffer.rows
-        fill_draft(arrays.host, plan, RowArrays.of(plan.rows, block_size), block_size, first_aux_row)
-        longest = int((plan.rows.seq_lens + np.maximum(plan.num_proposals - 1, 0)).max())
-        self._table.upload(plan.rows.block_table, -(-longest // block_size))
+        arrays = self._proposals[bucket].arrays
+        fill_proposals(arrays.host, plan, self._pool.block_size)
+        self._upload_table(plan)
         arrays.upload()
-        self._steps[bucket].run()
+        self._proposals[bucket].run()
         size = bucket.num_proposals * bucket.num_seqs
         words = self._results.fetch(3 * size)
         drawn = words[: 2 * size].view(np.int64).reshape(bucket.num_proposals, bucket.num_seqs)
-        status = words[2 * size :].reshape(bucket.num_proposals, bucket.num_seqs)
-        return _proposals(plan, drawn, status)
+        return _wanted(plan, drawn, words[2 * size :].reshape(drawn.shape))
 
-    def _record(self, bucket: Bucket) -> _Step:
-        arrays = StaticArrays(self._layouts[bucket], self._arena)
+    def _upload_table(self, plan: DraftPlan) -> None:
+        longest = int((plan.rows.seq_lens + np.maximum(plan.num_proposals - 1, 0)).max())
+        self._table.upload(plan.rows.block_table, -(-longest // self._pool.block_size))
+
+    def _record_extension(self, bucket: Bucket) -> _Step:
+        arrays = StaticArrays(self._extension_layouts[bucket], self._extension_arena)
         arrays.host["cu_seqlens"][0] = 0
-        pad_draft(arrays.host, 0, 0)
+        pad_extension(arrays.host, 0, 0)
         arrays.upload()
-        sampling = static_sampling_inputs(arrays.device, bucket.num_seqs, self._device)
-        sequence = torch.arange(bucket.num_seqs, device=self._device)
-        single_rows = torch.arange(bucket.num_seqs + 1, dtype=torch.int32, device=self._device)
-        no_window = torch.empty((bucket.num_seqs, 0), dtype=torch.int32, device=self._device)
-        no_window_len = torch.zeros(bucket.num_seqs, dtype=torch.int32, device=self._device)
+        tensors = arrays.device
 
         def run() -> None:
-            tensors = arrays.device
-            normed, hidden = self._extend(bucket, tensors)
+            metadata = self._metadata(bucket, tensors, tensors["cu_seqlens"])
+            hidden = self._model.combine_aux(self._aux_buffer.all_rows[tensors["aux_rows"]])
+            normed, feedback = self._forward(tensors["token_ids"], hidden, metadata)
+            torch.index_select(normed, 0, tensors["last_rows"], out=self._normed[: bucket.num_seqs])
+            torch.index_select(feedback, 0, tensors["last_rows"], out=self._feedback[: bucket.num_seqs])
+
+        return _Step(arrays, self._recorder.record(run))
+
+    def _record_proposals(self, bucket: Bucket) -> _Step:
+        arrays = StaticArrays(self._proposal_layouts[bucket], self._proposal_arena)
+        pad_proposals(arrays.host, 0)
+        arrays.upload()
+        tensors, num_seqs = arrays.device, bucket.num_seqs
+        sampling = static_sampling_inputs(tensors, num_seqs, self._device)
+        sequence = torch.arange(num_seqs, device=self._device)
+        cu_seqlens = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)
+        no_window = torch.empty((num_seqs, 0), dtype=torch.int32, device=self._device)
+        no_window_len = torch.zeros(num_seqs, dtype=torch.int32, device=self._device)
+
+        def run() -> None:
+            normed, hidden = self._normed[:num_seqs], self._feedback[:num_seqs]
             drawn: list[SampleOutput] = []
             for step in range(bucket.num_proposals):
                 if step:
-                    metadata = self._single_row_metadata(bucket, tensors, single_rows, step)
+                    rows_of_step = {name: tensors[name][step - 1] for name in ("seq_lens", "positions", "slots")}
+                    metadata = self._metadata(bucket, rows_of_step, cu_seqlens)
                     # A failed draw has no token; any will do for rows that no one reads.
-                    token_ids = drawn[-1].token_ids.clamp(min=0)
-                    normed, hidden = self._forward(token_ids, hidden, metadata)
+                    normed, hidden = self._forward(drawn[-1].token_ids.clamp(min=0), hidden, metadata)
                 rows = SamplingRows(
                     sequence=sequence,
                     token_index=tensors["token_index"][step],
@@ -130,44 +183,22 @@ class DraftGraphs:
                     window_len=no_window_len,
                 )
                 drawn.append(self._draw(normed, sampling, rows))
-            self._results.store([*(d.token_ids for d in drawn), *(d.status for d in drawn)])
+            self._results.store([*(each.token_ids for each in drawn), *(each.status for each in drawn)])
 
         return _Step(arrays, self._recorder.record(run))
 
-    def _extend(self, bucket: Bucket, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed, feedback) of each sequence's last row."""
+    def _metadata(self, bucket: Bucket, tensors: Tensors, cu_seqlens: torch.Tensor) -> AttentionMetadata:
         batch = AttentionBatch(
-            cu_seqlens_q=tensors["cu_seqlens"],
+            cu_seqlens_q=cu_seqlens,
             seq_lens=tensors["seq_lens"],
             block_table=self._table.tensor[: bucket.num_seqs],
             num_tokens=bucket.num_rows,
             max_query_len=bucket.query_len,
             max_seq_len=self._max_seq_len,
         )
-        metadata = AttentionMetadata(
+        return AttentionMetadata(
             positions=tensors["positions"],
             slot_mapping=tensors["slots"],
-            decode=self._builder.planned(batch),
-            prefill=None,
-        )
-        hidden = self._model.combine_aux(self._aux_buffer.all_rows[tensors["aux_rows"]])
-        normed, feedback = self._forward(tensors["token_ids"], hidden, metadata)
-        return normed[tensors["last_rows"]], feedback[tensors["last_rows"]]
-
-    def _single_row_metadata(
-        self, bucket: Bucket, tensors: Tensors, cu_seqlens: torch.Tensor, step: int
-    ) -> AttentionMetadata:
-        batch = AttentionBatch(
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=tensors["step_seq_lens"][step - 1],
-            block_table=self._table.tensor[: bucket.num_seqs],
-            num_tokens=bucket.num_seqs,
-            max_query_len=1,
-            max_seq_len=self._max_seq_len,
-        )
-        return AttentionMetadata(
-            positions=tensors["step_positions"][step - 1],
-            slot_mapping=tensors["step_slots"][step - 1],
             decode=self._builder.planned(batch),
             prefill=None,
         )
@@ -182,7 +213,7 @@ class DraftGraphs:
         return self._kernels.sample_tokens(logits, sampling, rows, self._model.vocabulary_map)
 
 
-def _proposals(plan: DraftPlan, drawn: Int64Array, status: Int32Array) -> tuple[Int64Array, Int32Array]:
+def _wanted(plan: DraftPlan, drawn: Int64Array, status: Int32Array) -> tuple[Int64Array, Int32Array]:
     """Drop what nobody asked for, and all after a failure.
 
     Args:

@@ -1,4 +1,4 @@
-"""A draft step's plan as the static arrays of a bucket, padding included."""
+"""A draft step's plan as the static arrays of two buckets, padding included: of its extension, and of its proposals."""
 
 import numpy as np
 
@@ -9,10 +9,9 @@ from kimi_backend.runners.row_arrays import RowArrays, slots_of
 from kimi_backend.types.plan import DraftPlan
 
 
-def draft_layout(bucket: Bucket) -> ArrayLayout:
-    """T rows of the extension, B sequences, k proposals with k - 1 single-row steps between them."""
+def extension_layout(bucket: Bucket) -> ArrayLayout:
+    """T rows, B sequences."""
     rows, seqs = (bucket.num_rows,), (bucket.num_seqs,)
-    steps = (bucket.num_proposals - 1, bucket.num_seqs)
     return ArrayLayout.of(
         {
             "token_ids": (rows, np.int32),
@@ -22,16 +21,11 @@ def draft_layout(bucket: Bucket) -> ArrayLayout:
             "cu_seqlens": ((bucket.num_seqs + 1,), np.int32),
             "seq_lens": (seqs, np.int32),
             "last_rows": (seqs, np.int64),
-            "step_seq_lens": (steps, np.int32),
-            "step_positions": (steps, np.int64),
-            "step_slots": (steps, np.int64),
-            "token_index": ((bucket.num_proposals, bucket.num_seqs), np.int64),
-            **{name: (seqs, dtype) for name, (dtype, _) in SAMPLING_SPECS.items()},
         }
     )
 
 
-def pad_draft(arrays: HostArrays, num_rows: int, num_seqs: int) -> None:
+def pad_extension(arrays: HostArrays, num_rows: int, num_seqs: int) -> None:
     """Everything from row `num_rows` and sequence `num_seqs` on: rows that write nothing, sequences without a key."""
     for name in ("token_ids", "positions", "aux_rows"):
         arrays[name][num_rows:] = 0
@@ -39,17 +33,10 @@ def pad_draft(arrays: HostArrays, num_rows: int, num_seqs: int) -> None:
     arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
     for name in ("seq_lens", "last_rows"):
         arrays[name][num_seqs:] = 0
-    for name in ("step_seq_lens", "step_positions", "token_index"):
-        arrays[name][:, num_seqs:] = 0
-    arrays["step_slots"][:, num_seqs:] = -1
-    pad_sampling(arrays, num_seqs)
 
 
-def fill_draft(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, block_size: int, first_aux_row: int) -> None:
+def fill_extension(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, first_aux_row: int) -> None:
     """Write a checked plan.
-
-    A sequence that wants fewer proposals stays in the batch: its further rows write nothing, see only slots that it
-    owns, and what they draw is dropped.
 
     Args:
         first_aux_row: where the region begins that the plan's `aux_rows` count from.
@@ -63,25 +50,57 @@ def fill_draft(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, block_size:
     arrays["cu_seqlens"][1 : num_seqs + 1] = rows.ends
     arrays["seq_lens"][:num_seqs] = plan.rows.seq_lens
     arrays["last_rows"][:num_seqs] = rows.ends - 1
-    _fill_steps(arrays, plan, block_size)
+    pad_extension(arrays, num_rows, num_seqs)
+
+
+def proposal_layout(bucket: Bucket) -> ArrayLayout:
+    """B sequences, k proposals with k - 1 single-row steps between them."""
+    seqs, steps = (bucket.num_seqs,), (bucket.num_proposals - 1, bucket.num_seqs)
+    return ArrayLayout.of(
+        {
+            "seq_lens": (steps, np.int32),
+            "positions": (steps, np.int64),
+            "slots": (steps, np.int64),
+            "token_index": ((bucket.num_proposals, bucket.num_seqs), np.int64),
+            **{name: (seqs, dtype) for name, (dtype, _) in SAMPLING_SPECS.items()},
+        }
+    )
+
+
+def pad_proposals(arrays: HostArrays, num_seqs: int) -> None:
+    """Sequences from `num_seqs` on: they write nothing and have no key."""
+    for name in ("seq_lens", "positions", "token_index"):
+        arrays[name][:, num_seqs:] = 0
+    arrays["slots"][:, num_seqs:] = -1
+    pad_sampling(arrays, num_seqs)
+
+
+def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None:
+    """Write a checked plan, all its sequences.
+
+    A sequence that wants fewer proposals, or none, stays in the batch: its further rows write nothing, see only slots
+    that it owns, and what they draw is dropped.
+    """
+    num_seqs = len(plan.num_proposals)
     proposing = np.flatnonzero(plan.num_proposals)
+    _fill_steps(arrays, plan, block_size)
     first_index = plan.rows.seq_lens.astype(np.int64) + 1
     arrays["token_index"][:, :num_seqs] = first_index + np.arange(len(arrays["token_index"]))[:, None]
-    arrays["temperature"][:num_seqs] = 0
+    pad_sampling(arrays, 0)
     fill_sampling(arrays, plan.sampling, proposing)
     arrays["temperature"][proposing[plan.greedy]] = 0
-    pad_draft(arrays, num_rows, num_seqs)
+    pad_proposals(arrays, num_seqs)
 
 
 def _fill_steps(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None:
     """Row `seq_len + step - 1` of each sequence, for step 1 to k - 1."""
-    num_steps, num_seqs = len(arrays["step_slots"]), len(plan.num_proposals)
+    num_steps, num_seqs = len(arrays["slots"]), len(plan.num_proposals)
     if not num_steps:
         return
     step = np.arange(1, num_steps + 1)[:, None]
     seq_lens = plan.rows.seq_lens + np.minimum(step, np.maximum(plan.num_proposals - 1, 0))
     positions = seq_lens.astype(np.int64) - 1
     slots = slots_of(plan.rows.block_table, np.arange(num_seqs), positions, block_size)
-    arrays["step_seq_lens"][:, :num_seqs] = seq_lens
-    arrays["step_positions"][:, :num_seqs] = positions
-    arrays["step_slots"][:, :num_seqs] = np.where(step < plan.num_proposals, slots, -1)
+    arrays["seq_lens"][:, :num_seqs] = seq_lens
+    arrays["positions"][:, :num_seqs] = positions
+    arrays["slots"][:, :num_seqs] = np.where(step < plan.num_proposals, slots, -1)

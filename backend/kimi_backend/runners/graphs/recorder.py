@@ -18,9 +18,10 @@ class Recorder(Protocol):
 
 
 class EagerRecorder:
-    """The step is the function: for a CPU, and to compare a graph with."""
+    """The step is the function: for a CPU, and to compare a graph with. Runs it once, as recording a graph does."""
 
     def record(self, run: Run) -> Run:
+        run()
         return run
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket, smallest_fitting, target_buckets
+from kimi_backend.runners.graphs.buckets import Bucket, row_buckets, smallest_fitting
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays, StaticBlockTable, StaticResults
 from kimi_backend.runners.graphs.target_inputs import (
@@ -76,7 +76,7 @@ class TargetGraphs:
         self._max_seq_len = limits.max_model_len
         device = pool.tensor.device
         self._device = device
-        self._buckets = target_buckets(
+        self._buckets = row_buckets(
             limits.max_num_seqs, limits.max_speculative_tokens + 1, limits.max_num_batched_tokens
         )
         self._layouts = {bucket: target_layout(bucket) for bucket in self._buckets}

@@ -3,10 +3,10 @@ import pytest
 from kimi_backend.runners.graphs.buckets import (
     Bucket,
     batch_sizes,
-    draft_buckets,
+    proposal_buckets,
     query_lens,
+    row_buckets,
     smallest_fitting,
-    target_buckets,
 )
 
 
@@ -20,7 +20,7 @@ def test_a_bucket_is_never_more_than_half_again_too_large(most: int) -> None:
 
 
 def test_every_verify_finds_a_bucket() -> None:
-    buckets = target_buckets(64, 8, 2048)
+    buckets = row_buckets(64, 8, 2048)
     for num_seqs in range(1, 65):
         for query_len in range(1, 9):
             bucket = smallest_fitting(buckets, num_seqs, query_len, num_seqs * query_len)
@@ -31,7 +31,7 @@ def test_every_verify_finds_a_bucket() -> None:
 
 
 def test_exact_shapes_have_no_padding() -> None:
-    buckets = target_buckets(64, 8, 2048)
+    buckets = row_buckets(64, 8, 2048)
     for num_seqs in (1, 4, 16, 64):
         for query_len in (1, 4):
             expected = Bucket.of(num_seqs, query_len)
@@ -39,28 +39,23 @@ def test_exact_shapes_have_no_padding() -> None:
 
 
 def test_no_bucket_has_more_rows_than_a_step() -> None:
-    assert max(bucket.num_rows for bucket in target_buckets(64, 8, 100)) <= 100
-    assert max(bucket.num_rows for bucket in draft_buckets(64, 7, 100)) <= 100
+    assert max(bucket.num_rows for bucket in row_buckets(64, 8, 100)) <= 100
 
 
 def test_the_largest_comes_first() -> None:
-    for buckets in (target_buckets(16, 8, 2048), draft_buckets(16, 7, 2048)):
+    for buckets in (row_buckets(16, 8, 2048), proposal_buckets(16, 7)):
         rows = [bucket.num_rows for bucket in buckets]
         assert rows == sorted(rows, reverse=True)
         assert len(set(buckets)) == len(buckets)
 
 
-def test_a_draft_bucket_draws_exactly_what_is_wanted() -> None:
-    buckets = draft_buckets(8, 7, 2048)
+def test_proposals_are_drawn_in_exactly_as_many_steps() -> None:
+    buckets = proposal_buckets(8, 7)
     for num_proposals in range(1, 8):
-        bucket = smallest_fitting(buckets, 3, num_proposals + 1, 3 * num_proposals, num_proposals)
-        assert bucket is not None
-        assert (bucket.num_proposals, bucket.query_len) == (num_proposals, num_proposals + 1)
-        # The verify before had more draft tokens.
-        longer = smallest_fitting(buckets, 3, 8, 24, num_proposals)
-        assert longer is not None
-        assert (longer.num_proposals, longer.query_len) == (num_proposals, 8)
+        bucket = smallest_fitting(buckets, 5, 1, 5, num_proposals)
+        assert bucket == Bucket.of(6, 1, num_proposals)
     assert smallest_fitting(buckets, 3, 1, 3, 0) is None
+    assert smallest_fitting(buckets, 3, 1, 3, 8) is None
 
 
 def test_query_lens_end_with_the_longest() -> None:

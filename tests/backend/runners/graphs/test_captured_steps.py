@@ -48,6 +48,14 @@ def test_steps_in_buckets_give_the_same_bits(kind: str, temperature: float, ks: 
         assert_equal_steps(*(loop.step(12) for loop in loops))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_recording_leaves_no_trace(kind: str) -> None:
+    """Steps of padding alone write nothing."""
+    for runner in runner_pair(SETTING, kind, EagerRecorder()):
+        assert runner.num_captured_steps > 10
+        assert runner._pool.tensor.isnan().all()
+
+
 def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
     loop = SpeculativeLoop(target, draft, prompts(3), 3)

@@ -1,0 +1,133 @@
+"""CUDA graphs against the same steps without: replays over other batches, lengths, blocks and sampling parameters.
+
+Both run the same kernels. Rows are padded, so a product may take another tile shape and round differently: tokens must
+agree where the two best logits are further apart than that, which the random models see to, and texts are compared
+whole. Kernels whose results do not depend on the number of rows are compared bit for bit by using exact buckets.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kimi_backend.runners.graphs.recorder import EagerRecorder, GraphRecorder, Recorder
+from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_kernels.kernel_set import KernelSet
+from support.captured_runners import Setting, runner_pair
+from support.speculative_loop import SpeculativeLoop, Step
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = {
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_size": 256,
+}
+LIMITS = RunnerLimits(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512, max_speculative_tokens=5)
+KS = [3, 0, 5, 1, 2, 4]
+
+
+def setting() -> Setting:
+    return Setting(
+        kernels=KernelSet.triton(),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        limits=LIMITS,
+        num_blocks=64,
+        block_size=64,
+    )
+
+
+def loop(kind: str, recorder: Recorder | None, ks: list[int], **fields: object) -> SpeculativeLoop:
+    generator = np.random.default_rng(len(ks))
+    prompts = [generator.integers(0, 96, generator.integers(3, 200)).tolist() for _ in ks]
+    target, draft = runner_pair(setting(), kind, recorder, **WIDTHS)
+    return SpeculativeLoop(target, draft, prompts, list(ks), **fields)
+
+
+def graph_recorder() -> GraphRecorder:
+    return GraphRecorder(torch.device("cuda"))
+
+
+def assert_equal_replies(graph: Step, eager: Step) -> None:
+    """Both ran the same buckets, so every number is the same."""
+    assert graph.target_reply.seq_status.tolist() == eager.target_reply.seq_status.tolist()
+    assert graph.target_reply.output_token_ids.tolist() == eager.target_reply.output_token_ids.tolist()
+    assert graph.target_reply.num_accepted_tokens.tolist() == eager.target_reply.num_accepted_tokens.tolist()
+    assert torch.equal(graph.target_reply.aux.tensor, eager.target_reply.aux.tensor)  # type: ignore[arg-type]
+    assert graph.draft_reply is not None and eager.draft_reply is not None
+    assert graph.draft_reply.seq_status.tolist() == eager.draft_reply.seq_status.tolist()
+    assert graph.draft_reply.draft_token_ids.tolist() == eager.draft_reply.draft_token_ids.tolist()
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replays_equal_the_recorded_function(kind: str, temperature: float) -> None:
+    """The same buckets run as CUDA graphs and as plain calls, bit for bit, from pools full of NaN: what a graph would
+    read of an earlier step, or of a slot that nobody wrote, shows."""
+    loops = [
+        loop(kind, recorder, KS, temperature=temperature, seed=3) for recorder in (graph_recorder(), EagerRecorder())
+    ]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [2], [4, 0, 1], [1, 2, 3, 4, 5, 0], [0, 2]):
+        steps = [in_order(one, order) for one in loops]
+        assert_equal_replies(*steps)
+        assert not steps[0].target_reply.seq_status.any()
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_texts_equal_those_of_steps_without_buckets(kind: str) -> None:
+    """Greedy texts; all rows of a step that were sampled and accepted came out the same."""
+    graph, plain = (loop(kind, recorder, KS).run(60) for recorder in (graph_recorder(), None))
+    same = sum(left == right for left, right in zip(graph, plain, strict=True))
+    assert same >= len(KS) - 1, "one text may part at a tie"
+
+
+def test_sampling_parameters_change_between_replays() -> None:
+    one, other = (loop("mla31", recorder, [2, 2, 2]) for recorder in (graph_recorder(), EagerRecorder()))
+    for temperature, seed in ((0.0, 0), (1.0, 5), (0.7, 2**62 + 1), (0.0, 1), (2.0, 9)):
+        for each in (one, other):
+            for index, sequence in enumerate(each.sequences):
+                sequence.temperature, sequence.seed = temperature, seed + index
+        assert_equal_replies(one.step(), other.step())
+
+
+def in_order(one: SpeculativeLoop, order: list[int]) -> Step:
+    """A step of some sequences only, as they stand in `order`."""
+    everyone = one.sequences
+    one.sequences = [everyone[index] for index in order]
+    step = one.step()
+    one.sequences = everyone
+    return step
+
+
+@pytest.fixture
+def only_fetch_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An error on any wait for the device but the one that reads token ids."""
+    from kimi_backend.runners.graphs import static_arrays
+
+    fetch = static_arrays.StaticResults.fetch
+
+    def allowed(self: static_arrays.StaticResults, num_words: int) -> object:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return fetch(self, num_words)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(static_arrays.StaticResults, "fetch", allowed)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_a_captured_step_waits_once(only_fetch_waits: None) -> None:
+    one = loop("mla31", graph_recorder(), [3, 1, 2])
+    torch.cuda.set_sync_debug_mode("default")
+    one.step()
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(3):
+        one.step()
