@@ -24,10 +24,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--target-seconds", type=float, default=110.0)
     train.add_argument("--draft-seconds", type=float, default=70.0)
     train.add_argument("--target-steps", type=int, default=0, help="instead of seconds")
+    train.add_argument("--unloop-seconds", type=float, default=45.0, help="against loops in what the target writes")
     train.add_argument("--draft-steps", type=int, default=0, help="instead of seconds")
     train.add_argument("--device", default="auto")
     train.add_argument("--no-compile", action="store_true")
     train.add_argument("--pack", type=Path, help="also put archives of the results here")
+    unloop = commands.add_parser("unloop", help="train a finished target on, against loops in what it writes")
+    unloop.add_argument("checkpoint", type=Path, help="the target's folder")
+    unloop.add_argument("data", type=Path)
+    unloop.add_argument("out", type=Path)
+    unloop.add_argument("--seconds", type=float, default=45.0)
+    unloop.add_argument("--steps", type=int, default=0, help="instead of seconds")
+    unloop.add_argument("--device", default="auto")
     drafts = commands.add_parser("drafts", help="drafts of a target that is finished")
     drafts.add_argument("checkpoint", type=Path, help="the target's folder")
     drafts.add_argument("data", type=Path)
@@ -53,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     card = commands.add_parser("card", help="figures of a report into the model card")
     card.add_argument("report", type=Path)
     card.add_argument("card", type=Path)
-    for command in (prepare, train, drafts):
+    for command in (prepare, train, unloop, drafts):
         command.add_argument("--recipe", choices=RECIPES, default="nano")
         command.add_argument("--seed", type=int, default=0)
     return parser
@@ -81,10 +89,19 @@ def _train(args: argparse.Namespace) -> None:
         recipe=RECIPES[args.recipe],
         target=Budget(seconds=args.target_seconds, steps=args.target_steps),
         drafts=Budget(seconds=args.draft_seconds, steps=args.draft_steps),
+        unloop=Budget(seconds=args.unloop_seconds),
         seed=args.seed,
     )
     device, compiles = _device(args.device), not args.no_compile
     train(args.data, args.out, run, device=device, compiles=compiles, pack_to=args.pack)
+
+
+def _unloop(args: argparse.Namespace) -> None:
+    from kimi_nano.train import unloop_of
+
+    budget = Budget(seconds=args.seconds, steps=args.steps)
+    run = Run(recipe=RECIPES[args.recipe], target=Budget(), drafts=Budget(), unloop=budget, seed=args.seed)
+    unloop_of(args.checkpoint, args.data, args.out, run, device=_device(args.device))
 
 
 def _drafts(args: argparse.Namespace) -> None:
@@ -139,6 +156,7 @@ def _device(name: str) -> "torch.device":
 _COMMANDS = {
     "prepare": _prepare,
     "train": _train,
+    "unloop": _unloop,
     "drafts": _drafts,
     "evaluate": _evaluate,
     "count": _count,

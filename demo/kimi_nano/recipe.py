@@ -22,6 +22,25 @@ DEFAULT_DRAFT = DraftKind.MLA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnloopRecipe:
+    """How the target is kept from looping, see `unloop`."""
+
+    peak_lr: float = 6e-4
+    warmup_steps: int = 20
+    weight: float = 1.0
+    """Of the punishment beside the cross entropy."""
+    window: int = 1024
+    batch_tokens: int = 32768
+    """Of the corpus, and as many of its own text, a step."""
+    prompt_tokens: int = 128
+    own_tokens: int = 128
+    own_sequences: int = 512
+    """Written anew every `steps_a_pass` steps."""
+    steps_a_pass: int = 16
+    bias_step: float = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One size of everything. Widths are multiples of 32: int4 groups, tiles of the kernels."""
 
@@ -55,6 +74,7 @@ class Recipe:
     generated_tokens: int = 320
     generated_share: float = 0.5
     """Share of the drafts' batches that the target wrote itself."""
+    unloop: UnloopRecipe = UnloopRecipe()
     num_layers: int = 8
 
     @property
@@ -112,6 +132,8 @@ class Run:
     recipe: Recipe
     target: Budget
     drafts: Budget
+    unloop: Budget = Budget()
+    """Without seconds or steps the stage is left out."""
     seed: int = 0
     kinds: tuple[DraftKind, ...] = field(default=(DraftKind.MLA, DraftKind.MLA31, DraftKind.MHA))
 
@@ -171,6 +193,9 @@ MICRO = Recipe(
     draft_peak_lr=2e-2,
     generated_sequences=8,
     generated_tokens=64,
+    unloop=UnloopRecipe(
+        window=64, batch_tokens=512, prompt_tokens=32, own_tokens=32, own_sequences=8, steps_a_pass=3, warmup_steps=2
+    ),
 )
 """Everything in small, for tests: seconds on a CPU."""
 

@@ -17,7 +17,8 @@ from kimi_nano.pace import write_json
 from kimi_nano.recipe import Run
 from kimi_nano.target import NanoTarget
 from kimi_nano.train_drafts import Drafts, draft_batches, make_drafts, train_drafts
-from kimi_nano.train_target import train_target
+from kimi_nano.train_target import held_out_loss, train_target
+from kimi_nano.unloop import unloop
 
 ALIGNED_WINDOWS = 32
 WATCHED_FILES = 48
@@ -51,10 +52,11 @@ def train(
     _say(started, f"{len(dataset.train):,} training tokens, {facts['target_parameters']:,} parameters on {device}")
     watched = list(dataset.held_out.values())[:WATCHED_FILES]
     curve, losses = train_target(target, corpus, run, dtype, watched)
+    rows = _unloop(target, corpus, run, dtype)
     bake(target)
     write_target(out / TARGET_FOLDER, target, run.recipe, data / "tokenizer")
     facts |= {"target_steps": len(curve.rows) + 1, "target_seconds": curve.rows[-1]["seconds"], "losses": losses}
-    record: dict[str, Any] = {"facts": facts, "target": curve.rows}
+    record: dict[str, Any] = {"facts": facts, "target": curve.rows, "unloop": rows}
     write_json(out / "training.json", record)
     _say(started, f"target written; held-out nats a token: {losses}")
     if pack_to:
@@ -67,6 +69,39 @@ def train(
     if pack_to:
         pack(out, pack_to)
     _say(started, "drafts written")
+
+
+def unloop_of(folder: Path, data: Path, out: Path, run: Run, *, device: torch.device) -> None:
+    """Train a finished target on against its loops and write it into `out`.
+
+    Args:
+        folder: the target's checkpoint.
+        data: what `dataset.prepare` wrote.
+    """
+    torch.manual_seed(run.seed)
+    started = time.perf_counter()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dataset = load(data)
+    target = read_target(folder).to(device)
+    watched = list(dataset.held_out.values())[:WATCHED_FILES]
+    before = held_out_loss(target, watched, dtype)
+    if device.type == "cuda":
+        target.compile_layers()
+    rows = _unloop(target, Windows(dataset.train, device, run.seed), run, dtype)
+    losses = {"before": before}
+    for quantizes, name in ((False, "float_after"), (True, "int4_after")):
+        target.quantizes = quantizes
+        losses[name] = held_out_loss(target, watched, dtype)
+    bake(target)
+    write_target(out / TARGET_FOLDER, target, run.recipe, data / "tokenizer")
+    write_json(out / "unloop_training.json", {"unloop": rows, "unloop_losses": losses})
+    _say(started, f"target written; held-out nats a token: {losses}")
+
+
+def _unloop(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype) -> list[dict[str, float]]:
+    if not run.unloop.seconds and not run.unloop.steps:
+        return []
+    return unloop(target, corpus, run.unloop, run.recipe.unloop, dtype).rows
 
 
 def train_drafts_of(

@@ -6,7 +6,6 @@ of the corpus greedily; a token that completes a 4-gram which its continuation a
 """
 
 import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,30 +14,11 @@ from kimi_nano.dataset import Windows
 from kimi_nano.export import bake
 from kimi_nano.generate import generate
 from kimi_nano.pace import Curve, Pace, adamw, set_learning_rate
-from kimi_nano.recipe import Budget
+from kimi_nano.recipe import Budget, UnloopRecipe
 from kimi_nano.target import NanoTarget
 from kimi_nano.train_target import balance, cross_entropy
 
 GRAM = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnloopRecipe:
-    """How the stage runs."""
-
-    peak_lr: float = 6e-4
-    warmup_steps: int = 20
-    weight: float = 1.0
-    """Of the punishment beside the cross entropy."""
-    window: int = 1024
-    batch_tokens: int = 32768
-    """Of the corpus, and as many of its own text, a step."""
-    prompt_tokens: int = 128
-    own_tokens: int = 128
-    own_sequences: int = 512
-    """Written anew every `steps_a_pass` steps."""
-    steps_a_pass: int = 16
-    bias_step: float = 1e-4
 
 
 def unloop(target: NanoTarget, windows: Windows, budget: Budget, recipe: UnloopRecipe, dtype: torch.dtype) -> Curve:
@@ -46,30 +26,40 @@ def unloop(target: NanoTarget, windows: Windows, budget: Budget, recipe: UnloopR
     target.requires_grad_(True)
     target.quantizes = True
     optimizer = adamw(list(target.parameters()), recipe.peak_lr)
-    pace, curve = Pace(budget), Curve("unloop")
     writer = copy.deepcopy(target).requires_grad_(False)
-    own, repeats = _own_text(target, writer, windows, recipe, dtype)
+    text = _own_text(target, writer, windows, recipe, dtype)
+    _losses(target, windows, text, recipe, dtype)[0].backward()  # what compiles, compiles before the clock starts
+    pace, curve = Pace(budget), Curve("unloop")
     while pace.progress < 1.0:
         if pace.step and pace.step % recipe.steps_a_pass == 0:
-            own, repeats = _own_text(target, writer, windows, recipe, dtype)
+            text = _own_text(target, writer, windows, recipe, dtype)
         rate = pace.learning_rate(recipe.peak_lr, recipe.warmup_steps)
         set_learning_rate(optimizer, rate)
-        batch = windows.batch(recipe.batch_tokens // recipe.window, recipe.window)
-        out = target(batch, dtype)
-        loss = cross_entropy(out.normed, target.weight("lm_head.weight"), labels_of(batch), dtype)
-        count = recipe.batch_tokens // own.shape[1]
-        chosen = torch.randint(0, len(own), (count,), device=own.device)
-        punished = unlikelihood(target, own[chosen], repeats[chosen], dtype)
+        loss, punishment, loads = _losses(target, windows, text, recipe, dtype)
         optimizer.zero_grad(set_to_none=True)
-        (loss + recipe.weight * punished).backward()
+        (loss + recipe.weight * punishment).backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
         optimizer.step()
-        balance(target, out.loads.detach(), recipe.bias_step * min(1.0, 3 * (1 - pace.progress)))
-        if pace.step % 8 == 0:
-            curve.add(pace, loss=loss.item(), unlikelihood=punished.item(), repeated=float(repeats.float().mean()))
+        balance(target, loads, recipe.bias_step * min(1.0, 3 * (1 - pace.progress)))
+        if pace.step % 4 == 0:
+            share = text[1][:, recipe.prompt_tokens :].float().mean().item()
+            curve.add(pace, loss=loss.item(), punishment=punishment.item(), repeated_share=share)
         pace.step += 1
     target.requires_grad_(False)
     return curve
+
+
+def _losses(
+    target: NanoTarget, windows: Windows, text: tuple[Tensor, Tensor], recipe: UnloopRecipe, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy on the corpus, punishment a written token on some of the target's own text, load of experts."""
+    batch = windows.batch(recipe.batch_tokens // recipe.window, recipe.window)
+    out = target(batch, dtype)
+    loss = cross_entropy(out.normed, target.weight("lm_head.weight"), labels_of(batch), dtype)
+    own, repeats = text
+    chosen = torch.randint(0, len(own), (recipe.batch_tokens // own.shape[1],), device=own.device)
+    punishment = unlikelihood(target, own[chosen], repeats[chosen], dtype) / recipe.own_tokens
+    return loss, punishment, out.loads.detach()
 
 
 def labels_of(batch: Tensor) -> Tensor:
@@ -92,7 +82,7 @@ def repeated_tokens(written: Tensor) -> Tensor:
 
 
 def unlikelihood(target: NanoTarget, tokens: Tensor, punished: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean over all tokens of -log(1 - p) at those punished.
+    """-log(1 - p) at the tokens punished, summed and divided by the number of rows.
 
     Args:
         tokens: [B, L] int64. punished: [B, L] bool.
@@ -102,7 +92,7 @@ def unlikelihood(target: NanoTarget, tokens: Tensor, punished: Tensor, dtype: to
     logits = target.logits(normed[at], dtype).float()
     # log(1 - p) through the other tokens' logits: sure repeats keep their gradient.
     others = logits.scatter(1, tokens[:, 1:][at][:, None], float("-inf"))
-    return (logits.logsumexp(dim=1) - others.logsumexp(dim=1)).sum() / tokens.numel() * 2
+    return (logits.logsumexp(dim=1) - others.logsumexp(dim=1)).sum() / len(tokens)
 
 
 def _own_text(
