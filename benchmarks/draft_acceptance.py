@@ -95,6 +95,9 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, default=NANO)
     parser.add_argument("--num-prompts", type=int, default=40)
     parser.add_argument("--num-tokens", type=int, default=128, help="new tokens a prompt")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="may be given again; all if not given")
+    parser.add_argument("--temperature", action="append", type=float, help="may be given again; 0 and 1 if not given")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("-k", type=int, default=3, help="draft tokens a round")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--kernels", default="auto", help="kernel set; texts are equal only where it is row-invariant")
@@ -105,7 +108,7 @@ def main() -> int:
         draft=str(options.checkpoint / "draft"),
         device=options.device,
         kernels=options.kernels,
-        cpu_threads=2,
+        cpu_threads=options.threads,
         max_num_seqs=32,
         max_model_len=1024,
     )
@@ -114,11 +117,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         write_prompts(options.data, options.num_prompts, prompts)
-        for temperature in TEMPERATURES:
+        for temperature in options.temperature or TEMPERATURES:
             plain = run_bench(settings, prompts, load_of(temperature, options.num_tokens, 0))
-            for variant, changes in VARIANTS.items():
+            for variant in options.variant or VARIANTS:
                 load = load_of(temperature, options.num_tokens, options.k)
-                report = run_bench(dataclasses.replace(settings, **changes), prompts, load)
+                report = run_bench(dataclasses.replace(settings, **VARIANTS[variant]), prompts, load)
                 results.append(result_of(variant, temperature, report, texts(report), texts(plain)))
                 print(results[-1], flush=True)
     if options.out:

@@ -84,6 +84,10 @@ def test_counters_equal_the_responses_statistics(watch, client):
         "kimi_inter_token_seconds_count": 4,
         "kimi_request_seconds_count": 4,
         "kimi_queue_seconds_count": 4,
+        "kimi_prefill_seconds_count": 4,
+        "kimi_decode_seconds_count": 4,
+        "kimi_request_prompt_tokens_sum": sum(s["num_prompt_tokens"] for s in stats),
+        "kimi_request_generation_tokens_sum": sum(s["num_output_tokens"] for s in stats),
     }
     assert sums["kimi_prefix_cache_hit_tokens_total"] > 0
     aliases = {m.name: m.vllm_name for m in METRICS if m.vllm_name}
@@ -106,6 +110,8 @@ def test_histogram_sums_are_the_responses_times(watch, client):
     assert watch.since("kimi_time_to_first_token_seconds_sum") == pytest.approx(first, abs=1e-4)
     assert watch.since("kimi_request_seconds_sum") == pytest.approx(total, abs=1e-4)
     assert watch.since("kimi_inter_token_seconds_sum") == pytest.approx((total - first) / 8, abs=1e-4)
+    assert watch.since("kimi_decode_seconds_sum") == pytest.approx(total - first, abs=1e-4)
+    assert watch.since("kimi_prefill_seconds_sum") == pytest.approx(first - stats["queue_time_s"], abs=1e-4)
     assert watch.since("kimi_queue_seconds_sum") == pytest.approx(stats["queue_time_s"], abs=1e-4)
     assert watch.since("kimi_request_seconds_bucket", le="+Inf") == 1
 
