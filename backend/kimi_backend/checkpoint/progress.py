@@ -54,16 +54,25 @@ def byte_progress(description: str, total_bytes: int) -> Iterator[Advance]:
 
 @contextmanager
 def count_progress(description: str, total: int) -> Iterator[Advance]:
-    """Show how many of some pieces of work are done: a bar on stderr once it has taken 2 s; where stderr is no
-    terminal, a log line at the end."""
-    started = time.monotonic()
+    """Show how many of some pieces of work are done: a bar on stderr once it has taken 2 s, log lines where stderr is
+    no terminal; one line at the end in any case."""
+    started = last_shown = time.monotonic()
+    done = 0
+
+    def log(count: int) -> None:
+        nonlocal done, last_shown
+        done += count
+        if time.monotonic() - last_shown >= LOG_PERIOD_S:
+            last_shown = time.monotonic()
+            _logger.info("%s done=%d total=%d", description, done, total)
+
     if total and sys.stderr.isatty():
         with _terminal_progress(description, total, in_bytes=False) as advance:
             yield advance
     else:
-        yield no_progress
+        yield log
     if total:
-        _logger.info("%s done=%d seconds=%.1f", description, total, time.monotonic() - started)
+        _logger.info("%s done=%d total=%d seconds=%.1f", description, total, total, time.monotonic() - started)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from kimi_backend.checkpoint.progress import no_progress
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.runners.aux_buffer import AuxBuffer
@@ -19,6 +20,7 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays, sampling_inputs
+from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
 from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
@@ -131,15 +133,21 @@ class DraftRunner:
         )
 
     @torch.inference_mode()
-    def warm_up(self, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Record the captured steps, if this runner has any. advance: called with the number of steps just done."""
-        if self._graphs is not None:
-            self._graphs.warm_up(advance)
+    def warm_up(self, advance: Callable[[int], None] = no_progress) -> None:
+        """As `TargetRunner.warm_up`."""
+        if self._graphs is None:
+            return
+        for num_rows in prefill_lengths(self._limits):
+            token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
+            hidden = self._model.combine_aux(self._graph_aux.all_rows[:num_rows])
+            self._model.forward(token_ids, hidden, metadata, self._pool.tensor, self._pool.scale)
+            advance(1)
+        self._graphs.warm_up(advance)
 
     @property
-    def num_captured_steps(self) -> int:
+    def num_warm_up_steps(self) -> int:
         """How often `warm_up` advances."""
-        return self._graphs.num_buckets if self._graphs is not None else 0
+        return self._graphs.num_buckets + len(prefill_lengths(self._limits)) if self._graphs is not None else 0
 
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> DraftReply:

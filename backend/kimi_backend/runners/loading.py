@@ -205,7 +205,7 @@ def _recorder(settings: ServingSettings, placement: Placement) -> GraphRecorder 
 
 def _warm_up(runner: TargetRunner | DraftRunner) -> None:
     role = runner.describe().role
-    with count_progress(f"capturing steps of the {role}", runner.num_captured_steps) as advance:
+    with count_progress(f"warming up the {role}", runner.num_warm_up_steps) as advance:
         runner.warm_up(advance)
 
 

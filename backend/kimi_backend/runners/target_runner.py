@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kimi_backend.checkpoint.progress import no_progress
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.device_name import device_name
@@ -18,6 +19,7 @@ from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampled_rows import SampledRows
 from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays, sampling_inputs
+from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
 from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
@@ -109,16 +111,21 @@ class TargetRunner:
         return self._aux_buffer
 
     @torch.inference_mode()
-    def warm_up(self, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Record the captured steps, if this runner has any, and run a chunk of the most rows, so that every kernel is
-        compiled and all memory that a step takes is taken. advance: called with the number of steps just done."""
-        if self._graphs is not None:
-            self._graphs.warm_up(advance)
+    def warm_up(self, advance: Callable[[int], None] = no_progress) -> None:
+        """Of a runner that captures: run chunks of all lengths, so that every kernel is compiled and all memory that a
+        step takes is taken, and record its steps. advance: called with the number of steps just done."""
+        if self._graphs is None:
+            return
+        for num_rows in prefill_lengths(self._limits):
+            token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
+            self._model.forward(token_ids, metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids)
+            advance(1)
+        self._graphs.warm_up(advance)
 
     @property
-    def num_captured_steps(self) -> int:
+    def num_warm_up_steps(self) -> int:
         """How often `warm_up` advances."""
-        return self._graphs.num_buckets if self._graphs is not None else 0
+        return self._graphs.num_buckets + len(prefill_lengths(self._limits)) if self._graphs is not None else 0
 
     @torch.inference_mode()
     def verify(self, plan: TargetPlan) -> TargetReply:

@@ -40,8 +40,12 @@ class GraphRecorder:
             run()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Another thread may use the device meanwhile: an engine's, or a server's.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        with torch.cuda.stream(self._stream):
+            # Another thread may use the device meanwhile: an engine's, or a server's.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay
