@@ -7,6 +7,7 @@ import torch
 from kimi_backend.layers.weight_loader import Shard, WeightLoader
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.weights import PackedWeight
 
 Shape = tuple[int, int]
 
@@ -65,6 +66,11 @@ class RowParallelLinear:
     @classmethod
     def load(cls, loader: WeightLoader, name: str, shape: Shape) -> "RowParallelLinear":
         return cls(loader.matrix(name, shape, Shard.COLUMNS), loader.kernels, loader.group)
+
+    @property
+    def weight(self) -> PackedWeight:
+        """This rank's part, for an op that has it fetched ahead."""
+        return self._weight
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's term of the sum, for a caller that sums several layers' terms at once."""
