@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.early_start import starts_early
-from kimi_kernels.prefetch import fetch_ahead, prefetch_chunks
+from kimi_kernels.prefetch.kernel import fetch_ahead, prefetch_chunks
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
 from kimi_kernels.rope.reference import check_rotation
 from kimi_kernels.weights import PackedWeight
