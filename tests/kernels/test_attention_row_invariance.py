@@ -15,8 +15,6 @@ from kimi_kernels import KernelSet
 from support.attention_cases import PagedCase, paged_case, random_contents
 from support.bit_equality import assert_same_bits, normals, pick_rows
 
-KERNELS = KernelSet.reference()
-
 
 @dataclass(frozen=True)
 class AttentionOp:
@@ -27,9 +25,9 @@ class AttentionOp:
     cache_width: tuple[int, ...]
 
 
-def mla_decode_op(num_heads: int, kv_lora_rank: int, rope_dim: int) -> AttentionOp:
+def mla_decode_op(kernels: KernelSet, num_heads: int, kv_lora_rank: int, rope_dim: int) -> AttentionOp:
     def run(q: Tensor, cache: Tensor, case: PagedCase) -> tuple[Tensor, ...]:
-        out, lse = KERNELS.mla_decode(q, cache, case.batch, kv_lora_rank, 0.2, return_lse=True)
+        out, lse = kernels.mla_decode(q, cache, case.batch, kv_lora_rank, 0.2, return_lse=True)
         assert lse is not None
         return out, lse
 
@@ -37,32 +35,45 @@ def mla_decode_op(num_heads: int, kv_lora_rank: int, rope_dim: int) -> Attention
     return AttentionOp(run, (num_heads, latent_dim), (latent_dim,))
 
 
-def mla_prefill_op(num_heads: int, nope_dim: int, kv_lora_rank: int, rope_dim: int, v_dim: int) -> AttentionOp:
+def mla_prefill_op(
+    kernels: KernelSet, num_heads: int, nope_dim: int, kv_lora_rank: int, rope_dim: int, v_dim: int
+) -> AttentionOp:
     w_uk, w_uv = normals(num_heads, nope_dim, kv_lora_rank), normals(num_heads, kv_lora_rank, v_dim)
 
     def run(q: Tensor, cache: Tensor, case: PagedCase) -> tuple[Tensor, ...]:
-        return (KERNELS.mla_prefill(q, cache, w_uk, w_uv, case.batch, 0.2),)
+        return (kernels.mla_prefill(q, cache, w_uk, w_uv, case.batch, 0.2),)
 
     return AttentionOp(run, (num_heads, nope_dim + rope_dim), (kv_lora_rank + rope_dim,))
 
 
-def mha_op(num_heads: int, num_kv_heads: int, head_dim: int, sliding_window: int | None) -> AttentionOp:
+def mha_op(
+    kernels: KernelSet, num_heads: int, num_kv_heads: int, head_dim: int, sliding_window: int | None
+) -> AttentionOp:
     def run(q: Tensor, cache: Tensor, case: PagedCase) -> tuple[Tensor, ...]:
         kv_cache = cache.permute(2, 0, 1, 3, 4).contiguous()
-        return (KERNELS.mha_attention(q, kv_cache, case.batch, 0.3, sliding_window),)
+        return (kernels.mha_attention(q, kv_cache, case.batch, 0.3, sliding_window),)
 
     return AttentionOp(run, (num_heads, head_dim), (2, num_kv_heads, head_dim))
 
 
-ATTENTION_OPS: dict[str, AttentionOp] = {
-    "mla_decode": mla_decode_op(4, 32, 16),
-    "mla_decode 17 heads, odd widths": mla_decode_op(17, 31, 6),
-    "mla_prefill": mla_prefill_op(4, 16, 32, 16, 16),
-    "mla_prefill odd": mla_prefill_op(3, 7, 31, 6, 5),
-    "mha_attention": mha_op(4, 2, 16, None),
-    "mha_attention window": mha_op(4, 4, 16, 20),
-    "mha_attention window, odd": mha_op(6, 2, 7, 33),
+def attention_ops(kernels: KernelSet) -> dict[str, AttentionOp]:
+    return {
+        "mla_decode": mla_decode_op(kernels, 4, 32, 16),
+        "mla_decode 17 heads, odd widths": mla_decode_op(kernels, 17, 31, 6),
+        "mla_prefill": mla_prefill_op(kernels, 4, 16, 32, 16, 16),
+        "mla_prefill odd": mla_prefill_op(kernels, 3, 7, 31, 6, 5),
+        "mha_attention": mha_op(kernels, 4, 2, 16, None),
+        "mha_attention window": mha_op(kernels, 4, 4, 16, 20),
+        "mha_attention window, odd": mha_op(kernels, 6, 2, 7, 33),
+    }
+
+
+ATTENTION_OPS = {
+    f"{kernels.name}: {name}": op
+    for kernels in (KernelSet.reference(), KernelSet.cpu())
+    for name, op in attention_ops(kernels).items()
 }
+PLAIN_OPS = [name for name in ATTENTION_OPS if name.endswith(("mla_decode", "mla_prefill", "mha_attention"))]
 QUERY_LENS = (1, 1, 4, 17, 1, 8, 0, 3, 20, 9)
 SEQ_LENS = (1, 70, 63, 33, 200, 8, 40, 65, 130, 16)
 
@@ -83,7 +94,7 @@ def test_attention_of_a_row_depends_on_its_own_keys_only(name: str, block_size: 
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("name", ["mla_decode", "mla_prefill", "mha_attention"])
+@pytest.mark.parametrize("name", PLAIN_OPS)
 def test_two_threads_do_not_change_that(name: str) -> None:
     op, block_size, length = ATTENTION_OPS[name], 64, 700
     contents = random_contents([length], *op.cache_width)

@@ -61,9 +61,13 @@ class OwnedDraftRunner:
 
 
 def draft_runner(
-    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, tensors: Tensors | None = None
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig,
+    tensors: Tensors | None = None,
+    *,
+    kernels: KernelSet | None = None,
 ) -> OwnedDraftRunner:
     """A runner whose pool is full of NaN."""
-    model = build_draft(config, random_draft(config) if tensors is None else tensors)
+    kernels = kernels or KernelSet.reference()
+    model = build_draft(config, random_draft(config) if tensors is None else tensors, kernels)
     pool = pool_of(model.kv_pool_shape, float("nan"))
-    return OwnedDraftRunner(DraftRunner(model, KernelSet.reference(), pool, LIMITS, torch.float32), model, pool)
+    return OwnedDraftRunner(DraftRunner(model, kernels, pool, LIMITS, torch.float32), model, pool)

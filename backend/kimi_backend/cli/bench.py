@@ -30,7 +30,7 @@ def bench_command(
     load_generator: Annotated[str, typer.Option(help="auto, perf_analyzer or own; server only.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the result; server only.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="auto, reference or triton; --in-process only.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, reference, cpu or triton; --in-process only.")] = "auto",
     max_model_len: Annotated[int, typer.Option(min=0, help="0 takes the checkpoint's; --in-process only.")] = 0,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Tokens that the draft keeps; --in-process only.")] = 0,
     draft_quantization: Annotated[str, typer.Option(help="none, fp8 or int4; --in-process only.")] = "none",

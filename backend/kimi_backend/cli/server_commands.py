@@ -26,7 +26,7 @@ def serve_command(
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in a step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most rows in a step.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="auto, reference or triton.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="auto, reference, cpu or triton.")] = None,
     load_format: Annotated[str | None, typer.Option(help="dummy: random weights; for timing.")] = None,
     routing: Annotated[str | None, typer.Option(help="uniform: experts drawn at random; for timing.")] = None,
     synthetic_acceptance: Annotated[

@@ -77,25 +77,19 @@ def _by_token(x: Tensor, topk_ids: list[list[int]], topk_weights: Tensor, expert
         topk_ids: [T, K] ids among the experts held here; others add nothing.
     """
     gate_up, down = experts.tensors[: experts.num_experts], experts.tensors[experts.num_experts :]
-    num_choices = topk_weights.shape[1]
-    choices = [
-        (token, rank, expert)
-        for token, row in enumerate(topk_ids)
-        for rank, expert in enumerate(row)
-        if 0 <= expert < experts.num_experts
-    ]
+    choices = [(token, expert) for token, row in enumerate(topk_ids) for expert in row]
+    held = [place for place, (_, expert) in enumerate(choices) if 0 <= expert < experts.num_experts]
     out = torch.zeros(len(x), 1, 1, experts.hidden_size)
-    if choices:
-        rows, out_rows = aligned(x).view_as(out).unbind(), out.unbind()
-        hidden = silu_mul(
-            torch.cat([torch.bmm(rows[token], gate_up[expert]) for token, _, expert in choices]).squeeze(1)
-        )
-        weights = topk_weights.view(-1)
-        if len(choices) < weights.numel():
-            weights = weights[torch.tensor([token * num_choices + rank for token, rank, _ in choices])]
-        weighted = hidden.mul_(weights.unsqueeze(1)).unsqueeze(1).split(1)
-        for row, (token, _, expert) in zip(weighted, choices, strict=True):
-            out_rows[token].baddbmm_(row, down[expert])
+    if not held:
+        return out.view_as(x)
+    weights = topk_weights.reshape(-1, 1)
+    if len(held) < len(choices):
+        choices, weights = [choices[place] for place in held], weights[torch.tensor(held)]
+    rows, out_rows = aligned(x).view_as(out).unbind(), out.unbind()
+    hidden = torch.cat([torch.bmm(rows[token], gate_up[expert]) for token, expert in choices])
+    weighted = silu_mul(hidden.squeeze(1)).mul_(weights)
+    for row, (token, expert) in zip(weighted.view(len(choices), 1, 1, -1).unbind(), choices, strict=True):
+        out_rows[token].baddbmm_(row, down[expert])
     return out.view_as(x)
 
 
@@ -105,16 +99,13 @@ def _by_expert(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Packe
     out = torch.zeros(len(x), 1, experts.hidden_size)
     for ids, weights in zip(topk_ids.unbind(1), topk_weights.unbind(1), strict=True):
         sorted_ids, tokens = ids.sort()
-        start = 0
-        for expert, size in zip(
-            *(part.tolist() for part in sorted_ids.unique_consecutive(return_counts=True)), strict=True
-        ):
-            group = tokens[start : start + size]
-            start += size
+        chosen, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
+        for expert, group in zip(chosen.tolist(), torch.split(tokens, counts.tolist()), strict=True):
             if not 0 <= expert < experts.num_experts:
                 continue
             hidden = silu_mul(multiply_rows(x.index_select(0, group), gate_up[expert]))
             hidden.mul_(weights.index_select(0, group).unsqueeze(1))
             sums = out.index_select(0, group)
-            out.index_copy_(0, group, sums.baddbmm_(hidden.unsqueeze(1), down[expert].expand(size, -1, -1)))
+            sums.baddbmm_(hidden.unsqueeze(1), down[expert].expand(len(group), -1, -1))
+            out.index_copy_(0, group, sums)
     return out.squeeze(1)

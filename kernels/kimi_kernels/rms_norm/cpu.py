@@ -8,7 +8,7 @@ from kimi_kernels.rms_norm import reference
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, which keeps its place with size 1."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return length.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
 
 

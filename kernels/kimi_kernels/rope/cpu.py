@@ -46,12 +46,12 @@ def _gather(cos_sin: Tensor, interleaved: bool, positions: Tensor) -> tuple[Tens
 @lru_cache(maxsize=64)
 def _gather_few(cos_sin: Tensor, interleaved: bool, positions: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """All layers of a step ask for the same."""
-    return _gather(cos_sin, interleaved, torch.tensor(positions))
+    return _gather(cos_sin, interleaved, torch.tensor(positions, dtype=torch.int64))
 
 
 def _swap_pairs(x: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
     return x.roll(x.shape[-1] // 2, -1)
 
 

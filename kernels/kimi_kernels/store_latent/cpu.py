@@ -39,7 +39,7 @@ def store_latent(
             kv_a, norm_weight, eps, cos_sin, positions, interleaved, latent_cache, slot_mapping, kv_scale
         )
         return
-    latents, k_pe = kv_a.split((kv_lora_rank, latent_dim - kv_lora_rank), dim=1)
+    latents, k_pe = torch.split(kv_a, [kv_lora_rank, latent_dim - kv_lora_rank], dim=1)
     normed = (latents * inverse_rms(latents, eps)).mul_(norm_weight)
     rotated = rotate(k_pe.unsqueeze(1), cos_sin, positions, interleaved).squeeze(1)
     rows = torch.cat((normed, rotated), dim=1)

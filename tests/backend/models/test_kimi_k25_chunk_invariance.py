@@ -1,4 +1,4 @@
-"""With the reference kernels a token's logits and aux states have the same bits, however its sequence was cut into
+"""With row-invariant kernels a token's logits and aux states have the same bits, however its sequence was cut into
 steps and whatever ran beside it."""
 
 import dataclasses
@@ -12,19 +12,22 @@ from support.target_steps import TargetSteps, build_target
 from support.tiny_checkpoints import random_target
 from support.tiny_configs import target_config
 
-KERNELS = KernelSet.reference()
-# Also the way a kernel set with a prefill kernel of its own takes: rows in `prefill` from the first long chunk on.
-SPLIT_KERNELS = dataclasses.replace(KERNELS, absorb_prefill=False)
 NUM_LAYERS = 3
 AUX_LAYER_IDS = (0, 1, 2, 3)
 NUM_TOKENS = 150
 CONTEXT = 262144
 
 
+@pytest.fixture(scope="module", params=[KernelSet.reference(), KernelSet.cpu()], ids=lambda kernels: kernels.name)
+def kernels(request: pytest.FixtureRequest) -> KernelSet:
+    chosen: KernelSet = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def target() -> KimiTarget:
+def target(kernels: KernelSet) -> KimiTarget:
     config = target_config(num_hidden_layers=NUM_LAYERS, n_group=2, topk_group=1)
-    return build_target(config, random_target(config))
+    return build_target(config, random_target(config), kernels)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,9 @@ def tokens() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(target: KimiTarget, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def whole(target: KimiTarget, kernels: KernelSet, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and aux states of the sequence in one step."""
-    logits, aux = TargetSteps(target, KERNELS, [NUM_TOKENS], aux_layer_ids=AUX_LAYER_IDS).run(tokens, [NUM_TOKENS])
+    logits, aux = TargetSteps(target, kernels, [NUM_TOKENS], aux_layer_ids=AUX_LAYER_IDS).run(tokens, [NUM_TOKENS])
     assert logits.isfinite().all()
     return logits, aux
 
@@ -47,28 +50,28 @@ def splits_of(size: int) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 9, 64])
 def test_any_chunk_size_gives_the_same_bits(
-    target: KimiTarget, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor], size: int
+    target: KimiTarget, kernels: KernelSet, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor], size: int
 ) -> None:
-    steps = TargetSteps(target, KERNELS, [NUM_TOKENS], aux_layer_ids=AUX_LAYER_IDS, block_size=64, seed=size)
+    steps = TargetSteps(target, kernels, [NUM_TOKENS], aux_layer_ids=AUX_LAYER_IDS, block_size=64, seed=size)
     logits, aux = steps.run(tokens, splits_of(size))
     assert torch.equal(logits, whole[0])
     assert torch.equal(aux, whole[1])
 
 
 def test_prefill_chunks_then_verify_rows_of_every_length(
-    target: KimiTarget, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor]
+    target: KimiTarget, kernels: KernelSet, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     splits = [64, 9, 3, 1, 2, 3, 4, 5, 6, 7, 8, 8, 7]
     splits.append(NUM_TOKENS - sum(splits))
-    logits, aux = TargetSteps(target, KERNELS, [NUM_TOKENS], aux_layer_ids=AUX_LAYER_IDS).run(tokens, splits)
+    logits, aux = TargetSteps(target, kernels, [NUM_TOKENS], aux_layer_ids=AUX_LAYER_IDS).run(tokens, splits)
     assert torch.equal(logits, whole[0])
     assert torch.equal(aux, whole[1])
 
 
 def test_rejected_rows_leave_no_trace(
-    target: KimiTarget, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor]
+    target: KimiTarget, kernels: KernelSet, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    steps = TargetSteps(target, KERNELS, [NUM_TOKENS + 8], aux_layer_ids=AUX_LAYER_IDS)
+    steps = TargetSteps(target, kernels, [NUM_TOKENS + 8], aux_layer_ids=AUX_LAYER_IDS)
     steps.step([(0, tokens[:70])])
     steps.step([(0, [tokens[70], tokens[71], 5, 6, 7])])
     steps.sequences.lengths[0] -= 3
@@ -77,11 +80,14 @@ def test_rejected_rows_leave_no_trace(
     assert torch.equal(aux[0], whole[1][72:])
 
 
-@pytest.mark.parametrize("kernels", [KERNELS, SPLIT_KERNELS], ids=["absorbed", "prefill apart"])
+@pytest.mark.parametrize("absorbs", [True, False], ids=["absorbed", "prefill apart"])
 def test_a_ragged_batch_gives_each_sequence_what_it_gets_alone(
-    target: KimiTarget, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor], kernels: KernelSet
+    target: KimiTarget, kernels: KernelSet, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor], absorbs: bool
 ) -> None:
-    """Verify rows, a long chunk and a short tail ride together; block order and batch order are shuffled."""
+    """Also the way a kernel set with a prefill kernel of its own takes: rows in `prefill` from the first long chunk on.
+
+    Verify rows, a long chunk and a short tail ride together; block order and batch order are shuffled."""
+    kernels = dataclasses.replace(kernels, absorb_prefill=absorbs)
     others = [tokens[::-1], tokens[7:] + tokens[:7], tokens[40:] + tokens[:40]]
     capacities = [NUM_TOKENS] * 4
     steps = TargetSteps(target, kernels, capacities, aux_layer_ids=AUX_LAYER_IDS, block_size=16, seed=11)
@@ -89,7 +95,7 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gets_alone(
     steps.step([(2, others[1][5:13]), (0, tokens[100:103]), (3, others[2][:64]), (1, others[0][33:35])])
     logits, aux = steps.step([(0, tokens[103:111]), (1, others[0][35:40]), (3, others[2][64:]), (2, others[1][13:14])])
     tail_logits, _ = steps.step([(0, tokens[111:])])
-    if kernels.absorb_prefill:
+    if absorbs:
         assert torch.equal(torch.cat([logits[0], tail_logits[0]]), whole[0][103:])
         assert torch.equal(aux[0], whole[1][103:111])
     else:
@@ -97,7 +103,7 @@ def test_a_ragged_batch_gives_each_sequence_what_it_gets_alone(
         torch.testing.assert_close(torch.cat([logits[0], tail_logits[0]]), whole[0][103:], rtol=1e-4, atol=1e-4)
 
 
-def test_a_context_of_262144_tokens() -> None:
+def test_a_context_of_262144_tokens(kernels: KernelSet) -> None:
     """The last rows see all of the cache, and the same bits, one by one, in a verify, or in a chunk."""
     config = target_config(
         num_hidden_layers=2,
@@ -108,12 +114,12 @@ def test_a_context_of_262144_tokens() -> None:
         first_k_dense_replace=2,
         max_position_embeddings=CONTEXT,
     )
-    target = build_target(config, random_target(config))
+    target = build_target(config, random_target(config), kernels)
     tokens = torch.randint(0, 96, (16,), generator=torch.Generator().manual_seed(1)).tolist()
     latents = torch.randn(2, CONTEXT + 1024, 32, generator=torch.Generator().manual_seed(2))
     results = []
     for splits in ([16], [9, 1, 1, 5], [8, 8], [1, 2, 3, 4, 6], [16]):
-        steps = TargetSteps(target, KERNELS, [CONTEXT], aux_layer_ids=(1, 2), block_size=64, seed=3)
+        steps = TargetSteps(target, kernels, [CONTEXT], aux_layer_ids=(1, 2), block_size=64, seed=3)
         steps.cache.view(-1).copy_(latents.view(-1)[: steps.cache.numel()])
         steps.sequences.lengths[0] = CONTEXT - 16
         if len(results) == 4:
