@@ -21,6 +21,7 @@ PIECE_SLACK = 108
 """Percent of its fair share that a team may get so that it has one piece only, and nothing is cut twice."""
 MERGE_ELEMENTS = 4096
 """Numbers a merging program reads at a time."""
+MOST_MERGED = 32
 INTERPRETER_PROCESSORS = 5
 """Thread blocks on a CPU: few, so that tests cut sequences in the middle."""
 
@@ -167,10 +168,7 @@ def _launch_merge(
     geometry: DecodeGeometry,
 ) -> None:
     num_tokens, num_heads, kv_lora_rank = out.shape
-    # Few sequences are cut into many pieces: read them all at once, and share a row's columns among programs.
-    # Fixed splits are always merged in the same order.
-    pieces = 8 if geometry.split_tokens or geometry.max_items > 16 else 32 if geometry.max_items > 4 else 128
-    pieces = min(pieces, triton.next_power_of_2(max(8, geometry.num_teams)))
+    pieces = _merged_at_once(geometry)
     columns = min(kv_lora_rank, MERGE_ELEMENTS // pieces)
     early = out.is_cuda and torch.cuda.get_device_capability(out.device) >= (9, 0)
     merge_kernel[(geometry.max_items, geometry.team_size * geometry.tile_rows, kv_lora_rank // columns)](
@@ -179,6 +177,15 @@ def _launch_merge(
         BALANCED=geometry.split_tokens == 0, LSE=lse is not None, PDL=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+
+
+def _merged_at_once(geometry: DecodeGeometry) -> int:
+    """Pieces that a merging program reads at a time: as many as an item of a uniform batch has, because a place without
+    a piece costs as much as one with; more take further turns."""
+    if geometry.split_tokens:
+        return 8  # always the same order, whatever the batch
+    share = triton.cdiv(geometry.num_teams, geometry.max_items) + 1
+    return int(min(MOST_MERGED, max(4, triton.next_power_of_2(share))))
 
 
 def _check(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.mla_decode import reference
+from kimi_kernels.mla_decode import kernel, reference
 from kimi_kernels.mla_decode.geometry import TritonDecodePlan
 from kimi_kernels.mla_decode.kernel import mla_decode, plan_mla_decode
 from support.attention_cases import PagedCase, paged_case, random_contents
@@ -99,6 +99,14 @@ def test_an_earlier_row_has_the_same_bits_when_later_rows_open_another_split() -
     short = dataclasses.replace(short, decode_plan=plan_mla_decode(short, 8, 64, 64))
     alone, _ = mla_decode(q[:1], cache, short, LORA_RANK, SCALE)
     assert torch.equal(with_later[:1], alone)
+
+
+@pytest.mark.parametrize("at_once", [2, 4])
+def test_more_pieces_than_are_merged_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long sequence is cut into as many pieces as there are processors, five here."""
+    monkeypatch.setattr(kernel, "MOST_MERGED", at_once)
+    check(paged_case([1], [64 * kernel.INTERPRETER_PROCESSORS], 64), 8)
+    check(paged_case([2, 1], [700, 9], 64), 8)
 
 
 def test_float8_latents() -> None:
