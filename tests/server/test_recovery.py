@@ -1,18 +1,16 @@
 """Runners that fail, are killed or are reloaded; models unloaded under load. Each test has a server of its own."""
 
-import contextlib
-import json
 import os
 import shutil
 import signal
 import time
-import urllib.request
 
 import pytest
 
 from kimi_backend.cli.serve import find_model_repository
 from kimi_client import KimiClient, KimiClientError
 from support.server_process import MAX_MODEL_LEN, running_server, serving_settings, stub_pids
+from support.streams import control, generate_when_back, reload
 
 LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
 
@@ -21,38 +19,6 @@ LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
 def own_server(checkpoint, tmp_path):
     with running_server(serving_settings(checkpoint), tmp_path) as server:
         yield server
-
-
-def control(server, model, action):
-    url = f"http://127.0.0.1:{server.ports.http}/v2/repository/models/{model}/{action}"
-    request = urllib.request.Request(url, data=json.dumps({}).encode(), method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
-
-
-def is_ready(server, model):
-    with contextlib.suppress(OSError):
-        url = f"http://127.0.0.1:{server.ports.http}/v2/models/{model}/ready"
-        return urllib.request.urlopen(url, timeout=5).status == 200
-    return False
-
-
-def reload(server, model):
-    control(server, model, "unload")
-    deadline = time.monotonic() + 30
-    while is_ready(server, model) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    control(server, model, "load")
-
-
-def generate_when_back(client, within_s=60, **fields):
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            return client.generate(**fields)
-        except KimiClientError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
 
 
 def start_streams(client, number):
@@ -113,10 +79,10 @@ from kimi_backend.serving.runner_server import RunnerServer, load_target
 
 
 class FaultyServer(RunnerServer):
-    def _verify(self, buffer):
+    def _verify(self, *plan):
         if Path({trigger!r}).exists():
             raise RuntimeError("planted fault")
-        return super()._verify(buffer)
+        return super()._verify(*plan)
 
 
 class TritonPythonModel:

@@ -44,11 +44,18 @@ def serving_settings(checkpoint: Path, **changes: object) -> ServingSettings:
 
 @contextmanager
 def running_server(
-    settings: ServingSettings, folder: Path, model_repository: Path | None = None
+    settings: ServingSettings,
+    folder: Path,
+    model_repository: Path | None = None,
+    variables: dict[str, str] | None = None,
 ) -> Iterator[EmbeddedServer]:
-    """A server that is ready; its log is `folder`/server.log."""
+    """A server that is ready; its log is `folder`/server.log. variables: more of its environment."""
     server = make_server(
-        settings, log_file=folder / "server.log", drain_folder=folder, model_repository=model_repository
+        settings,
+        log_file=folder / "server.log",
+        drain_folder=folder,
+        model_repository=model_repository,
+        variables=variables,
     )
     server.start()
     try:

@@ -1,0 +1,188 @@
+"""The real Triton Server over kimi-nano on a GPU: both ways of handing aux hidden states over, with MPS and without,
+through kills of either runner. The reference kernels, so that every text can be compared with the one in process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kimi_backend.cli.serve import maybe_mps
+from kimi_backend.serving.embedded_server import free_port
+from kimi_backend.serving.processes import is_alive
+from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_client import KimiClient, KimiClientError
+from support.engine_runs import generate
+from support.nano_runs import NANO, PROMPTS, nano_settings
+from support.server_process import running_server, stub_pids
+from support.start_script import started
+from support.streams import control, generate_when_back, reload
+
+pytestmark = pytest.mark.gpu
+
+MAX_TOKENS = 48
+KV_TOKENS = 16_384
+SHARED, SENT = "aux hidden states stay on the GPU", "aux hidden states travel as tensors"
+FIELDS = [
+    {
+        "text_input": prompt,
+        "temperature": float(i % 2),
+        "seed": i,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "num_speculative_tokens": (3, 7, 1, 5)[i % 4],
+    }
+    for i, prompt in enumerate(PROMPTS)
+]
+
+
+def settings(**changes):
+    return nano_settings(kernels="reference", kv_tokens=KV_TOKENS, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Texts and accepted tokens, in process."""
+    from kimi_backend.runners.loading import load_pair
+    from kimi_backend.types.request import GenerateRequest, SamplingParams
+
+    tokenizer = load_tokenizer(str(NANO))
+    target, draft = load_pair(settings())
+    requests = [
+        GenerateRequest(
+            request_id=fields["text_input"],
+            prompt_token_ids=tuple(tokenizer.encode(fields["text_input"])),
+            sampling=SamplingParams(
+                temperature=fields["temperature"], seed=fields["seed"], max_tokens=MAX_TOKENS, ignore_eos=True
+            ),
+            num_speculative_tokens=fields["num_speculative_tokens"],
+        )
+        for fields in FIELDS
+    ]
+    outcomes = [generate(target, draft, [request])[0] for request in requests]
+    return [(outcome.token_ids, sum(accepted for _, accepted in outcome.rounds)) for outcome in outcomes]
+
+
+def served(client):
+    """All of them together."""
+    streams = [client.stream(**fields, return_token_ids=True) for fields in FIELDS]
+    results = [stream.result() for stream in streams]
+    return [(list(r.token_ids), r.speculation["num_accepted_draft_tokens"]) for r in results]
+
+
+def wait_for_speculation(client):
+    deadline = time.monotonic() + 60
+    while generate_when_back(client, text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
+        assert time.monotonic() < deadline, "speculation stayed off"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("mps", ["auto", "off"])
+@pytest.mark.parametrize("aux_transfer", ["ipc", "tensor"])
+def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, aux_transfer, mps):
+    chosen = settings(aux_transfer=aux_transfer, mps=mps)
+    said = []
+    with maybe_mps(chosen, said.append) as variables, running_server(chosen, tmp_path, variables=variables) as server:
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        assert served(client) == expected
+        assert served(client) == expected  # from the prefix cache
+        log = (tmp_path / "server.log").read_text()
+        assert (SHARED in log) == (aux_transfer == "ipc")
+        assert (SENT in log) == (aux_transfer == "tensor")
+    assert said == ([] if mps == "off" else ["with MPS: target and draft share the GPU without changing contexts"])
+
+
+@pytest.mark.parametrize("mps", ["auto", "off"])
+def test_killed_runners_come_back_and_share_again(tmp_path, expected, mps):
+    chosen = settings(aux_transfer="ipc", mps=mps)
+    with (
+        maybe_mps(chosen, lambda _: None) as variables,
+        running_server(chosen, tmp_path, variables=variables) as server,
+    ):
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        for model in ("eagle3_draft", "kimi_target"):
+            stream = client.stream(**{**FIELDS[0], "max_tokens": 400})
+            next(iter(stream))
+            os.kill(stub_pids(server)[model], signal.SIGKILL)
+            if model == "eagle3_draft":
+                assert stream.result().num_output_tokens == 400
+            else:
+                with pytest.raises(KimiClientError):
+                    stream.result()
+            opened = (tmp_path / "server.log").read_text().count(SHARED)
+            reload(server, model)
+            wait_for_speculation(client)
+            assert served(client) == expected
+            assert (tmp_path / "server.log").read_text().count(SHARED) > opened, "the buffer was not opened again"
+
+
+def test_unloaded_runners_free_the_gpu_and_come_back(tmp_path, expected):
+    """Orderly, not killed: the buffer is unmapped by one process and freed by the other."""
+    chosen = settings(aux_transfer="ipc", mps="off")
+    with running_server(chosen, tmp_path) as server:
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        assert served(client) == expected
+        for _ in range(2):
+            for model in ("kimi_target", "eagle3_draft"):
+                control(server, model, "unload")
+            for model in ("kimi_target", "eagle3_draft"):
+                control(server, model, "load")
+        wait_for_speculation(client)
+        assert served(client) == expected
+
+
+def mps_daemon(text):
+    """Process id of the daemon whose client this environment makes."""
+    folder = re.search(r"CUDA_MPS_PIPE_DIRECTORY=([^\0\n]+)", text)[1]
+    return int((Path(folder) / "nvidia-cuda-mps-control.pid").read_text())
+
+
+def environment_of(pid):
+    return Path(f"/proc/{pid}/environ").read_text()
+
+
+def test_kimi_serve_runs_under_mps_and_ends_it(tmp_path):
+    port = free_port()
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--grpc-port={port}"]
+    names = ("checkpoint", "draft", "device", "max_model_len", "block_size")
+    variables = {f"KIMI_{name.upper()}": str(getattr(settings(), name)) for name in names}
+    variables |= {"KIMI_KV_TOKENS": str(KV_TOKENS), "KIMI_KERNELS": "reference"}
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=sink, stderr=sink)
+    try:
+        deadline = time.monotonic() + 120
+        while "ready: " not in log.read_text(errors="replace"):
+            assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert "with MPS" in log.read_text(errors="replace")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        daemon = mps_daemon(environment_of(children[0]))
+        assert KimiClient(f"localhost:{port}").generate(text_input="x", max_tokens=4).num_output_tokens > 0
+        process.terminate()
+        assert process.wait(60) == 0
+        assert not is_alive(daemon)
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def test_the_start_script_runs_under_mps_and_ends_it(tmp_path):
+    names = ("checkpoint", "draft", "device", "max_model_len", "block_size")
+    variables = {f"KIMI_{name.upper()}": str(getattr(settings(), name)) for name in names}
+    variables |= {"KIMI_KV_TOKENS": str(KV_TOKENS), "KIMI_KERNELS": "reference"}
+    with started(tmp_path, variables) as server:
+        server.wait_until_healthy()
+        assert "with MPS" in server.log.read_text(errors="replace")
+        prefix = type("Prefix", (), {"shm_prefix": f"kimi_{server.http}_"})
+        daemon = mps_daemon(environment_of(stub_pids(prefix)["kimi_target"]))
+        assert is_alive(daemon)
+        assert KimiClient(f"localhost:{server.grpc}").generate(text_input="x", max_tokens=4).num_output_tokens > 0
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        assert not is_alive(daemon)
