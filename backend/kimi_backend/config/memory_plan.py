@@ -7,16 +7,11 @@ from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraf
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.mla_dims import kv_item_bytes
 from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.step_memory import StepSizes, draft_step_bytes, target_step_bytes
 from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, target_weight_bytes
 from kimi_backend.errors import ConfigError
 
 GIB = 1 << 30
-_LOGIT_COPIES = 3
-"""Raw logits, the processed ones, and a sort or noise of the same size."""
-_AUX_REGIONS = 2
-"""Steps in flight whose aux hidden states both exist."""
-_RESIDUAL_COPIES = 6
-"""Hidden-width tensors alive at once in a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +33,12 @@ class MemorySettings:
     max_num_batched_tokens: int = 2048
     max_num_sampled_rows: int = 512
     """Rows of logits in a step: sequences * (draft tokens + 1)."""
-    overhead_bytes: int = 2 * GIB
-    """CUDA contexts, graphs, libraries' workspaces, fragmentation."""
+    max_num_seqs: int = 64
+    """Sequences in a step."""
+    captures_steps: bool = True
+    """Steps of few rows are CUDA graphs."""
+    overhead_bytes: int = 3 * GIB
+    """CUDA contexts, the nodes of graphs, workspaces of attention and libraries, fragmentation: both processes'."""
     num_target_blocks: int | None = None
     """None: as many as fit."""
     num_draft_blocks: int | None = None
@@ -49,7 +48,14 @@ class MemorySettings:
     """False where the draft uses the target's matrix in place, in the same process."""
 
     def __post_init__(self) -> None:
-        for field in ("gpu_bytes", "tp_size", "block_size", "max_num_batched_tokens", "max_num_sampled_rows"):
+        for field in (
+            "gpu_bytes",
+            "tp_size",
+            "block_size",
+            "max_num_batched_tokens",
+            "max_num_sampled_rows",
+            "max_num_seqs",
+        ):
             _check_integer(field, getattr(self, field), 1)
         for field in ("max_model_len", "overhead_bytes"):
             _check_integer(field, getattr(self, field), 0)
@@ -187,17 +193,15 @@ def _activation_bytes(
     weights: WeightFormat,
     settings: MemorySettings,
 ) -> int:
-    """Upper estimate of a step's temporaries: the widest layer, the logits, the aux states on their way."""
-    tp_size, hidden = weights.tp_size, target.hidden_size
-    heads = target.num_attention_heads // tp_size
-    attention = heads * (target.qk_head_dim + 2 * target.latent_dim + target.v_head_dim)
-    experts = target.num_experts_per_tok * (2 * target.moe_intermediate_size // tp_size + hidden)
-    widest = max(attention, experts, 2 * target.intermediate_size // tp_size)
-    a_row = (_RESIDUAL_COPIES * hidden + widest) * weights.item_bytes
-    if draft is not None:
-        a_row += _AUX_REGIONS * draft.num_aux_hidden_states * hidden * weights.item_bytes
-    logits = settings.max_num_sampled_rows * target.vocab_size * 4 * _LOGIT_COPIES
-    return settings.max_num_batched_tokens * a_row + logits
+    sizes = StepSizes(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_sampled_rows=settings.max_num_sampled_rows,
+        max_num_seqs=settings.max_num_seqs,
+        captures=settings.captures_steps,
+    )
+    num_aux = draft.num_aux_hidden_states if draft is not None else 0
+    drafting = draft_step_bytes(draft, weights, sizes) if draft is not None else 0
+    return target_step_bytes(target, num_aux, weights, sizes) + drafting
 
 
 def _check_divisible(

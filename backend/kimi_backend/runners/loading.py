@@ -168,8 +168,10 @@ def memory_plan(settings: ServingSettings, checkpoints: _Checkpoints, placement:
             keeps_quantized_experts=placement.kernels.name == "triton",
             max_model_len=settings.max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_sampled_rows=settings.max_num_seqs * (settings.max_speculative_tokens + 1),
-            overhead_bytes=2 * GIB if on_gpu else 0,
+            max_num_sampled_rows=settings.max_num_seqs * (settings.max_speculative_tokens + 1 if draft else 1),
+            max_num_seqs=settings.max_num_seqs,
+            captures_steps=_captures(settings, placement),
+            overhead_bytes=3 * GIB if on_gpu else 0,
             num_target_blocks=num_blocks,
         ),
     )
@@ -198,9 +200,12 @@ def _limits(settings: ServingSettings, plan: MemoryPlan) -> RunnerLimits:
 
 def _recorder(settings: ServingSettings, placement: Placement) -> GraphRecorder | None:
     """CUDA graphs, where the kernels never wait for the device."""
-    if settings.enforce_eager == "true" or placement.device.type != "cuda" or placement.kernels.name != "triton":
-        return None
-    return GraphRecorder(placement.device)
+    return GraphRecorder(placement.device) if _captures(settings, placement) else None
+
+
+def _captures(settings: ServingSettings, placement: Placement) -> bool:
+    on_gpu = placement.device.type == "cuda" and placement.kernels.name == "triton"
+    return on_gpu and settings.enforce_eager == "false"
 
 
 def _warm_up(runner: TargetRunner | DraftRunner) -> None:

@@ -5,6 +5,7 @@ times q rows takes any step of at most B sequences, at most q rows each. What is
 little as long as a bucket's neighbours are near: padded rows read no expert and no key.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -57,6 +58,17 @@ def proposal_buckets(max_num_seqs: int, max_num_proposals: int) -> list[Bucket]:
         for num_seqs in batch_sizes(max_num_seqs)
         for num_proposals in range(1, max_num_proposals + 1)
     )
+
+
+class BucketChoice:
+    """The cheapest of some buckets for a step. Remembers: a server sees few shapes, many times."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._smallest = functools.lru_cache(maxsize=4096)(functools.partial(smallest_fitting, tuple(buckets)))
+
+    def smallest(self, num_seqs: int, query_len: int, num_rows: int, num_proposals: int = 0) -> Bucket | None:
+        """See `smallest_fitting`."""
+        return self._smallest(num_seqs, query_len, num_rows, num_proposals)
 
 
 def smallest_fitting(

@@ -13,7 +13,7 @@ import torch
 
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket, proposal_buckets, row_buckets, smallest_fitting
+from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, proposal_buckets, row_buckets
 from kimi_backend.runners.graphs.draft_inputs import (
     extension_layout,
     fill_extension,
@@ -71,6 +71,8 @@ class DraftGraphs:
         self._proposal_layouts = {
             bucket: proposal_layout(bucket) for bucket in proposal_buckets(limits.max_num_seqs, most_proposals)
         }
+        self._extension_choice = BucketChoice(self._extension_layouts)
+        self._proposal_choice = BucketChoice(self._proposal_layouts)
         self._extension_arena = Arena(self._extension_layouts.values(), device)
         self._proposal_arena = Arena(self._proposal_layouts.values(), device)
         num_columns = -(-limits.max_model_len // pool.block_size)
@@ -99,12 +101,14 @@ class DraftGraphs:
     def extension_bucket(self, plan: DraftPlan) -> Bucket | None:
         """The bucket of a checked plan's rows; None where they must run as they come."""
         lengths = plan.rows.query_lens
-        return smallest_fitting(self._extensions, len(lengths), int(lengths.max()), len(plan.rows.token_ids))
+        bucket = self._extension_choice.smallest(len(lengths), int(lengths.max()), len(plan.rows.token_ids))
+        return bucket if bucket in self._extensions else None
 
     def proposal_bucket(self, plan: DraftPlan) -> Bucket | None:
         """The bucket of a checked plan's proposals; None where there are none, or too many."""
         num_seqs = len(plan.num_proposals)
-        return smallest_fitting(self._proposals, num_seqs, 1, num_seqs, int(plan.num_proposals.max()))
+        bucket = self._proposal_choice.smallest(num_seqs, 1, num_seqs, int(plan.num_proposals.max()))
+        return bucket if bucket in self._proposals else None
 
     def extend(self, bucket: Bucket, plan: DraftPlan, region: int) -> None:
         """Queue the extension of a checked plan. region: of the aux buffer, which the plan's `aux_rows` count in."""

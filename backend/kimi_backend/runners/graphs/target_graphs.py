@@ -13,7 +13,7 @@ import torch
 
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket, row_buckets, smallest_fitting
+from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, row_buckets
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays, StaticBlockTable, StaticResults
 from kimi_backend.runners.graphs.target_inputs import (
@@ -79,6 +79,7 @@ class TargetGraphs:
         self._buckets = row_buckets(
             limits.max_num_seqs, limits.max_speculative_tokens + 1, limits.max_num_batched_tokens
         )
+        self._choice = BucketChoice(self._buckets)
         self._layouts = {bucket: target_layout(bucket) for bucket in self._buckets}
         self._arena = Arena(self._layouts.values(), device)
         num_columns = -(-limits.max_model_len // pool.block_size)
@@ -107,7 +108,8 @@ class TargetGraphs:
         if not plan.num_sampled_rows.all():
             return None
         lengths = plan.rows.query_lens
-        return smallest_fitting(self._steps, len(lengths), int(lengths.max()), len(plan.rows.token_ids))
+        bucket = self._choice.smallest(len(lengths), int(lengths.max()), len(plan.rows.token_ids))
+        return bucket if bucket in self._steps else None
 
     def forward(self, bucket: Bucket, plan: TargetPlan, region: int) -> None:
         """Queue the layers over a checked plan. region: of the aux buffer."""

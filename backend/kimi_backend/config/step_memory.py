@@ -1,0 +1,75 @@
+"""What the steps of both models allocate beside weights and KV: upper estimates, from the configs alone.
+
+A runner keeps what its largest step took, and a captured step keeps its own beside that of the steps that run as they
+come. Target and draft are two processes, so neither uses what the other has free.
+"""
+
+from dataclasses import dataclass
+
+from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.weight_sizes import WeightFormat
+
+_RESIDUAL_COPIES = 6
+"""Hidden-width tensors alive at once in a layer."""
+_FLOAT_LOGITS = 3
+"""float32 copies of logits in a step with processors and log-probabilities: worked on, raw, log-softmax."""
+_TARGET_AUX_COPIES = 2
+"""Aux hidden states side by side, and in the buffer that the draft reads."""
+_DRAFT_AUX_COPIES = 3
+"""A buffer of the draft's own, the rows of a step, and their norms."""
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """The largest steps."""
+
+    max_num_batched_tokens: int
+    """Rows of any step."""
+    max_num_sampled_rows: int
+    """Rows of a verify: sequences * (draft tokens + 1). The largest captured step has as many."""
+    max_num_seqs: int
+    captures: bool = True
+    """CUDA graphs are used."""
+
+    @property
+    def num_captured_rows(self) -> int:
+        return min(self.max_num_sampled_rows, self.max_num_batched_tokens) if self.captures else 0
+
+
+def target_step_bytes(target: KimiModelConfig, num_aux: int, weights: WeightFormat, sizes: StepSizes) -> int:
+    """num_aux: aux hidden states that a draft reads; 0 without a draft."""
+    tp_size, hidden, item = weights.tp_size, target.hidden_size, weights.item_bytes
+    heads = target.num_attention_heads // tp_size
+    attention = heads * (target.qk_head_dim + 2 * target.latent_dim + target.v_head_dim)
+    # The products of a token's experts, before they are summed, are as wide as the residual stream, each.
+    experts = target.num_experts_per_tok * (2 * target.moe_intermediate_size // tp_size + hidden)
+    widest = max(attention, experts, 2 * target.intermediate_size // tp_size)
+    a_row = (_RESIDUAL_COPIES * hidden + widest) * item
+    aux = num_aux * hidden * item
+    rows = sizes.max_num_batched_tokens * (a_row + _TARGET_AUX_COPIES * aux)
+    captured = sizes.num_captured_rows * (a_row + aux + hidden * item)
+    logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, sizes, item)
+    return rows + captured + logits
+
+
+def draft_step_bytes(
+    draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, weights: WeightFormat, sizes: StepSizes
+) -> int:
+    tp_size, hidden, item = weights.tp_size, draft.hidden_size, weights.item_bytes
+    heads = draft.num_attention_heads // tp_size
+    if isinstance(draft, Eagle3MlaDraftConfig):
+        attention = heads * (draft.qk_head_dim + 2 * draft.latent_dim + draft.v_head_dim)
+    else:
+        attention = 4 * heads * draft.head_dim
+    # A layer reads embedding and hidden state side by side.
+    a_row = ((_RESIDUAL_COPIES + 2) * hidden + max(attention, 2 * draft.intermediate_size // tp_size)) * item
+    a_row += _DRAFT_AUX_COPIES * draft.num_aux_hidden_states * draft.target_hidden_size * item
+    rows = (sizes.max_num_batched_tokens + sizes.num_captured_rows) * a_row
+    return rows + _logit_bytes(draft.draft_vocab_size, sizes.max_num_seqs, sizes, item)
+
+
+def _logit_bytes(vocab_size: int, num_rows: int, sizes: StepSizes, item_bytes: int) -> int:
+    eager = num_rows * vocab_size * (item_bytes + _FLOAT_LOGITS * _FLOAT32_BYTES)
+    return eager + (num_rows * vocab_size * item_bytes if sizes.captures else 0)

@@ -1,0 +1,55 @@
+"""What the memory plan counts for steps: it grows with what steps grow with."""
+
+from dataclasses import replace
+
+import pytest
+
+from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig
+from kimi_backend.config.memory_plan import GIB, MemorySettings, plan_memory
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.step_memory import StepSizes, draft_step_bytes, target_step_bytes
+from kimi_backend.config.weight_sizes import WeightFormat
+from support.family_configs import DRAFT_FAMILIES, kimi_k25, mha_draft
+
+K25 = KimiModelConfig.from_hf_json(kimi_k25())
+MLA_DRAFT = Eagle3DraftConfig.from_hf_json(DRAFT_FAMILIES["k2.5-eagle3-mla"], K25)
+MHA_DRAFT = Eagle3DraftConfig.from_hf_json(mha_draft([2, 30, 58]), K25)
+WEIGHTS = WeightFormat()
+SIZES = StepSizes(max_num_batched_tokens=2048, max_num_sampled_rows=256, max_num_seqs=64)
+
+
+def test_captured_logits_are_kept_beside_eager_ones() -> None:
+    more = replace(SIZES, max_num_sampled_rows=257)
+    a_row = K25.vocab_size * (2 + 3 * 4 + 2)
+    difference = target_step_bytes(K25, 3, WEIGHTS, more) - target_step_bytes(K25, 3, WEIGHTS, SIZES)
+    assert a_row < difference < a_row + 64 * K25.hidden_size * 2
+
+
+def test_without_graphs_a_step_takes_less() -> None:
+    eager = replace(SIZES, captures=False)
+    assert target_step_bytes(K25, 3, WEIGHTS, eager) < target_step_bytes(K25, 3, WEIGHTS, SIZES)
+    assert draft_step_bytes(MLA_DRAFT, WEIGHTS, eager) < draft_step_bytes(MLA_DRAFT, WEIGHTS, SIZES)
+
+
+def test_a_row_of_experts_and_aux_hidden_states_is_counted() -> None:
+    rows = 2 * SIZES.max_num_batched_tokens
+    longer = replace(SIZES, max_num_batched_tokens=rows)
+    difference = target_step_bytes(K25, 3, WEIGHTS, longer) - target_step_bytes(K25, 3, WEIGHTS, SIZES)
+    experts = K25.num_experts_per_tok * K25.hidden_size * 2
+    assert difference >= SIZES.max_num_batched_tokens * (experts + 2 * 3 * K25.hidden_size * 2)
+
+
+@pytest.mark.parametrize("draft", [MLA_DRAFT, MHA_DRAFT])
+def test_a_draft_adds_its_own(draft: Eagle3DraftConfig) -> None:
+    settings = MemorySettings(gpu_bytes=140 * GIB, tp_size=8)
+    with_draft, without = (plan_memory(K25, each, settings).activation_bytes for each in (draft, None))  # type: ignore[arg-type]
+    aux = 3 * K25.hidden_size * 2
+    assert with_draft - without > settings.max_num_batched_tokens * 4 * aux
+
+
+def test_only_an_mha_drafts_pool_stays_wide_in_float8() -> None:
+    settings = MemorySettings(gpu_bytes=140 * GIB, tp_size=8, kv_cache_dtype="float8_e4m3fn")
+    assert isinstance(MHA_DRAFT, Eagle3MhaDraftConfig)
+    mla, mha = (plan_memory(K25, draft, settings).draft_kv_bytes_per_token for draft in (MLA_DRAFT, MHA_DRAFT))  # type: ignore[arg-type]
+    assert mla == MLA_DRAFT.kv_bytes_per_token("float8_e4m3fn", 8)
+    assert mha == MHA_DRAFT.kv_bytes_per_token("bfloat16", 8)
