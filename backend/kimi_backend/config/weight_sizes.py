@@ -13,6 +13,7 @@ from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 
 _FLOAT32_BYTES = 4
+_BFLOAT16_BYTES = 2
 _NIBBLES_PER_BYTE = 2
 
 
@@ -36,7 +37,9 @@ def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
     layer = _mla_elements(config, hidden, hidden, weights.tp_size) + 2 * hidden
     dense = 3 * hidden * config.intermediate_size // weights.tp_size
     shared = 3 * hidden * config.n_shared_experts * config.moe_intermediate_size // weights.tp_size
-    router = (hidden + 1) * config.n_routed_experts * _FLOAT32_BYTES
+    # A gate stored in bf16 stays so where the computation is in bf16; any other one is float32, as the bias always is.
+    keeps_gate = item == _BFLOAT16_BYTES and config.dtype == "bfloat16"
+    router = config.n_routed_experts * (hidden * (item if keeps_gate else _FLOAT32_BYTES) + _FLOAT32_BYTES)
     vocabulary = config.vocab_size * hidden // weights.tp_size
     elements = config.num_hidden_layers * layer + num_dense * dense + num_moe * shared + 2 * vocabulary + hidden
     moe_bytes = router + config.n_routed_experts * expert_bytes(config, weights)
