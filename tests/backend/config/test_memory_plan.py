@@ -259,7 +259,7 @@ def test_dense_layers_may_be_of_any_number() -> None:
     one_less = KimiModelConfig.from_hf_json(text_config(first_k_dense_replace=60))
     weights = WeightFormat()
     grown = target_weight_bytes(one_less, weights) - target_weight_bytes(config, weights)
-    experts = 384 * (expert_bytes(config, weights) + (7168 + 1) * 4)
+    experts = 384 * (expert_bytes(config, weights) + 7168 * 2 + 4)
     assert grown == experts + 3 * 7168 * (2048 - 18432) * 2
 
 
