@@ -25,7 +25,7 @@ import torch
 from kernel_cases import Ceilings
 from kimi_backend.checkpoint.presets import Preset, vocab_size
 from kimi_backend.config.settings import ServingSettings
-from slice_suite import report
+from slice_suite import report, tables
 from slice_suite.configs import write_slice
 from slice_suite.measure import measure_case
 
@@ -35,6 +35,9 @@ PREFILL_ROWS = 8192
 
 def main() -> None:
     options = parse_options()
+    if options.tables:
+        print_tables(options.tables, options.out)
+        return
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     ceilings = probe()
     document: dict[str, Any] = {
@@ -71,8 +74,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--profile", action="store_true", help="where the GPU's time goes, by kernel")
     parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
+    parser.add_argument("--tables", type=Path, nargs="+", metavar="JSON", help="only print what these runs measured")
     parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
     return parser.parse_args()
+
+
+def print_tables(paths: list[Path], out: Path | None) -> None:
+    """Markdown of several runs together, and their picture in `out`."""
+    found = tables.load_cases(paths)
+    for text in (tables.rounds_table(found), tables.layers_table(found), tables.gpu_table(found)):
+        print(text + "\n")
+    if out is not None:
+        first = json.loads(paths[0].read_text())
+        title = f"Kimi-K2.5 slice, {first['device']}, {first['date']}; {', '.join(first['pretences'])}"
+        report.plot(found, out / "slice.png", title)
 
 
 def probe() -> Ceilings | None:
