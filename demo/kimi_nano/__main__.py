@@ -1,6 +1,7 @@
-"""`python -m kimi_nano prepare | count | train | drafts | evaluate | plot | card`."""
+"""`python -m kimi_nano prepare | count | train | drafts | evaluate | probes | prompts | plot | card`."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     count = commands.add_parser("count", help="frequencies of the training text's tokens, for a draft of fewer tokens")
     count.add_argument("data", type=Path)
     count.add_argument("out", type=Path, help="such as demo/kimi-nano/draft/token_counts.json")
+    probes = commands.add_parser("probes", help="what `kimi probe` says of drafts with a false config.json")
+    probes.add_argument("checkpoint", type=Path)
+    probes.add_argument("data", type=Path)
+    probes.add_argument("report", type=Path, help="JSON file to write")
+    probes.add_argument("--num-prompts", type=int, default=24)
+    prompts = commands.add_parser("prompts", help="held-out prompts as JSON lines, for `kimi probe` and `kimi bench`")
+    prompts.add_argument("data", type=Path)
+    prompts.add_argument("file", type=Path)
+    prompts.add_argument("--num-prompts", type=int, default=40)
     plot = commands.add_parser("plot", help="loss curves as an image")
     plot.add_argument("training", type=Path, nargs="+", help="training.json, draft_training.json")
     plot.add_argument("image", type=Path)
@@ -135,6 +145,24 @@ def _count(args: argparse.Namespace) -> None:
     print(f"{args.out}: {counts.num_tokens:,} tokens, {len(counts.token_ids):,} different ones")
 
 
+def _probes(args: argparse.Namespace) -> None:
+    from kimi_nano.pace import write_json
+    from kimi_nano.probe_check import check_probe
+
+    write_json(args.report, check_probe(args.checkpoint, _held_out_prompts(args)))
+
+
+def _prompts(args: argparse.Namespace) -> None:
+    lines = [json.dumps({"input_ids": token_ids}) + "\n" for token_ids in _held_out_prompts(args)]
+    args.file.write_text("".join(lines))
+
+
+def _held_out_prompts(args: argparse.Namespace) -> list[list[int]]:
+    from kimi_nano.dataset import load_held_out
+
+    return [prompt.token_ids for prompt in load_held_out(args.data)[1][: args.num_prompts]]
+
+
 def _plot(args: argparse.Namespace) -> None:
     from kimi_nano.plot import plot_curves
 
@@ -160,6 +188,8 @@ _COMMANDS = {
     "drafts": _drafts,
     "evaluate": _evaluate,
     "count": _count,
+    "probes": _probes,
+    "prompts": _prompts,
     "plot": _plot,
     "card": _card,
 }

@@ -110,9 +110,13 @@ def read_stream(path: Path) -> np.ndarray[Any, np.dtype[np.uint16]]:
 
 
 def load(folder: Path) -> Dataset:
+    return Dataset(read_stream(folder / "train.xz"), *load_held_out(folder))
+
+
+def load_held_out(folder: Path) -> tuple[dict[str, list[int]], list[Prompt]]:
+    """Token ids of held-out files by key, and the prompts cut from them."""
     content = json.loads((folder / "held_out.json").read_text())
-    prompts = [Prompt(**prompt) for prompt in content["prompts"]]
-    return Dataset(read_stream(folder / "train.xz"), content["files"], prompts)
+    return content["files"], [Prompt(**prompt) for prompt in content["prompts"]]
 
 
 class Windows:

@@ -18,6 +18,7 @@ from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.config.draft_config import DraftOverrides
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
 from kimi_nano.acceptance import RULES, Acceptance, Trajectories, drop_in_errors, measure, record
+from kimi_nano.dataset import load_held_out
 from kimi_nano.drafts import NanoDraft
 from kimi_nano.export import DRAFT_FOLDERS, read_draft, read_target
 from kimi_nano.generate import generate
@@ -60,10 +61,10 @@ def evaluate(
         num_prompts: how many of its prompts to use, from the first on.
         num_files: how many of its held-out files the loss is measured on.
     """
-    content = json.loads((data / "held_out.json").read_text())
-    prompts = [Prompt(**prompt) for prompt in content["prompts"]][:num_prompts]
+    files, prompts = load_held_out(data)
+    prompts = prompts[:num_prompts]
     target = read_target(folder).to(device)
-    held_out = dict(list(content["files"].items())[:num_files])
+    held_out = dict(list(files.items())[:num_files])
     work = Evaluation(target, load_tokenizer(folder), folder, prompts, held_out, time.perf_counter())
     result: dict[str, Any] = {"num_prompts": len(prompts), "num_draft_tokens": NUM_DRAFT_TOKENS}
     texts = {temperature: _texts(work, temperature, report) for temperature in TEMPERATURES}

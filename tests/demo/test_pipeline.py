@@ -20,6 +20,7 @@ from kimi_nano.dataset import load, prepare
 from kimi_nano.drafts import NanoDraft
 from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, read_draft, read_target
 from kimi_nano.generate import generate
+from kimi_nano.probe_check import false_statements, misdeclared
 from kimi_nano.recipe import MICRO, Budget, Run
 from kimi_nano.target import NanoTarget
 from kimi_nano.train import train
@@ -193,3 +194,17 @@ def _probe(
 
 def _overridden(setting: ProbeSetting) -> list[str]:
     return [field.name for field in fields(setting.overrides) if getattr(setting.overrides, field.name) is not None]
+
+
+def test_a_false_config_is_mended_by_the_probes_setting(checkpoint: Path, tmp_path: Path) -> None:
+    """Each false statement has a candidate setting that gives the draft its true config back."""
+    target = TargetCheckpoint.open(checkpoint).config
+    folder = checkpoint / DRAFT_FOLDERS[DraftKind.MLA31]
+    truth = DraftCheckpoint.open(folder, target).config
+    for number, changes in enumerate(false_statements(truth).values()):
+        wrong = misdeclared(folder, tmp_path / str(number), changes)
+        assert DraftCheckpoint.open(wrong, target).config != truth
+        settings = ServingSettings(checkpoint=str(checkpoint), device="cpu", draft=str(wrong))
+        candidates = open_probe(settings, MICRO.context).candidates
+        mended = [DraftCheckpoint.open(wrong, target, candidate.overrides).config for candidate in candidates]
+        assert truth in mended

@@ -233,9 +233,10 @@ def probe(
 def verdict(results: Sequence[ProbeResult]) -> tuple[ProbeResult, list[ProbeResult]]:
     """The setting to believe, and the others that the texts do not tell apart from the best.
 
-    That is the file's own unless the best is clearly better than it: a few texts never decide between near equals.
+    Of those that the best is not clearly better than, it is the one that changes least of what the file says: a few
+    texts never decide between near equals.
     """
     best = max(results, key=lambda result: result.acceptance_length)
     near = [result for result in results if result is best or best.errors_above(result) < CLEAR_ERRORS]
-    chosen = next((result for result in near if result.setting.is_files_own), best)
+    chosen = min(near, key=lambda result: (result.setting.num_overrides, -result.acceptance_length))
     return chosen, [result for result in near if result is not chosen]

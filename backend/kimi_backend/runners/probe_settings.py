@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
@@ -28,6 +28,11 @@ class ProbeSetting:
     @property
     def name(self) -> str:
         return f"aux {self.aux}; rope {self.rope}; {self.norms}"
+
+    @property
+    def num_overrides(self) -> int:
+        """Fields of the file that it sets against."""
+        return sum(getattr(self.overrides, field.name) is not None for field in fields(self.overrides))
 
 
 def candidate_settings(config: Eagle3DraftConfig, num_target_layers: int, has_fc_norm: bool) -> list[ProbeSetting]:

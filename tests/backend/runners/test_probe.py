@@ -14,8 +14,11 @@ def config_of(kind: DraftKind) -> Eagle3DraftConfig:
     return Eagle3DraftConfig.from_hf_json(MICRO.draft_json(kind), target)
 
 
-def result(name: str, lengths: list[float], *, is_files_own: bool = False) -> ProbeResult:
-    setting = ProbeSetting(aux=name, rope="", norms="", overrides=DraftOverrides(), is_files_own=is_files_own)
+def result(
+    name: str, lengths: list[float], *, is_files_own: bool = False, overrides: DraftOverrides | None = None
+) -> ProbeResult:
+    changes = DraftOverrides() if is_files_own else overrides or DraftOverrides(fc_norm=True)
+    setting = ProbeSetting(aux=name, rope="", norms="", overrides=changes, is_files_own=is_files_own)
     return ProbeResult(setting=setting, lengths=tuple(lengths))
 
 
@@ -42,6 +45,13 @@ def test_the_files_setting_is_believed_among_near_equals() -> None:
     own = result("own", [2.0, 2.4, 1.9, 2.2], is_files_own=True)
     near = result("near", [2.1, 2.3, 2.0, 2.25])
     assert verdict([near, own]) == (own, [near])
+
+
+def test_the_least_change_is_believed_among_near_equals() -> None:
+    own = result("own", [1.2, 1.3, 1.1, 1.2], is_files_own=True)
+    least = result("least", [2.0, 2.4, 1.9, 2.2], overrides=DraftOverrides(norm_output=True))
+    more = result("more", [2.1, 2.3, 2.0, 2.25], overrides=DraftOverrides(norm_output=True, interleaved=False))
+    assert verdict([own, more, least]) == (least, [more])
 
 
 def test_equal_settings_are_not_told_apart() -> None:
