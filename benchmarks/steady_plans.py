@@ -8,16 +8,16 @@ BLOCK_SIZE = 64
 CONTEXT = 128
 
 
-def plain_sampling(count: int) -> SamplingPlan:
-    """Temperature 1 and nothing else, as the served requests ask for."""
+def plain_sampling(count: int, temperature: float = 1.0, first_seed: int = 0) -> SamplingPlan:
+    """A temperature and nothing else, as the served requests ask for."""
     empty, offsets = np.empty(0, np.int32), np.zeros(count + 1, np.int32)
     zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
     return SamplingPlan(
-        temperature=ones,
+        temperature=np.full(count, temperature, np.float32),
         top_k=np.zeros(count, np.int32),
         top_p=ones,
         min_p=zeros,
-        seed=np.arange(count, dtype=np.int64),
+        seed=first_seed + np.arange(count, dtype=np.int64),
         repetition_penalty=ones,
         frequency_penalty=zeros,
         presence_penalty=zeros,

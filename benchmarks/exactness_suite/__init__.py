@@ -1,0 +1,1 @@
+"""Whether speculation changes a token, and why where it does (`benchmarks/exactness.py`)."""
