@@ -48,11 +48,7 @@ def concat_rms_norm(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, ep
     """
     if len(a) != len(b) or not _fits(a, a_weight) or not _fits(b, b_weight):
         return reference.concat_rms_norm(a, a_weight, b, b_weight, eps)
-    width = a.shape[1]
-    out = torch.empty(a.shape[0], width + b.shape[1])
-    torch.mul(a * inverse_rms(a, eps), a_weight, out=out[:, :width])
-    torch.mul(b * inverse_rms(b, eps), b_weight, out=out[:, width:])
-    return out
+    return torch.cat(((a * inverse_rms(a, eps)).mul_(a_weight), (b * inverse_rms(b, eps)).mul_(b_weight)), dim=1)
 
 
 def chunked_rms_norm(x: Tensor, weights: Tensor, eps: float) -> Tensor:

@@ -78,30 +78,31 @@ def _draw(processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, order: 
     sequence, temperatures = rows.sequence.tolist(), inputs.temperature.tolist()
     noisy = [row for row, owner in enumerate(sequence) if not temperatures[owner] < GREEDY_TEMPERATURE]
     if len(noisy) == len(sequence):
-        return _draw_with_noise(processed, inputs, rows.sequence, rows.token_index, order)
+        return _draw_with_noise(processed, inputs, rows, noisy, order)
     best, column = processed.max(dim=1)
     if noisy:
         some = torch.tensor(noisy)
-        column[some], best[some] = _draw_with_noise(
-            processed[some], inputs, rows.sequence[some], rows.token_index[some], order
-        )
+        column[some], best[some] = _draw_with_noise(processed[some], inputs, rows, noisy, order)
     return column, best
 
 
 def _draw_with_noise(
-    processed: Tensor, inputs: SamplingInputs, sequence: Tensor, token_index: Tensor, order: ColumnOrder
+    processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, places: list[int], order: ColumnOrder
 ) -> tuple[Tensor, Tensor]:
-    """As `_draw`, for rows at a temperature."""
-    temperature = inputs.temperature[sequence, None]
+    """As `_draw`, for the rows at `places`, which have a temperature: `processed` holds those only."""
+    # On the host: looking up a few numbers costs less there than indexing a tensor.
+    owners, token_indices = rows.sequence.tolist(), rows.token_index.tolist()
+    temperatures, seeds = inputs.temperature.tolist(), inputs.seed.tolist()
+    temperature = torch.tensor([temperatures[owners[place]] for place in places]).unsqueeze(1)
     scaled = processed * (torch.ones_like(temperature) / temperature)
     vocab_size = scaled.shape[1] if order.column_of_token_id is None else order.column_of_token_id.numel()
-    noise = gumbel_rows(inputs.seed[sequence].tolist(), token_index.tolist(), vocab_size)
+    noise = gumbel_rows([seeds[owners[place]] for place in places], [token_indices[p] for p in places], vocab_size)
     if order.token_ids is not None:
         noise = noise[:, order.token_ids]
     # Both terms are float32, their sum is rounded once, to float64: the noise keeps its bits beside a large logit.
     score = scaled.double().add_(noise)
     if _has_filters(inputs):
-        filters = FilterParams.of_rows(inputs, sequence)
+        filters = FilterParams.of_rows(inputs, rows.sequence[torch.tensor(places)])
         assert filters is not None
         score.masked_fill_(~surviving_tokens(scaled, filters), NEGATIVE_INFINITY)
     return score.argmax(dim=1), scaled.amax(dim=1)
