@@ -29,6 +29,9 @@ class Setting:
     kernels: KernelSet
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    """Of the pools; None: dtype."""
+    kv_scale: float = 1.0
     limits: RunnerLimits = LIMITS
     num_blocks: int = NUM_BLOCKS
     block_size: int = BLOCK_SIZE
@@ -40,8 +43,9 @@ def poisoned_pool(shape: object, setting: Setting) -> KvPool:
         shape,  # type: ignore[arg-type]
         setting.num_blocks,
         setting.block_size,
-        setting.dtype,
+        setting.kv_dtype or setting.dtype,
         setting.device,
+        setting.kv_scale,
     )
     pool.tensor.fill_(float("nan"))
     return pool

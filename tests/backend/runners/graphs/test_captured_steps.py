@@ -1,14 +1,14 @@
 """Steps in buckets, with padding and static arrays, against the same steps without. Here a replay is the recorded
 function itself; tests/backend/runners/graphs/test_on_gpu.py replays CUDA graphs."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
 from kimi_backend.runners.graphs.recorder import EagerRecorder
-from kimi_backend.types.plan import AuxHandle
+from kimi_backend.types.plan import AuxHandle, TargetPlan
 from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
 from support.speculative_loop import SpeculativeLoop, Step
@@ -89,6 +89,35 @@ def test_a_new_batch_in_another_order_reads_its_own_blocks() -> None:
     ]
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1], [1, 3, 2, 0], [0]):
         assert_equal_steps(*(step_in_order(loop, order) for loop in loops))
+
+
+class ProcessedLoop(SpeculativeLoop):
+    """Every sequence of the target has a bias and wants log-probabilities."""
+
+    def _target_plan(self, rows: list[list[int]]) -> TargetPlan:
+        plan = super()._target_plan(rows)
+        count = len(plan.sampling.temperature)
+        biased = replace(
+            plan.sampling,
+            bias_offsets=np.arange(count + 1, dtype=np.int32),
+            bias_ids=np.full(count, 7, np.int32),
+            bias_values=np.full(count, 3.0, np.float32),
+        )
+        return replace(plan, sampling=biased, num_logprobs=2)
+
+
+def test_processors_and_logprobs_follow_the_captured_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = prompts(3)
+    loops = [
+        ProcessedLoop(*runner_pair(SETTING, "mla31", recorder), texts, [3, 1, 2])
+        for recorder in (None, EagerRecorder())
+    ]
+    assert_equal_steps(*(loop.step() for loop in loops))
+    monkeypatch.setattr(loops[1]._target, "_verify_eagerly", None)
+    for _ in range(3):
+        steps = [loop.step() for loop in loops]
+        assert_equal_steps(*steps)
+        assert steps[0].target_reply.logprobs is not None
 
 
 def step_in_order(loop: SpeculativeLoop, order: list[int]) -> Step:
