@@ -48,7 +48,12 @@ class AuxReceiver:
         Args:
             device: the draft's.
             open_buffer: makes an `OpenedAuxBuffer` of a handle and a device.
+
+        Raises:
+            ConfigError: `aux_transfer` is ipc on a CPU.
         """
+        if aux_transfer == IPC and device.type != "cuda":
+            raise ConfigError("setting aux_transfer: ipc given, but the runners are on a CPU; auto is allowed")
         self._device = device
         self._aux_transfer = aux_transfer
         self._open_buffer = open_buffer

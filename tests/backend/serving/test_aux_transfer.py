@@ -238,8 +238,8 @@ def test_ipc_on_a_cpu_is_an_error_and_auto_is_not() -> None:
     with pytest.raises(ConfigError, match="aux_transfer: ipc given, but the target runs on a CPU"):
         offer_aux_buffer(buffer, "ipc")
     assert AuxReceiver(torch.device("cpu"), "auto").open(b"x") is None
-    with pytest.raises(ConfigError, match="aux_transfer: ipc given, but the draft runs on a CPU"):
-        AuxReceiver(torch.device("cpu"), "ipc").open(b"x")
+    with pytest.raises(ConfigError, match="aux_transfer: ipc given, but the runners are on a CPU"):
+        AuxReceiver(torch.device("cpu"), "ipc")
 
 
 def test_tensor_shares_nothing() -> None:
