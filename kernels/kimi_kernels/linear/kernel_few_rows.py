@@ -1,3 +1,5 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """A plain weight times up to 16 rows: each program reads some rows of the weight from end to end.
 
 The time is that of reading the weight once, so what counts is how many bytes are on their way and how soon: no split
