@@ -55,4 +55,6 @@ def _later(of: Pass) -> Pass:
 
 
 def _noise(plain: npt.NDArray[np.float64], windowed: npt.NDArray[np.float64], is_equal: npt.NDArray[np.bool_]) -> float:
-    return float(np.percentile(np.abs(plain - windowed)[is_equal], PERCENTILE))
+    """0 where nothing agrees: then nothing is rounding."""
+    moved = np.abs(plain - windowed)[is_equal]
+    return float(np.percentile(moved, PERCENTILE)) if moved.size else 0.0

@@ -1,0 +1,85 @@
+"""benchmarks/exactness.py sees what it is there to see: gaps are the draws' own, a fault is no rounding."""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kimi_kernels.kernel_set import KernelSet
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [tuple(range(300, 330)), tuple(range(500, 517)), (7, 8, 9, 10)]
+NUM_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def suite() -> Iterator[SimpleNamespace]:
+    """The modules, found as the script finds them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from exactness_suite import compare, free_running, recording, teacher_forced
+
+        yield SimpleNamespace(
+            compare=compare, free_running=free_running, recording=recording, teacher_forced=teacher_forced
+        )
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def target(suite):
+    kernels = KernelSet.reference()
+    return suite.teacher_forced.ForcedTarget(ROOT / "demo/kimi-nano", kernels, torch.float32, "cpu", longest=64)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_windows_of_a_row_invariant_set_differ_nowhere(suite, target, temperature):
+    plain = target.run(PROMPTS, temperature, NUM_TOKENS, 1, None)
+    windowed = target.run(PROMPTS, temperature, NUM_TOKENS, 4, plain)
+    for name in ("token_ids", "score_gaps", "router_gaps"):
+        assert np.array_equal(getattr(plain, name), getattr(windowed, name)), name
+    assert (plain.score_gaps > 0).all()
+    assert (plain.router_gaps > 0).all()
+    result = suite.compare.compare(plain, windowed)
+    assert (result["positions"], result["same_share"], result["differences"]) == (
+        len(PROMPTS) * (NUM_TOKENS - 1),
+        1,
+        [],
+    )
+
+
+def test_another_text_is_a_difference_that_rounding_does_not_explain(suite, target):
+    plain = target.run(PROMPTS, 0.0, NUM_TOKENS, 1, None)
+    shuffled = dataclasses.replace(plain, token_ids=plain.token_ids[:, ::-1].copy())
+    result = suite.compare.compare(plain, target.run(PROMPTS, 0.0, NUM_TOKENS, 4, shuffled))
+    assert result["same_share"] < 0.9
+    assert len(result["differences"]) == round((1 - result["same_share"]) * result["positions"])
+
+
+def a_pass(suite, token_ids, score_gaps, router_gaps):
+    return suite.teacher_forced.Pass(*(np.array([[0, *row]]) for row in (token_ids, score_gaps, router_gaps)))
+
+
+def test_a_difference_is_rounding_only_where_a_gap_is_small(suite):
+    """Rounding moves scores by 0.01 and routers by 0.001 at the positions that agree."""
+    tokens, others = [1] * 100 + [2, 2, 2], [1] * 100 + [3, 3, 3]
+    plain = a_pass(suite, tokens, [1.0] * 100 + [0.039, 1.0, 1.0], [0.5] * 100 + [0.5, 0.0039, 0.5])
+    windowed = a_pass(suite, others, [1.01] * 100 + [0.1] * 3, [0.501] * 100 + [0.1] * 3)
+    result = suite.compare.compare(plain, windowed)
+    assert result["same_share"] == pytest.approx(100 / 103)
+    assert result["score_noise_p99"] == pytest.approx(0.01)
+    assert [d["is_rounding"] for d in result["differences"]] == [True, True, False]
+    assert [d["index"] for d in result["differences"]] == [101, 102, 103]
+    assert result["unexplained"] == 1
+
+
+def test_texts_are_compared_to_the_last_token(suite):
+    free_running = suite.free_running
+    assert free_running.num_identical([(1, 2), (3, 4)], [(1, 2), (3, 5)]) == 1
+    assert free_running.first_difference((3, 4), (3, 5)) == 1
+    assert free_running.first_difference((3, 4), (3, 4)) is None
