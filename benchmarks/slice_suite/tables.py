@@ -20,7 +20,7 @@ def load_cases(paths: Sequence[Path]) -> list[Case]:
 
 def rounds_table(cases: Sequence[Case]) -> str:
     lines = [
-        "| layers | k | batch × prompt | round ms | target | draft | host | floor | of floor | tok/s | vLLM |",
+        "| layers | k | batch x prompt | round ms | target | draft | host | floor | of floor | tok/s | vLLM |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in cases:
@@ -30,7 +30,7 @@ def rounds_table(cases: Sequence[Case]) -> str:
             f"| {case['num_layers']} | {case['num_speculative_tokens']} | {_shape(case)} | {case['round_ms']:.2f}"
             f" | {case['target_ms']:.2f} | {case['draft_ms']:.2f} | {case['host_ms']:.2f}"
             f" | {case.get('floor_ms', 0):.2f} | {case.get('of_floor') or 0:.2f} | {case['decode_tokens_per_s']:,.0f}"
-            f" | {peer_ms(case) or '–'} |"
+            f" | {peer_ms(case) or '-'} |"
         )
     return "\n".join(lines)
 
@@ -38,7 +38,7 @@ def rounds_table(cases: Sequence[Case]) -> str:
 def layers_table(cases: list[Case]) -> str:
     whole = f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms"
     lines = [
-        f"| k | batch × prompt | an expert layer, ms | the rest, ms | {NUM_MODEL_LAYERS} layers, extrapolated, ms |",
+        f"| k | batch x prompt | an expert layer, ms | the rest, ms | {NUM_MODEL_LAYERS} layers, extrapolated, ms |",
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [
@@ -58,7 +58,7 @@ def gpu_table(cases: Sequence[Case]) -> str:
             totals[kind] = totals.get(kind, 0.0) + spent
     kinds = sorted(totals, key=lambda kind: -totals[kind])
     lines = [
-        "| k | batch × prompt | busy | kernels | " + " | ".join(kinds) + " |",
+        "| k | batch x prompt | busy | kernels | " + " | ".join(kinds) + " |",
         "| --- | --- | --- | --- |" + " --- |" * len(kinds),
     ]
     lines += [
@@ -72,4 +72,4 @@ def gpu_table(cases: Sequence[Case]) -> str:
 
 
 def _shape(case: Case) -> str:
-    return f"{case['batch_size']} × {case['prompt_len'] / 1024:g}k"
+    return f"{case['batch_size']} x {case['prompt_len'] / 1024:g}k"
