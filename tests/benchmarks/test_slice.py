@@ -1,0 +1,125 @@
+"""`benchmarks/slice.py`: its floor against sums by hand, and a run of a tiny slice through the engine on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+from kimi_backend.checkpoint.presets import Preset  # noqa: E402
+from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MlaDraftConfig  # noqa: E402
+from kimi_backend.config.model_config import KimiModelConfig  # noqa: E402
+from kimi_backend.config.settings import ServingSettings  # noqa: E402
+from slice_suite.configs import write_slice  # noqa: E402
+from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
+from slice_suite.gpu_time import kind_of  # noqa: E402
+from slice_suite.report import per_layer  # noqa: E402
+
+H, EXPERT = 7168, 3 * 7168 * 2048
+MLA = 1536 * H + 64 * 192 * 1536 + 576 * H + 64 * 256 * 512 + H * 64 * 128
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> tuple[KimiModelConfig, Eagle3MlaDraftConfig]:
+    target, draft = write_slice(tmp_path_factory.mktemp("slice"), 5, Preset.KIMI_K25)
+    config = KimiModelConfig.from_hf_json(target)
+    draft_config = Eagle3DraftConfig.from_hf_json(draft, config)
+    assert isinstance(draft_config, Eagle3MlaDraftConfig)
+    return config, draft_config
+
+
+def test_the_floor_of_a_verify_counts_each_weight_once(
+    configs: tuple[KimiModelConfig, Eagle3MlaDraftConfig],
+) -> None:
+    parts = target_bytes(configs[0], Load(batch_size=1, context=1000, num_draft_tokens=0))
+    assert parts["experts"] == pytest.approx(4 * 8 * EXPERT * 0.5625, rel=1e-3)  # a byte for two codes, scales
+    assert parts["shared experts"] == 4 * EXPERT * 2
+    assert parts["attention weights"] == pytest.approx(5 * MLA * 2, rel=1e-3)  # and norms
+    assert parts["dense layer"] == 3 * H * 18432 * 2
+    assert parts["head"] == 163840 * H * 2
+    assert parts["router"] == pytest.approx(4 * 384 * H * 2, rel=1e-3)
+    assert parts["KV"] == 5 * 1000 * 576 * 2
+
+
+def test_rows_share_experts_and_sequences_do_not_share_keys(
+    configs: tuple[KimiModelConfig, Eagle3MlaDraftConfig],
+) -> None:
+    config = configs[0]
+    assert touched_experts(config, 1) == pytest.approx(8)
+    assert 8 * 15 < touched_experts(config, 16) + 15 < 8 * 16
+    assert touched_experts(config, 10_000) == pytest.approx(384)
+    one = target_bytes(config, Load(batch_size=1, context=1000, num_draft_tokens=3))
+    four = target_bytes(config, Load(batch_size=4, context=1000, num_draft_tokens=0))
+    assert one["experts"] == four["experts"]
+    assert 4 * one["KV"] == four["KV"]
+
+
+def test_the_floor_of_a_proposal_reads_the_draft_k_times(
+    configs: tuple[KimiModelConfig, Eagle3MlaDraftConfig],
+) -> None:
+    draft = configs[1]
+    load = Load(batch_size=1, context=1000, num_draft_tokens=3)
+    plain = draft_bytes(draft, ServingSettings(), load)
+    assert plain["head"] == 3 * 163840 * H * 2
+    assert plain["fc"] == 3 * H * H * 2
+    wider = MLA + (1536 + 576) * H  # reads embedding and hidden state
+    assert plain["layer"] == 3 * (wider + 3 * H * 18432) * 2
+    small = draft_bytes(draft, ServingSettings(draft_vocab=32768, draft_quantization="int4"), load)
+    assert small["head"] == 3 * 32768 * H * 0.5625
+    assert small["layer"] == pytest.approx(plain["layer"] * 0.28, rel=0.05)
+    assert draft_bytes(draft, ServingSettings(), Load(batch_size=1, context=9, num_draft_tokens=0)) == {}
+
+
+def test_two_depths_give_a_layers_time_and_the_rest() -> None:
+    shape = {"batch_size": 1, "prompt_len": 1024, "num_speculative_tokens": 0}
+    cases = [shape | {"num_layers": n, "round_ms": 1.25 + 0.25 * (n - 1)} for n in (3, 5)]
+    (entry,) = per_layer(cases)
+    assert entry["expert_layer_ms"] == 0.25
+    assert entry["fixed_ms"] == 1.25
+    assert entry["extrapolated_61_layers_ms"] == 16.25
+    assert per_layer(cases[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_128x8_64x12_2x1_v_bz_TNT", "dense products"),
+        ("gate_up_sorted_kernel", "experts"),
+        ("attend_hopper_kernel", "attention"),
+        ("merge_kernel", "attention"),
+        ("route_uniform_kernel", "router"),
+        ("force_acceptance_kernel", "sampling"),
+        ("verify_kernel", "sampling"),
+        ("add_rms_norm_kernel", "norms and activation"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "small tensor operations"),
+        ("something_new", "other"),
+    ],
+)
+def test_kernels_are_sorted_into_kinds(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+@pytest.mark.slow
+def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/slice.py", "--preset", "tiny", "--layers", "2,3", "--batches", "1,2"]
+    done = subprocess.run(
+        [*command, "--prompts", "40", "--tokens", "24", "--out", str(tmp_path)],
+        cwd=REPOSITORY,
+        env={"PYTHONPATH": "kernels:backend", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "slice.json").read_text())
+    assert len(document["cases"]) == 8
+    assert document["pretences"] == ["weights dummy", "routing uniform", "acceptance length synthetic 3"]
+    for case in document["cases"]:
+        assert "error" not in case
+        assert case["round_ms"] > 0
+        expected = 3.0 if case["num_speculative_tokens"] else 1.0
+        assert case["tokens_a_round"] == pytest.approx(expected, abs=1.0 if expected > 1 else 0)
