@@ -14,7 +14,7 @@ from kimi_kernels.silu_mul.cpu import silu_mul
 from kimi_kernels.weights import ExpertWeights, PackedExperts
 
 PACKED_KIND = "cpu.float32"
-FEW_TOKENS = 16
+FEW_TOKENS = 48
 """Up to so many, experts are shared by too few tokens for sorting them to pay."""
 
 

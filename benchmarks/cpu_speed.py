@@ -1,0 +1,219 @@
+"""What speculation gains on a CPU: tokens a second of one stream, through the real Triton Server.
+
+    python benchmarks/cpu_speed.py [--repeats 5] [--temperatures 0 1] [--json OUT] [--readme demo/README.md]
+
+Two servers run side by side, one started without a draft. Requests go to one at a time, and the cases take turns, so
+that whatever else the machine does falls on all alike. Where a step's time goes is read off the servers' own counters:
+the runners, the calls to them across process borders, and the rest of the wall clock.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from kimi_backend.cli.serve import make_server
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.serving.embedded_server import EmbeddedServer
+from kimi_client import KimiClient
+from serving_suite.server_metrics import ServerCounters, read_counters
+
+BAR = 1.15
+METRICS_INTERVAL_S = 0.25
+PROMPTS = (
+    "def fibonacci(n):\n    ",
+    "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n        ",
+    "import json\nfrom pathlib import Path\n\n\ndef load_config(path):\n    ",
+    "    def test_raises_on_empty_input(self):\n        with self.assertRaises(ValueError):\n            ",
+    "def mean(values):\n    total = 0\n    for value in values:\n        ",
+    "        if isinstance(other, self.__class__):\n            return ",
+)
+MARKS = ("<!-- speed: python benchmarks/cpu_speed.py -->\n", "<!-- end of speed -->\n")
+
+
+@dataclass(slots=True)
+class Case:
+    """One way of serving, and what its rounds measured."""
+
+    name: str
+    server: EmbeddedServer
+    k: int
+    rates: list[float] = field(default_factory=list)
+    """Output tokens a second, one entry a repeat."""
+    counters: ServerCounters = field(default_factory=ServerCounters)
+    wall_s: float = 0.0
+    num_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+
+    def run(self, client: KimiClient, temperature: float, max_tokens: int) -> None:
+        """All prompts, one after the other."""
+        before = self._read()
+        fields = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
+        done = [
+            client.generate(text_input=prompt, seed=seed, num_speculative_tokens=self.k, **fields)
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        wall_s = sum(one.statistics["total_time_s"] for one in done)
+        num_tokens = sum(one.num_output_tokens for one in done)
+        self.counters += self._read() - before
+        self.wall_s += wall_s
+        self.num_tokens += num_tokens
+        self.rates.append(num_tokens / wall_s)
+        self.texts = [one.text for one in done]
+
+    def _read(self) -> ServerCounters:
+        """After the server has brought them up to date."""
+        time.sleep(2 * METRICS_INTERVAL_S)
+        return read_counters(self.server.ports.metrics)
+
+    def summary(self) -> dict[str, Any]:
+        steps = self.counters.num_steps
+        target_ms = 1e3 * self.counters.target_s / steps
+        draft_ms = 1e3 * self.counters.draft_s / steps
+        step_ms = 1e3 * self.wall_s / steps
+        return {
+            "case": self.name,
+            "tokens_per_second": round(median(self.rates), 2),
+            "tokens_per_second_best": round(max(self.rates), 2),
+            "tokens_per_step": round(self.num_tokens / steps, 3),
+            "step_ms": round(step_ms, 3),
+            "target_ms": round(target_ms, 3),
+            "draft_ms": round(draft_ms, 3),
+            "rest_ms": round(step_ms - target_ms - draft_ms, 3),
+            "calls_ms": round(1e3 * self.counters.calls_s / steps, 3),
+            "engine_ms": round(1e3 * self.counters.engine_s / steps, 3),
+        }
+
+
+def measure(cases: list[Case], temperature: float, repeats: int, max_tokens: int) -> dict[str, Any]:
+    """Run the cases in turn, `repeats` times, after one round that counts for nothing."""
+    clients = {id(case): KimiClient(f"localhost:{case.server.ports.grpc}") for case in cases}
+    for case in cases:
+        Case(case.name, case.server, case.k).run(clients[id(case)], temperature, max_tokens)
+    for repeat in range(repeats):
+        for case in cases[repeat % len(cases) :] + cases[: repeat % len(cases)]:
+            case.run(clients[id(case)], temperature, max_tokens)
+    for client in clients.values():
+        client.close()
+    plain, speculative = cases[0], cases[1:]
+    rows = [case.summary() for case in cases]
+    for row, case in zip(rows, cases, strict=True):
+        # Neighbours in time are compared with each other: the machine's load moves both.
+        row["speedup"] = round(median(a / b for a, b in zip(case.rates, plain.rates, strict=True)), 3)
+    best = max(rows[1:], key=lambda row: row["speedup"])
+    return {
+        "temperature": temperature,
+        "cases": rows,
+        "texts_equal": all(case.texts == plain.texts for case in speculative),
+        "best": best["case"],
+        "speedup": best["speedup"],
+        "meets_bar": best["speedup"] >= BAR,
+    }
+
+
+def start_servers(stack: ExitStack, args: argparse.Namespace) -> tuple[EmbeddedServer, EmbeddedServer]:
+    """(without a draft, with one)."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kimi_cpu_speed_")))
+    servers = []
+    for name, draft in (("plain", ""), ("draft", str(args.draft.resolve()))):
+        settings = ServingSettings(
+            checkpoint=str(args.checkpoint.resolve()),
+            draft=draft,
+            device="cpu",
+            kernels=args.kernels,
+            cpu_threads=args.cpu_threads,
+            max_model_len=1024,
+            metrics_interval_s=METRICS_INTERVAL_S,
+        )
+        server = make_server(settings, log_file=folder / f"{name}.log")
+        server.start()
+        stack.callback(server.stop)
+        servers.append(server)
+    for server in servers:
+        server.wait_until_ready()
+    return servers[0], servers[1]
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown."""
+    head = "| temperature | | tokens/s | gain | tokens a step | step, ms | target | draft | rest | of it calls |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
+    for run in report["runs"]:
+        for row in run["cases"]:
+            lines.append(
+                f"| {run['temperature']:g} | {row['case']} | {row['tokens_per_second']:.0f} | {row['speedup']:.2f}x |"
+                f" {row['tokens_per_step']:.2f} | {row['step_ms']:.2f} | {row['target_ms']:.2f} |"
+                f" {row['draft_ms']:.2f} | {row['rest_ms']:.2f} | {row['calls_ms']:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def verdict(run: dict[str, Any]) -> str:
+    """One plain sentence."""
+    met = "meets" if run["meets_bar"] else "MISSES"
+    texts = "every text the same" if run["texts_equal"] else "TEXTS DIFFER"
+    return (
+        f"Temperature {run['temperature']:g}: {run['best']} is the best, {run['speedup']:.2f}x the server without a"
+        f" draft, which {met} the bar of {BAR}x; {texts}."
+    )
+
+
+def write_readme(path: Path, text: str) -> None:
+    """Replace what stands between the marks.
+
+    Raises:
+        ValueError: the file has no such section.
+    """
+    old = path.read_text(encoding="utf-8")
+    start, end = old.find(MARKS[0]), old.find(MARKS[1])
+    if not 0 <= start < end:
+        raise ValueError(f"{path}: lacks the lines {MARKS[0].strip()!r} and {MARKS[1].strip()!r}")
+    path.write_text(old[: start + len(MARKS[0])] + "\n" + text + "\n\n" + old[end:], encoding="utf-8")
+
+
+def main() -> None:
+    nano = Path(__file__).parents[1] / "demo" / "kimi-nano"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=nano)
+    parser.add_argument("--draft", type=Path, default=nano / "draft")
+    parser.add_argument("--kernels", default="cpu", choices=("cpu", "reference"))
+    parser.add_argument("--cpu-threads", type=int, default=1)
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--readme", type=Path, help="write the table between the marks of this file")
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "command": sys.argv[1:],
+        "kernels": args.kernels,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "runs": [],
+    }
+    with ExitStack() as stack:
+        without, with_draft = start_servers(stack, args)
+        for temperature in args.temperatures:
+            cases = [Case("no draft", without, 0), *(Case(f"k = {k}", with_draft, k) for k in args.k)]
+            report["runs"].append(measure(cases, temperature, args.repeats, args.max_tokens))
+    text = table(report) + "\n\n" + "\n".join(verdict(run) for run in report["runs"])
+    print(text)
+    if args.readme:
+        write_readme(args.readme, text)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
