@@ -3,21 +3,23 @@ through kills of either runner. The reference kernels, so that every text can be
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from kimi_backend.cli.serve import maybe_mps
+from kimi_backend.cli.serve import find_model_repository, maybe_mps
 from kimi_backend.serving.embedded_server import free_port
 from kimi_backend.serving.processes import is_alive
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_client import KimiClient, KimiClientError
 from support.engine_runs import generate
-from support.nano_runs import NANO, PROMPTS, nano_settings
+from support.nano_runs import BLOCK_SIZE, MAX_MODEL_LEN, NANO, PROMPTS, nano_settings
 from support.server_process import running_server, stub_pids
 from support.start_script import started
 from support.streams import control, generate_when_back, reload
@@ -41,7 +43,7 @@ FIELDS = [
 
 
 def settings(**changes):
-    return nano_settings(kernels="reference", kv_tokens=KV_TOKENS, **changes)
+    return nano_settings(**{"kernels": "reference", "kv_tokens": KV_TOKENS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,51 @@ def test_unloaded_runners_free_the_gpu_and_come_back(tmp_path, expected):
                 control(server, model, "load")
         wait_for_speculation(client)
         assert served(client) == expected
+
+
+POISONED_MODEL = """
+from kimi_backend.serving.runner_server import RunnerServer, load_draft, load_target
+
+
+def load(settings):
+    runner = {load}(settings)
+    runner._pool.tensor.fill_(float("nan"))
+    return runner
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.server = RunnerServer.from_model_args(args, load)
+
+    def execute(self, requests):
+        return self.server.run(requests)
+
+    def finalize(self):
+        self.server.close()
+"""
+
+
+@pytest.mark.parametrize("num_blocks", [24, 100_000])
+def test_poisoned_pools_with_cancelled_neighbours(tmp_path, expected, num_blocks):
+    """24 blocks hold two or three of the requests: the others wait or are preempted."""
+    repository = tmp_path / "models"
+    shutil.copytree(find_model_repository(), repository)
+    for model, load in (("kimi_target", "load_target"), ("eagle3_draft", "load_draft")):
+        (repository / model / "1/model.py").write_text(POISONED_MODEL.format(load=load))
+    longest = min(num_blocks * BLOCK_SIZE, MAX_MODEL_LEN)
+    chosen = settings(kv_tokens=num_blocks * BLOCK_SIZE, max_model_len=longest, mps="off")
+    with running_server(chosen, tmp_path, repository) as server:
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        for _ in range(2):
+            neighbours = [client.stream(**{**FIELDS[i], "seed": 90 + i, "max_tokens": 200}) for i in range(4)]
+            streams = [client.stream(**fields, return_token_ids=True) for fields in FIELDS]
+            for neighbour in neighbours:
+                next(iter(neighbour))
+                neighbour.cancel()
+            assert [list(stream.result().token_ids) for stream in streams] == [tokens for tokens, _ in expected]
+        metrics = urllib.request.urlopen(f"http://localhost:{server.ports.metrics}/metrics", timeout=10).read().decode()
+        (blocks,) = re.findall(r'^kimi_kv_blocks\{.*pool="target".*\} (\S+)$', metrics, re.MULTILINE)
+        assert float(blocks) == num_blocks
 
 
 def mps_daemon(text):
