@@ -1,4 +1,5 @@
-"""The linear layers in Triton-language: tiles of int4 and fp8, made for few rows; plain weights go to cuBLAS."""
+"""The linear layers in Triton-language: tiles of int4 and fp8, made for few rows; plain weights and long prompts go to
+cuBLAS."""
 
 import torch
 import triton
@@ -6,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.linear.kernel_widen import widened_linear
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
 from kimi_kernels.weights import Fp8Weight, Int4Weight, PackedWeight, Weight
@@ -16,6 +18,8 @@ PROCESSORS = 132
 MAX_SPLITS = 8
 SPLIT_ROWS = 64
 """Most rows whose product is split along the weight's columns."""
+WIDENED_ROWS = 1024
+"""From so many rows on, widening the whole weight for cuBLAS costs less than dequantising it anew for every 64 rows."""
 
 
 @triton.jit
@@ -137,6 +141,8 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     require_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     if x.shape[0] == 0:
         return x.new_empty(0, weight.out_features)
+    if x.shape[0] >= WIDENED_ROWS:
+        return widened_linear(x, *weight.tensors[:2], kind, weight.out_features)
     return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind)
 
 

@@ -42,7 +42,7 @@ FP8_ASM_1 = _fp8_asm("", "shr.u32 t, $1, 4; ")
 
 
 @triton.jit
-def _int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
+def int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
     """Codes of nibble PLANE, -8 … 7, exact.
 
     A register holds two words. Or-ing a nibble into the bf16 128.0 gives 128 + nibble; subtracting 136 undoes both.
@@ -61,7 +61,7 @@ def _int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def _fp8_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
+def fp8_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
     """Values of byte PLANE, exact.
 
     e4m3 and bf16 differ in the width of the exponent: shifted into place, a value is 2^120 too small.
@@ -152,7 +152,7 @@ def multiply_tile(
         words = tl.load(tiles + step * (TILE_ROWS * INT4_WORDS) + row[:, None] * INT4_WORDS + word[None, :])
         packed = tl.load(scales + step * TILE_ROWS + row)
         for p in tl.static_range(4):
-            weights = _int4_plane(words, p, PORTABLE)
+            weights = int4_plane(words, p, PORTABLE)
             # A bf16 is the upper half of the float32 of the same value.
             scale = ((packed >> (16 * p)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
             if SCALE_WEIGHTS:
@@ -164,8 +164,8 @@ def multiply_tile(
         word = tl.arange(0, FP8_WORDS)
         words = tl.load(tiles + step * (TILE_ROWS * FP8_WORDS) + row[:, None] * FP8_WORDS + word[None, :])
         scale = tl.load(scales + step * TILE_ROWS + row)
-        product = _dot(_fp8_plane(words, 0, PORTABLE), planes[0], tl.zeros_like(acc))
-        product = _dot(_fp8_plane(words, 1, PORTABLE), planes[1], product)
+        product = _dot(fp8_plane(words, 0, PORTABLE), planes[0], tl.zeros_like(acc))
+        product = _dot(fp8_plane(words, 1, PORTABLE), planes[1], product)
         acc += product * (scale * factor)[:, None]
     else:
         word = tl.arange(0, FLOAT_WORDS)

@@ -11,7 +11,7 @@ TOLERANCE = 4e-3
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
-@pytest.mark.parametrize("num_tokens", [1, 5, 8, 16, 33, 64, 200])
+@pytest.mark.parametrize("num_tokens", [1, 5, 8, 16, 33, 64, 200, 1100])
 @pytest.mark.parametrize(("out_features", "in_features"), [(2112, 1536), (300, 96), (20480, 1024)])
 def test_against_reference(kind: str, num_tokens: int, out_features: int, in_features: int) -> None:
     torch.manual_seed(num_tokens)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kimi_kernels.linear import kernel, reference
-from kimi_kernels.quantization.reference import quantize_int4
+from kimi_kernels.linear import kernel, kernel_widen, reference
+from kimi_kernels.quantization.reference import dequantize, quantize_int4
 from kimi_kernels.weights import Fp8Weight, Int4Weight
 from support.expert_layers import random_weight, relative_error
 from support.interpreted import INTERPRETED
@@ -32,6 +32,23 @@ def check(kind: str, num_tokens: int, out_features: int, in_features: int, dtype
 )
 def test_shapes(kind: str, num_tokens: int, out_features: int, in_features: int) -> None:
     check(kind, num_tokens, out_features, in_features)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize(("out_features", "in_features"), [(300, 160), (128, 256), (512, 96)])
+def test_many_rows_multiply_a_widened_weight(
+    kind: str, out_features: int, in_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "WIDENED_ROWS", 20)
+    monkeypatch.setattr(kernel_widen, "SLICE_TILES", 2)
+    check(kind, 21, out_features, in_features)
+
+
+def test_widened_weights_are_the_rounded_ones() -> None:
+    for kind in ("int4", "fp8"):
+        weight, identity = random_weight(kind, 200, 160), torch.eye(160)
+        tiles, scales, _ = kernel.pack_linear(weight).tensors
+        assert torch.equal(kernel_widen.widened_linear(identity, tiles, scales, kind, 200).T, dequantize(weight))
 
 
 def test_half_precision() -> None:
