@@ -142,7 +142,7 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, weight.out_features)
     if x.shape[0] >= WIDENED_ROWS:
-        return widened_linear(x, *weight.tensors[:2], kind, weight.out_features)
+        return widened_linear(x, weight.tensors[0], weight.tensors[1], kind, weight.out_features)
     return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind)
 
 
