@@ -1,6 +1,7 @@
 """Turning a function of static tensors into something that can be run again and again: a CUDA graph, or itself."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,6 +24,18 @@ class EagerRecorder:
     def record(self, run: Run) -> Run:
         run()
         return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """A captured step."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Run
+    """Kept for the tensors that only it holds: a graph knows their addresses and does not own them."""
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 class GraphRecorder:
@@ -48,4 +61,4 @@ class GraphRecorder:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return graph.replay
+        return _Recording(graph, run)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_backend.runners.graphs.recorder import EagerRecorder, GraphRecorder, Recorder
+from kimi_backend.runners.graphs.recorder import EagerRecorder, GraphRecorder, Recorder, Run
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
@@ -154,3 +154,23 @@ def test_a_captured_step_waits_once(only_fetch_waits: None) -> None:
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(3):
         one.step()
+
+
+def test_a_recording_keeps_the_tensors_that_only_its_step_holds() -> None:
+    """A graph knows addresses and owns nothing: memory given back would be another tensor's by the next replay."""
+    device = torch.device("cuda")
+    recorder, out = GraphRecorder(device), torch.zeros(1 << 20, device=device)
+
+    def record() -> Run:
+        held_by_the_step = torch.full_like(out, 7.0)
+
+        def step() -> None:
+            out.copy_(held_by_the_step)
+
+        return recorder.record(step)
+
+    replay = record()
+    others = [torch.full_like(out, -1.0) for _ in range(16)]
+    replay()
+    torch.cuda.synchronize()
+    assert bool((out == 7.0).all()), f"{len(others)} other tensors are where the step's was"
