@@ -14,10 +14,11 @@ SHARED_LIMIT = 232_448
 """Bytes a thread block of an H100 may ask for."""
 STACK_BYTES = {
     # A few addresses that the loop needs once a tile.
-    "mla hopper 32 bf16": 32,
-    "mla hopper 64 bf16": 32,
-    "mla hopper 32 fp8e4nv": 16,
-    "mla hopper 64 fp8e4nv": 192,
+    "mla hopper 32 bf16": 48,
+    "mla hopper 64 bf16": 16,
+    "mla hopper 16 float8": 16,
+    "mla hopper 32 float8": 112,
+    "mla hopper 64 float8": 32,
     # The way for block sizes below 64 keeps an address a row.
     "mla any 32": 64,
     "mla any 64": 160,

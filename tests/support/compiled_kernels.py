@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WIDE = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
-NARROW = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)"
-NARROW_HALF = "NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)"
+HALF_WIDE = "NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)"
 OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
 
 
@@ -77,28 +76,45 @@ def _run(*command: object) -> str:
     return done.stdout + done.stderr
 
 
-def mla_hopper(rows: int, cache: str) -> Build:
-    """`attend_hopper_kernel` for tiles of `rows`, cache "bf16" or "fp8e4nv"."""
-    wide, narrow, half = (WIDE, WIDE, WIDE) if cache == "bf16" else (WIDE, NARROW, NARROW_HALF)
+def mla_hopper(rows: int, is_float8: bool) -> Build:
+    """The Hopper kernels of `mla_decode` for tiles of `rows`."""
+    from kimi_kernels.mla_decode import kernel_hopper_launch as launch
+
+    if is_float8:
+        boxes, stages = launch.FLOAT8_TILES[rows]
+        inputs = {
+            "q": "*bf16",
+            "cache": "*fp8e4nv",
+            "latents": f"tensordesc<i16[64, 64],{WIDE}>",
+            "rope_keys": f"tensordesc<i16[64, 32],{HALF_WIDE}>",
+        }
+        constants: dict[str, object] = {"BOXES": boxes, "STAGES": stages}
+        warps = launch.NUM_WARPS_FLOAT8
+    else:
+        inputs = {
+            "cache": "*bf16",
+            "queries": f"tensordesc<bf16[{rows}, 256],{WIDE}>",
+            "rope_queries": f"tensordesc<bf16[{rows}, 64],{WIDE}>",
+            "latents": f"tensordesc<bf16[64, 256],{WIDE}>",
+            "rope_keys": f"tensordesc<bf16[64, 64],{WIDE}>",
+        }
+        warps = launch.NUM_WARPS[rows]
+        constants = {"K": 64, "SWAP": rows < 64, "STAGES": 2, "WARPS": warps}
     types = {
-        "q": "*bf16",
-        "queries": f"tensordesc<bf16[{rows}, 256],{wide}>",
-        "rope_queries": f"tensordesc<bf16[{rows}, 64],{wide}>",
-        "latents": f"tensordesc<{cache}[64, 256],{narrow}>",
-        "rope_keys": f"tensordesc<{cache}[64, 64],{half}>",
+        **inputs,
         **dict.fromkeys(("block_table", "records"), "*i32"),
         "out": "*bf16",
         **dict.fromkeys(("lse", "part_out", "part_lse"), "*fp32"),
-        **dict.fromkeys(("table_stride", "num_heads", "num_teams", "team_size"), "i32"),
+        **dict.fromkeys(("table_stride", "num_seqs", "max_blocks", "num_blocks"), "i32"),
+        **dict.fromkeys(("num_heads", "num_teams", "team_size"), "i32"),
         **dict.fromkeys(("scale", "kv_scale"), "fp32"),
     }
-    warps = 8 if rows == 64 or cache != "bf16" else 4
-    constants = {"L": 512, "P": 64, "PAGE": 64, "R": rows, "K": 64, "SWAP": rows < 64, "LSE": True}
+    name = "kernel_hopper_float8" if is_float8 else "kernel_hopper"
     return Build(
-        module="kimi_kernels.mla_decode.kernel_hopper",
-        function="attend_hopper_kernel",
+        module=f"kimi_kernels.mla_decode.{name}",
+        function="attend_hopper_float8_kernel" if is_float8 else "attend_hopper_kernel",
         types=types,
-        constants={**constants, "STAGES": 2, "WARPS": warps},
+        constants={"L": 512, "P": 64, "PAGE": 64, "R": rows, "LSE": True, **constants},
         num_warps=warps,
         is_gluon=True,
     )
@@ -187,8 +203,8 @@ def mha() -> Build:
 
 
 BUILDS: dict[str, Callable[[], Build]] = {
-    **{f"mla hopper {rows} {cache}": lambda rows=rows, cache=cache: mla_hopper(rows, cache)  # type: ignore[misc]
-       for rows in (16, 32, 64) for cache in ("bf16", "fp8e4nv")},
+    **{f"mla hopper {rows} {name}": lambda rows=rows, name=name: mla_hopper(rows, name == "float8")  # type: ignore[misc]
+       for rows in (16, 32, 64) for name in ("bf16", "float8")},
     **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
     "prefill": prefill,
     "mha": mha,

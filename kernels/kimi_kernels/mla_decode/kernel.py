@@ -20,8 +20,11 @@ SEGMENT_COST = 3
 PIECE_SLACK = 108
 """Percent of its fair share that a team may get so that it has one piece only, and nothing is cut twice."""
 MERGE_ELEMENTS = 4096
-"""Numbers a merging program reads at a time."""
-MOST_MERGED = 32
+"""Numbers a merging program reads at a time, or twice as many."""
+MOST_MERGED = 128
+"""Pieces that a merging program reads at a time."""
+MERGE_PROGRAMS = 528
+"""Merging programs that an H100 holds beside the attending ones: four a multiprocessor."""
 INTERPRETER_PROCESSORS = 5
 """Thread blocks on a CPU: few, so that tests cut sequences in the middle."""
 
@@ -168,24 +171,24 @@ def _launch_merge(
     geometry: DecodeGeometry,
 ) -> None:
     num_tokens, num_heads, kv_lora_rank = out.shape
-    pieces = _merged_at_once(geometry)
-    columns = min(kv_lora_rank, MERGE_ELEMENTS // pieces)
+    tile_rows = geometry.team_size * geometry.tile_rows
+    if geometry.split_tokens:
+        # Always merged in the same order, whatever the batch.
+        rows, pieces, columns = 1, 8, min(kv_lora_rank, MERGE_ELEMENTS // 8)
+    else:
+        # Few sequences are cut into many pieces: read them all at once, and share a row's columns among programs. Many
+        # are cut into few or none: no more programs than run at once, or they would wait for each other only to end.
+        pieces = min(MOST_MERGED, triton.next_power_of_2(max(2, geometry.num_teams // geometry.max_items)))
+        columns = min(kv_lora_rank, MERGE_ELEMENTS // pieces)
+        fair = geometry.max_items * tile_rows * (kv_lora_rank // columns) // MERGE_PROGRAMS
+        rows = max(1, min(triton.next_power_of_2(max(1, fair)), 2 * MERGE_ELEMENTS // (pieces * columns), tile_rows))
     early = out.is_cuda and torch.cuda.get_device_capability(out.device) >= (9, 0)
-    merge_kernel[(geometry.max_items, geometry.team_size * geometry.tile_rows, kv_lora_rank // columns)](
+    merge_kernel[(geometry.max_items, tile_rows // rows, kv_lora_rank // columns)](
         part_out, part_lse, entries, batch.cu_seqlens_q, out, lse, batch.seq_lens.shape[0], num_tokens, num_heads,
-        geometry.team_size, L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows, SLOTS=pieces,
+        geometry.team_size, L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows, ROWS=rows, SLOTS=pieces,
         BALANCED=geometry.split_tokens == 0, LSE=lse is not None, PDL=early, num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-
-
-def _merged_at_once(geometry: DecodeGeometry) -> int:
-    """Pieces that a merging program reads at a time: as many as an item of a uniform batch has, because a place without
-    a piece costs as much as one with; more take further turns."""
-    if geometry.split_tokens:
-        return 8  # always the same order, whatever the batch
-    share = triton.cdiv(geometry.num_teams, geometry.max_items) + 1
-    return int(min(MOST_MERGED, max(4, triton.next_power_of_2(share))))
 
 
 def _check(

@@ -177,12 +177,13 @@ def merge_kernel(
     L: tl.constexpr,
     COLUMNS: tl.constexpr,
     R: tl.constexpr,
+    ROWS: tl.constexpr,
     SLOTS: tl.constexpr,  # read at a time
     BALANCED: tl.constexpr,
     LSE: tl.constexpr,
     PDL: tl.constexpr,  # started before the kernel that it reads from has finished
 ):
-    """One program a (item, row, COLUMNS of the result): sum of the pieces, weighted by their share of the softmax."""
+    """One program an (item, ROWS, COLUMNS of the result): sum of the pieces, weighted by their share of the softmax."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -199,32 +200,37 @@ def merge_kernel(
         return
     entry = entries + (1 + item) * ENTRY
     num_slots = tl.load(entry + 4)
-    tile_row = tl.load(entry + 2) * R + tl.program_id(1)
-    if (num_slots <= 1) | (tile_row >= tl.load(entry + 1) * num_heads):
+    if num_slots <= 1:
         return
+    first_tile = tl.load(entry + 2)
+    num_rows = tl.minimum(tl.load(entry + 1) * num_heads - first_tile * R, team_size * R)
+    tile_row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    exists = tile_row < num_rows
     first_slot = tl.load(entry + 3)
-    total_max = NO_SCORE
-    total = 0.0
-    acc = tl.zeros([COLUMNS], tl.float32)
+    total_max = tl.full([ROWS], NO_SCORE, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, num_slots, SLOTS):
         piece = begin + tl.arange(0, SLOTS)
         if BALANCED:
             slot = first_slot + 2 * piece + (piece == 0).to(tl.int32)
         else:
             slot = first_slot + piece
-        row = slot.to(tl.int64) * (team_size * R) + tl.program_id(1)
-        log_sum = tl.load(part_lse + row, mask=piece < num_slots, other=float("-inf"))
-        part = tl.load(part_out + row[:, None] * L + column[None, :], mask=(piece < num_slots)[:, None], other=0.0)
+        row = (slot.to(tl.int64) * (team_size * R))[:, None] + tile_row[None, :]
+        there = (piece < num_slots)[:, None] & exists[None, :]
+        log_sum = tl.load(part_lse + row, mask=there, other=float("-inf"))
+        part = tl.load(part_out + row[:, :, None] * L + column[None, None, :], mask=there[:, :, None], other=0.0)
         new_max = tl.maximum(total_max, tl.max(log_sum, 0))
         shrink = tl.exp2(total_max - new_max)
-        weight = tl.exp2(log_sum - new_max)
+        weight = tl.exp2(log_sum - new_max[None, :])
         total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         total_max = new_max
     seen = total > 0.0
     total = tl.where(seen, total, 1.0)
-    row = tl.load(entry).to(tl.int64) * num_heads + tile_row
-    tl.store(out + row * L + column, tl.where(seen, acc / total, 0.0).to(out.dtype.element_ty))
+    row = tl.load(entry).to(tl.int64) * num_heads + first_tile * R + tile_row
+    result = tl.where(seen[:, None], acc / total[:, None], 0.0)
+    tl.store(out + row[:, None] * L + column[None, :], result.to(out.dtype.element_ty), mask=exists[:, None])
     if LSE:
         if tl.program_id(2) == 0:
-            tl.store(lse + row, tl.where(seen, (total_max + tl.log2(total)) * LN2, float("-inf")))
+            tl.store(lse + row, tl.where(seen, (total_max + tl.log2(total)) * LN2, float("-inf")), mask=exists)

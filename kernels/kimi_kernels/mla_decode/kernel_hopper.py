@@ -4,9 +4,6 @@ Triton-language cannot say three things that this needs: which warps hold which 
 compute the same scores twice), when a product is waited for, and when a tile of latents may be overwritten. Latents lie
 in shared memory as two halves of their columns, so that half a tile is being loaded again while the other half is still
 multiplied. Notation as in kernel_attend.py; H = L / 2.
-
-float8 latents: scores are float8 products, of queries split into two float8 terms; the values are widened to float16
-while those products run.
 """
 
 from triton.experimental import gluon
@@ -21,15 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kimi_kernels.mla_decode.kernel_hopper_tiles import (
     accumulate,
     clear_unused,
+    find_tile,
     load_first,
     load_queries,
     load_second,
     load_tile,
     multiply,
+    prefetch_tiles,
     read_segment,
-    split_queries,
     store_half,
-    widen,
 )
 
 RECORD = gl.constexpr(16)
@@ -39,10 +36,10 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def attend_hopper_kernel(
-    q,  # [tokens * heads, L + P], read if latents are float8
-    queries,  # the same: descriptor of [R, H] boxes
+    cache,  # [cache rows, L + P]
+    queries,  # [tokens * heads, L + P]: descriptor of [R, H] boxes
     rope_queries,  # the same: descriptor of [R, P] boxes
-    latents,  # [cache rows, L + P]: descriptor of [K, H] boxes
+    latents,  # the cache: descriptor of [K, H] boxes
     rope_keys,  # the same: descriptor of [K, P] boxes
     block_table,  # [seqs, max blocks] int32
     records,
@@ -51,6 +48,9 @@ def attend_hopper_kernel(
     part_out,  # [slots, team_size, R, L] float32
     part_lse,  # [slots, team_size, R] float32, base 2
     table_stride,
+    num_seqs,
+    max_blocks,
+    num_blocks,
     num_heads,
     num_teams,
     team_size,
@@ -66,20 +66,18 @@ def attend_hopper_kernel(
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    NARROW: gl.constexpr = latents.dtype.primitive_bitwidth == 8
-    dtype: gl.constexpr = gl.float16 if NARROW else latents.dtype
+    dtype: gl.constexpr = latents.dtype
     H: gl.constexpr = L // 2
     groups: gl.constexpr = WARPS // 4
-    step: gl.constexpr = 32 if NARROW else 16  # columns a product instruction takes
     if SWAP:
-        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, R // groups, step])
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, R // groups, 16])
         out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, R, 16])
         key_axis: gl.constexpr = 0
         row_axis: gl.constexpr = 1
         acc_shape: gl.constexpr = [H, R]
         score_shape: gl.constexpr = [K, R]
     else:
-        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, K // groups, step])
+        score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, K // groups, 16])
         out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, H // groups, 16])
         key_axis: gl.constexpr = 1
         row_axis: gl.constexpr = 0
@@ -89,7 +87,6 @@ def attend_hopper_kernel(
     score_key: gl.constexpr = gl.SliceLayout(row_axis, score_layout)
     out_row: gl.constexpr = gl.SliceLayout(key_axis, out_layout)
     out_column: gl.constexpr = gl.SliceLayout(row_axis, out_layout)
-    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     weight_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for(score_shape, dtype)
 
     q1_shared = gl.allocate_shared_memory(latents.dtype, [R, H], latents.layout)
@@ -98,26 +95,21 @@ def attend_hopper_kernel(
     k1_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, H], latents.layout)
     k2_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, H], latents.layout)
     kr_shared = gl.allocate_shared_memory(latents.dtype, [STAGES, K, P], rope_keys.layout)
-    if NARROW:
-        q1_low = gl.allocate_shared_memory(latents.dtype, [R, H], latents.layout)
-        q2_low = gl.allocate_shared_memory(latents.dtype, [R, H], latents.layout)
-        qr_low = gl.allocate_shared_memory(latents.dtype, [R, P], rope_keys.layout)
-        v1_wide = gl.allocate_shared_memory(dtype, [1, K, H], wide)
-        v2_wide = gl.allocate_shared_memory(dtype, [1, K, H], wide)
     weights_shared = gl.allocate_shared_memory(dtype, score_shape, weight_shared)
-    ready1 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready2 = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(STAGES):
-        mbarrier.init(ready1.index(buffer), count=1)
-        mbarrier.init(ready2.index(buffer), count=1)
+        mbarrier.init(ready.index(buffer), count=1)
     mbarrier.init(q_ready, count=1)
     fence_async_shared()
     gdc_launch_dependents()
-    gdc_wait()
-
     team = gl.program_id(0) // team_size
     member = gl.program_id(0) % team_size
+    prefetch_tiles(
+        cache, block_table, records, team, num_seqs, max_blocks, num_blocks, table_stride, L, P, PAGE, K, STAGES
+    )
+    gdc_wait()
+
     num_segments = gl.load(records + team * RECORD + 8)
     first_item = gl.load(records + team * RECORD + 9)
     seq, first_row, num_rows, tile_start, begin, num_tiles, slot, length = read_segment(
@@ -127,12 +119,15 @@ def attend_hopper_kernel(
         num_tiles = 0
     table = block_table + seq.to(gl.int64) * table_stride
     done = 0  # tiles of earlier segments: which buffer comes next, in which phase
+    load_queries(
+        queries, rope_queries, first_row * num_heads + tile_start, q1_shared, q2_shared, qr_shared, q_ready, L,
+        num_segments > 0,
+    )  # fmt: skip
     for ahead in gl.static_range(STAGES):
-        load_tile(latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready1,
-                  ready2, L, PAGE, K, STAGES)  # fmt: skip
-    if not NARROW:
-        load_queries(queries, rope_queries, first_row * num_heads + tile_start, q1_shared, q2_shared, qr_shared,
-                     q_ready, L, num_segments > 0)  # fmt: skip
+        load_tile(
+            latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready, L, PAGE,
+            K, STAGES,
+        )  # fmt: skip
     for segment in range(num_segments):
         # Read the next segment's record now: its loads start before this segment's result is stored.
         more = segment + 1 < num_segments
@@ -140,110 +135,70 @@ def attend_hopper_kernel(
         (next_seq, next_first_row, next_num_rows, next_tile_start, next_begin, next_num_tiles, next_slot,
          next_length) = read_segment(records, next_at, member, num_heads, R, K)  # fmt: skip
         next_num_tiles = gl.where(more, next_num_tiles, 0)
-        row_scale = scale
-        if NARROW:
-            unit = split_queries(
-                q, first_row * num_heads + tile_start, num_rows * num_heads - tile_start, q1_shared, q2_shared,
-                qr_shared, q1_low, q2_low, qr_low, L, P, R, WARPS, score_row,
-            )  # fmt: skip
-            fence_async_shared()
-            row_scale = unit * scale
         token = (tile_start + gl.arange(0, R, score_row)) // num_heads
         last_key = length - num_rows + gl.minimum(token, num_rows - 1)
         key_in_tile = gl.arange(0, K, score_key)
         row_max = gl.full([R], NO_SCORE, gl.float32, score_row)
-        row_sum = gl.zeros([R], gl.float32, score_row)
+        weight_sum = gl.zeros(score_shape, gl.float32, score_layout)  # of every key position in a tile
         acc1 = gl.zeros(acc_shape, gl.float32, out_layout)
         acc2 = gl.zeros(acc_shape, gl.float32, out_layout)
-        none = seq - seq  # 0, but not to the assembler, which would keep every address made of a constant in registers
-        if not NARROW:
-            mbarrier.wait(q_ready, segment & 1)
+        mbarrier.wait(q_ready, segment & 1)
         for index in range(num_tiles):
             stage = (done + index) % STAGES
             phase = (done + index) // STAGES & 1
             tile = begin + index
-            there = index + STAGES < num_tiles
-            next_block = gl.load(table + (tile + STAGES) * K // PAGE, mask=there, other=0)
-            next_row = next_block * PAGE + (tile + STAGES) * K % PAGE
+            next_row, there = find_tile(table, begin, num_tiles, index + STAGES, PAGE, K)
             k1 = k1_shared.index(stage)
             k2 = k2_shared.index(stage)
             kr = kr_shared.index(stage)
-            ready_first = ready1.index(stage)
-            ready_second = ready2.index(stage)
+            arrived = ready.index(stage)
             scores = gl.zeros(score_shape, gl.float32, score_layout)
-            mbarrier.wait(ready_first, phase)
-            if NARROW:
-                mbarrier.wait(ready_second, phase)
-                low_scores = gl.zeros(score_shape, gl.float32, score_layout)
-                scores = multiply(q1_shared, k1, scores, True, SWAP)
-                scores = multiply(qr_shared, kr, scores, False, SWAP)
-                scores = multiply(q2_shared, k2, scores, False, SWAP)
-                low_scores = multiply(q1_low, k1, low_scores, True, SWAP)
-                low_scores = multiply(qr_low, kr, low_scores, False, SWAP)
-                low_scores = multiply(q2_low, k2, low_scores, False, SWAP)
-                v1 = v1_wide.index(none)
-                v2 = v2_wide.index(none)
-                widen(k1, v1, WARPS)
-                widen(k2, v2, WARPS)
-                scores, low_scores = warpgroup_mma_wait(0, deps=[scores, low_scores])
-                scores += low_scores * 0.0625
-                none = gl.minimum(next_block, 0)
-            else:
-                scores = multiply(q1_shared, k1, scores, True, SWAP)
-                scores = multiply(qr_shared, kr, scores, False, SWAP)
-                mbarrier.wait(ready_second, phase)
-                scores = multiply(q2_shared, k2, scores, False, SWAP)
-                v1 = k1
-                v2 = k2
-                scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.wait(arrived, phase)
+            scores = multiply(q1_shared, k1, scores, True, SWAP)
+            scores = multiply(qr_shared, kr, scores, False, SWAP)
+            scores = multiply(q2_shared, k2, scores, False, SWAP)
+            scores = warpgroup_mma_wait(0, deps=[scores])
             if (tile + 1) * K > length:
-                clear_unused(v1, length - tile * K, WARPS)
-                clear_unused(v2, length - tile * K, WARPS)
+                clear_unused(k1, length - tile * K, WARPS)
+                clear_unused(k2, length - tile * K, WARPS)
                 fence_async_shared()
             visible = gl.expand_dims(tile * K + key_in_tile, row_axis) <= gl.expand_dims(last_key, key_axis)
             scores = gl.where(visible, scores, NO_SCORE)
-            new_max = gl.maximum(row_max, gl.max(scores, key_axis) * row_scale)
-            if NARROW:
-                scores = scores * gl.expand_dims(row_scale, key_axis)
-            else:
-                scores = scores * row_scale
-            weights = gl.exp2(scores - gl.expand_dims(new_max, key_axis))
+            new_max = gl.maximum(row_max, gl.max(scores, key_axis) * scale)
+            weights = gl.exp2(scores * scale - gl.expand_dims(new_max, key_axis))
             weights = gl.where(visible, weights, 0.0)
             shrink = gl.exp2(row_max - new_max)
-            row_sum = row_sum * shrink + gl.sum(weights, key_axis)
+            weight_sum = weight_sum * gl.expand_dims(shrink, key_axis) + weights
             row_max = new_max
             weights_shared.store(weights.to(dtype))
             fence_async_shared()
-            if NARROW:
-                gl.thread_barrier()  # every warp has read this tile
             out_shrink = gl.expand_dims(gl.convert_layout(shrink, out_row), key_axis)
             acc1 = acc1 * out_shrink
             acc2 = acc2 * out_shrink
-            if NARROW:
-                load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
-                load_second(latents, next_row, k2, ready_second, H, there)
-            acc1 = accumulate(weights_shared, v1, acc1, SWAP)
-            acc2 = accumulate(weights_shared, v2, acc2, SWAP)
+            acc1 = accumulate(weights_shared, k1, acc1, SWAP)
+            acc2 = accumulate(weights_shared, k2, acc2, SWAP)
             acc1 = warpgroup_mma_wait(1, deps=[acc1])
-            if not NARROW:
-                gl.thread_barrier()  # every warp has read the first half
-                load_first(latents, rope_keys, next_row, k1, kr, ready_first, L, there)
+            gl.thread_barrier()  # every warp has read the first half
+            load_first(latents, rope_keys, next_row, k1, kr, arrived, L, there)
             acc2 = warpgroup_mma_wait(0, deps=[acc2])
             gl.thread_barrier()
-            if not NARROW:
-                load_second(latents, next_row, k2, ready_second, H, there)
+            load_second(latents, next_row, k2, arrived, H, there)
         gl.thread_barrier()
         done += num_tiles
         table = block_table + next_seq.to(gl.int64) * table_stride
+        load_queries(
+            queries, rope_queries, next_first_row * num_heads + next_tile_start, q1_shared, q2_shared, qr_shared,
+            q_ready, L, more,
+        )  # fmt: skip
         for ahead in gl.static_range(STAGES):
-            load_tile(latents, rope_keys, table, next_begin, next_num_tiles, ahead, done, k1_shared, k2_shared,
-                      kr_shared, ready1, ready2, L, PAGE, K, STAGES)  # fmt: skip
-        if not NARROW:
-            load_queries(queries, rope_queries, next_first_row * num_heads + next_tile_start, q1_shared, q2_shared,
-                         qr_shared, q_ready, L, more)  # fmt: skip
+            load_tile(
+                latents, rope_keys, table, next_begin, next_num_tiles, ahead, done, k1_shared, k2_shared, kr_shared,
+                ready, L, PAGE, K, STAGES,
+            )  # fmt: skip
 
         tile_row = tile_start + gl.arange(0, R, score_row)
         exists = tile_row < num_rows * num_heads
+        row_sum = gl.sum(weight_sum, key_axis)
         seen = row_sum > 0.0
         safe_sum = gl.where(seen, row_sum, 1.0)
         log_sum = gl.where(seen, row_max + gl.log2(safe_sum), float("-inf"))

@@ -1,4 +1,4 @@
-"""Launch of `attend_hopper_kernel`: descriptors and the choice of warps."""
+"""Launches of the Hopper kernels: descriptors, warps and buffers."""
 
 import functools
 
@@ -9,11 +9,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry
 from kimi_kernels.mla_decode.kernel_hopper import attend_hopper_kernel
+from kimi_kernels.mla_decode.kernel_hopper_float8 import attend_hopper_float8_kernel
+from kimi_kernels.mla_decode.kernel_hopper_float8_tiles import BOX
 
 NUM_WARPS = {16: 4, 32: 4, 64: 8}
 """Warps by rows of a tile, for 16-bit latents."""
 NUM_WARPS_FLOAT8 = 8
-"""Twice as many where they also widen the latents."""
+FLOAT8_TILES = {16: (2, 2), 32: (2, 2), 64: (1, 3)}
+"""(Boxes of 64 keys that are multiplied at once, buffers of so many) by rows of a tile, for float8 latents."""
+WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+HALF_WIDE = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 
 
 @functools.lru_cache(maxsize=16)
@@ -45,28 +50,35 @@ def launch_hopper(
     scale: float,
     kv_scale: float,
 ) -> None:
-    """Launch `attend_hopper_kernel`; arguments as `attend_kernel` takes them."""
-    block_size, latent_dim = latent_cache.shape[1:]
+    """Launch one of the Hopper kernels; arguments as `attend_kernel` takes them."""
+    num_blocks, block_size, latent_dim = latent_cache.shape
     rope_dim = latent_dim - kv_lora_rank
-    half = kv_lora_rank // 2
     rows = geometry.tile_rows
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     queries = q.contiguous().view(-1, latent_dim)
-    cache_rows = latent_cache.view(-1, latent_dim)
-    narrow = latent_cache.dtype.itemsize == 1
-    # A box of the copy engine's 128-byte swizzle: 64 rope columns fill only half of one in float8.
-    latent_layout = gl.NVMMASharedLayout(128, 8, 2) if narrow else layout
-    rope_layout = gl.NVMMASharedLayout(64, 8, 2) if narrow else layout
-    num_warps = NUM_WARPS_FLOAT8 if narrow else NUM_WARPS[rows]
-    attend_hopper_kernel[(geometry.num_teams * geometry.team_size,)](
-        queries,
-        TensorDescriptor.from_tensor(queries, [rows, half], layout),
-        TensorDescriptor.from_tensor(queries, [rows, rope_dim], layout),
-        TensorDescriptor.from_tensor(cache_rows, [TILE_KEYS, half], latent_layout),
-        TensorDescriptor.from_tensor(cache_rows, [TILE_KEYS, rope_dim], rope_layout),
-        block_table, records, out, lse, part_out, part_lse,
-        block_table.stride(0), geometry.num_heads, geometry.num_teams, geometry.team_size,
-        scale, kv_scale,
-        L=kv_lora_rank, P=rope_dim, PAGE=block_size, R=rows, K=TILE_KEYS, SWAP=rows < 64,
-        LSE=lse is not None, STAGES=2, WARPS=num_warps, num_warps=num_warps, launch_pdl=True,
+    cache = latent_cache.view(-1, latent_dim)
+    grid = (geometry.num_teams * geometry.team_size,)
+    arguments = (
+        block_table, records, out, lse, part_out, part_lse, block_table.stride(0), *block_table.shape, num_blocks,
+        geometry.num_heads, geometry.num_teams, geometry.team_size, scale, kv_scale,
     )  # fmt: skip
+    constants = {"L": kv_lora_rank, "P": rope_dim, "PAGE": block_size, "R": rows, "LSE": lse is not None}
+    if latent_cache.dtype == q.dtype:
+        warps, half = NUM_WARPS[rows], kv_lora_rank // 2
+        attend_hopper_kernel[grid](
+            cache,
+            TensorDescriptor.from_tensor(queries, [rows, half], WIDE),
+            TensorDescriptor.from_tensor(queries, [rows, rope_dim], WIDE),
+            TensorDescriptor.from_tensor(cache, [TILE_KEYS, half], WIDE),
+            TensorDescriptor.from_tensor(cache, [TILE_KEYS, rope_dim], WIDE),
+            *arguments, **constants, K=TILE_KEYS, SWAP=rows < 64, STAGES=2, WARPS=warps, num_warps=warps,
+            launch_pdl=True,
+        )  # fmt: skip
+    else:
+        words, (boxes, stages) = cache.view(torch.int16), FLOAT8_TILES[rows]
+        attend_hopper_float8_kernel[grid](
+            queries,
+            cache,
+            TensorDescriptor.from_tensor(words, [BOX.value, BOX.value], WIDE),
+            TensorDescriptor.from_tensor(words, [BOX.value, rope_dim // 2], HALF_WIDE),
+            *arguments, **constants, BOXES=boxes, STAGES=stages, num_warps=NUM_WARPS_FLOAT8, launch_pdl=True,
+        )  # fmt: skip

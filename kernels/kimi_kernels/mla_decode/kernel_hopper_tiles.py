@@ -1,16 +1,54 @@
-"""Pieces of `attend_hopper_kernel`: loads, conversions and products of one tile. Notation as in kernel_attend.py."""
+"""Pieces of the Hopper kernels: loads and products of one tile. Notation as in kernel_attend.py."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 RECORD = gl.constexpr(16)
+PREFETCH = gl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+mov.u32 t, %tid.x;
+setp.lt.u32 p, t, $3;
+@p cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, 0;
+}""")
+
+
+@gluon.jit
+def prefetch_tiles(cache, table, records, team, num_seqs, max_blocks, num_blocks, table_stride, L: gl.constexpr,
+                   P: gl.constexpr, PAGE: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr):  # fmt: skip
+    """Ask for a team's first tiles while the kernel before this one still runs.
+
+    The plan or the table may not be written yet. Whatever is read here only decides what comes to L2, within bounds,
+    and it goes past L1, which would keep it.
+    """
+    record = records + team * RECORD
+    seq = gl.load(record, cache_modifier=".cg")
+    begin = gl.load(record + 4, cache_modifier=".cg")
+    end = gl.load(record + 5, cache_modifier=".cg")
+    seq = gl.minimum(gl.maximum(seq, 0), num_seqs - 1)
+    begin = gl.minimum(gl.maximum(begin, 0), max_blocks * (PAGE // K))
+    bytes_a_row: gl.constexpr = (L + P) * cache.dtype.element_ty.primitive_bitwidth // 8
+    for ahead in gl.static_range(TILES):
+        key = (begin + ahead) * K
+        at = gl.minimum(key // PAGE, max_blocks - 1)
+        block = gl.load(
+            table + seq.to(gl.int64) * table_stride + at, mask=max_blocks > 0, other=0, cache_modifier=".cg"
+        )
+        block = gl.minimum(gl.maximum(block, 0), num_blocks - 1)
+        row = block.to(gl.int64) * PAGE + key % PAGE
+        there = (begin + ahead < end).to(gl.int32)
+        address = cache.to(gl.int64) + row * bytes_a_row
+        gl.inline_asm_elementwise(
+            PREFETCH, "=r,l,r,r", [address, K * bytes_a_row, there], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
 def load_first(latents, rope_keys, row, half, rope, ready, L: gl.constexpr, there):
-    """Start copying the first half of a tile's columns and its rope part."""
-    mbarrier.expect(ready, latents.block_type.nbytes + rope_keys.block_type.nbytes, pred=there)
+    """Start copying the first half of a tile's columns and its rope part; `ready` waits for the second half too."""
+    mbarrier.expect(ready, 2 * latents.block_type.nbytes + rope_keys.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(latents, [row, 0], ready, half, pred=there)
     tma.async_copy_global_to_shared(rope_keys, [row, L], ready, rope, pred=there)
 
@@ -18,20 +56,25 @@ def load_first(latents, rope_keys, row, half, rope, ready, L: gl.constexpr, ther
 @gluon.jit
 def load_second(latents, row, half, ready, H: gl.constexpr, there):
     """Start copying the second half."""
-    mbarrier.expect(ready, latents.block_type.nbytes, pred=there)
     tma.async_copy_global_to_shared(latents, [row, H], ready, half, pred=there)
 
 
 @gluon.jit
-def load_tile(latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready1, ready2,
-              L: gl.constexpr, PAGE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Start copying tile `ahead` of a segment, if it has that many, to the buffer that it falls to."""
+def find_tile(table, begin, num_tiles, ahead, PAGE: gl.constexpr, K: gl.constexpr):
+    """(the cache row that tile `ahead` of a segment starts at, whether the segment has that many)."""
     there = ahead < num_tiles
     key = (begin + ahead) * K
-    row = gl.load(table + key // PAGE, mask=there, other=0) * PAGE + key % PAGE
+    return gl.load(table + key // PAGE, mask=there, other=0) * PAGE + key % PAGE, there
+
+
+@gluon.jit
+def load_tile(latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready,
+              L: gl.constexpr, PAGE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Start copying tile `ahead` of a segment, if it has that many, to the buffers that it falls to."""
+    row, there = find_tile(table, begin, num_tiles, ahead, PAGE, K)
     stage = (done + ahead) % STAGES
-    load_first(latents, rope_keys, row, k1_shared.index(stage), kr_shared.index(stage), ready1.index(stage), L, there)
-    load_second(latents, row, k2_shared.index(stage), ready2.index(stage), L // 2, there)
+    load_first(latents, rope_keys, row, k1_shared.index(stage), kr_shared.index(stage), ready.index(stage), L, there)
+    load_second(latents, row, k2_shared.index(stage), ready.index(stage), L // 2, there)
 
 
 @gluon.jit
@@ -68,79 +111,6 @@ def clear_unused(half, num_used, WARPS: gl.constexpr):
         part = half.slice(chunk * 64, 64, dim=1)
         values = part.load(layout)
         part.store(gl.where(used[:, None], values, gl.zeros_like(values)))
-
-
-@gluon.jit
-def widen(raw, wide, WARPS: gl.constexpr):
-    """Copy float8 rows [64, H] to float16, which holds them exactly.
-
-    A thread takes 16 columns. Rows of the lanes are spread so that neither the reads (16 bytes) nor the writes (twice
-    16) of eight lanes meet in a bank of the two swizzled layouts.
-    """
-    if WARPS == 4:
-        layout: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [32, 0], [0, 64]],
-            lane_bases=[[0, 16], [0, 32], [5, 0], [1, 0], [2, 0]],
-            warp_bases=[[8, 0], [16, 0]],
-            block_bases=[],
-            shape=[64, 128],
-        )
-    else:
-        layout: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 64]],
-            lane_bases=[[0, 16], [0, 32], [5, 0], [1, 0], [2, 0]],
-            warp_bases=[[8, 0], [16, 0], [32, 0]],
-            block_bases=[],
-            shape=[64, 128],
-        )
-    for chunk in gl.static_range(raw.shape[1] // 128):
-        values = raw.slice(chunk * 128, 128, dim=1).load(layout)
-        wide.slice(chunk * 128, 128, dim=1).store(values.to(wide.dtype))
-
-
-@gluon.jit
-def _query_chunk(q, row, num_used, FIRST: gl.constexpr, ROW: gl.constexpr, R: gl.constexpr, layout: gl.constexpr,
-                  COLUMNS: gl.constexpr):  # fmt: skip
-    index = gl.arange(0, R, gl.SliceLayout(1, layout))
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    first = q + row.to(gl.int64) * ROW + FIRST
-    place = index[:, None] * ROW + column[None, :]
-    return gl.load(first + place, mask=(index < num_used)[:, None], other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _store_split(values, high, low):
-    """float32 values of size up to 448 as high + low / 16, both float8: eight bits of mantissa together."""
-    rounded = values.to(high.dtype)
-    high.store(rounded)
-    low.store(((values - rounded.to(gl.float32)) * 16.0).to(low.dtype))
-
-
-@gluon.jit
-def split_queries(q, row, num_used, high1, high2, high_rope, low1, low2, low_rope, L: gl.constexpr, P: gl.constexpr,
-                  R: gl.constexpr, WARPS: gl.constexpr, out_layout: gl.constexpr):  # fmt: skip
-    """Queries to shared memory as two float8 tensors each, so that float8 keys need no widening.
-
-    Returns [R] float32: what row r's queries were divided by.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
-    rope_layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [WARPS, 1], [1, 0])
-    H: gl.constexpr = L // 2
-    rope = _query_chunk(q, row, num_used, L, L + P, R, rope_layout, P)
-    largest = gl.convert_layout(gl.max(gl.abs(rope), 1), gl.SliceLayout(1, layout))
-    for chunk in gl.static_range(L // 128):
-        values = _query_chunk(q, row, num_used, chunk * 128, L + P, R, layout, 128)
-        largest = gl.maximum(largest, gl.max(gl.abs(values), 1))
-    unit = gl.maximum(largest, 1e-30) / 448.0
-    inverse = (1.0 / unit)[:, None]
-    for chunk in gl.static_range(H // 128):
-        values = _query_chunk(q, row, num_used, chunk * 128, L + P, R, layout, 128) * inverse
-        _store_split(values, high1.slice(chunk * 128, 128, dim=1), low1.slice(chunk * 128, 128, dim=1))
-        values = _query_chunk(q, row, num_used, H + chunk * 128, L + P, R, layout, 128) * inverse
-        _store_split(values, high2.slice(chunk * 128, 128, dim=1), low2.slice(chunk * 128, 128, dim=1))
-    rope = rope * gl.convert_layout(1.0 / unit, gl.SliceLayout(1, rope_layout))[:, None]
-    _store_split(rope, high_rope, low_rope)
-    return gl.convert_layout(unit, out_layout)
 
 
 @gluon.jit

@@ -17,8 +17,6 @@ SCALE = 192**-0.5
 ERROR_LIMIT = 6e-3
 """norm(error) / norm(result): weights and result rounded to bf16, 2^-9 each."""
 LSE_LIMIT = 2e-3
-FLOAT8_LSE_LIMIT = 1e-2
-"""The tensor cores add float8 products with some 13 bits."""
 SEQ_LENS = [700, 0, 64, 1, 129, 3000, 63, 65]
 QUERY_LENS = [4, 1, 0, 1, 8, 2, 4, 3]
 
@@ -58,15 +56,13 @@ def check(
     assert relative_error(out, expected) < ERROR_LIMIT
     finite = expected_lse.isfinite()
     assert torch.equal(lse.cpu().isfinite(), finite)
-    assert (lse.cpu()[finite] - expected_lse[finite]).abs().max() < (
-        FLOAT8_LSE_LIMIT if dtype.itemsize == 1 else LSE_LIMIT
-    )
+    assert (lse.cpu()[finite] - expected_lse[finite]).abs().max() < LSE_LIMIT
     assert torch.equal(out.cpu()[~finite], torch.zeros_like(out.cpu()[~finite]))
     return out
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("num_heads", [1, 5, 8, 16, 64, 128])
+@pytest.mark.parametrize("num_heads", [1, 5, 8, 16, 32, 64, 128])
 def test_a_ragged_batch(num_heads: int, block_size: int) -> None:
     check(paged_case(QUERY_LENS, SEQ_LENS, block_size, padding_rows=2), num_heads)
 
@@ -77,9 +73,15 @@ def test_every_number_of_rows(num_heads: int, num_rows: int) -> None:
     check(paged_case([num_rows] * 3, [1000, 61 + num_rows, num_rows], 64), num_heads)
 
 
-@pytest.mark.parametrize("num_heads", [8, 16, 64])
-def test_float8(num_heads: int) -> None:
-    check(paged_case(QUERY_LENS, SEQ_LENS, 64), num_heads, dtype=torch.float8_e4m3fn, kv_scale=0.02)
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("num_heads", [2, 8, 16, 64])
+def test_float8(num_heads: int, block_size: int) -> None:
+    check(paged_case(QUERY_LENS, SEQ_LENS, block_size), num_heads, dtype=torch.float8_e4m3fn, kv_scale=0.02)
+
+
+def test_float8_in_pieces_of_an_odd_number_of_tiles() -> None:
+    check(paged_case([4, 4], [64 * 331, 64 * 7 - 3], 64), 8, dtype=torch.float8_e4m3fn, kv_scale=0.02)
+    check(paged_case([4] * 3, [700, 193, 3000], 64), 8, split_tokens=192, dtype=torch.float8_e4m3fn, kv_scale=0.02)
 
 
 @pytest.mark.parametrize("num_heads", [8, 64])
@@ -93,7 +95,7 @@ def test_many_short_sequences() -> None:
 
 
 def test_blocks_past_two_to_the_31_elements() -> None:
-    num_blocks = 60_000  # 60,000 blocks of 64 x 576 elements
+    num_blocks = 66_000  # of 64 x 576 elements; ids past 16 bits too
     case = paged_case([4, 1], [200, 64], 64)
     q, cache = inputs(case, 8)
     pool = torch.full((num_blocks, 64, LATENT_DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
