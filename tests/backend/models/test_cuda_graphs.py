@@ -35,7 +35,15 @@ WIDTHS = {
 def kernel_set() -> KernelSet:
     """Triton-language attention, norms and rope; plain matrix products, router, experts and argmax."""
     triton, plain = KernelSet.triton(), device_kernel_set()
-    names = ("pack_linear", "linear", "per_head_linear", "route_experts", "pack_experts", "moe_experts")
+    names = (
+        "pack_linear",
+        "linear",
+        "per_head_linear",
+        "router_logits",
+        "route_experts",
+        "pack_experts",
+        "moe_experts",
+    )
     return replace(triton, **{name: getattr(plain, name) for name in names})
 
 
