@@ -3,8 +3,9 @@
     python -m kimi_nano prompts DATA prompts.jsonl
     python benchmarks/exactness.py --checkpoint demo/kimi-nano --prompts prompts.jsonl [--json OUT] [--only a b c]
 
-a   float32, reference kernels: texts for every k, greedy and at temperature 1, must be those of k = 0. One process for
-    each, side by side, under the MPS daemon where there is one.
+a   float32, reference kernels: texts for every k, greedy and at temperature 1, must be those of k = 0. These kernels
+    launch thousands of operations a step, so the cases run side by side, a process for each and for each shard of the
+    prompts, under the MPS daemon where there is one.
 b   bf16, Triton-language kernels, teacher-forced: the k = 0 text is fed again as verify windows. Positions that draw
     another token are listed with the gap of their two best scores (log p + noise) and the smallest gap of a router;
     either must be within the rounding that is seen where the tokens agree.
@@ -64,14 +65,20 @@ def settings_of(args: argparse.Namespace, kernels: str) -> ServingSettings:
 def float32(args: argparse.Namespace) -> Report:
     """Measurement a."""
     settings = settings_of(args, "reference")
-    cases = [(temperature, k) for temperature in TEMPERATURES for k in args.k]
+    size = -(-len(args.token_ids) // args.shards)
+    starts = range(0, len(args.token_ids), size)
+    cases = [(temperature, k) for k in sorted(args.k, reverse=True) for temperature in TEMPERATURES]
     with maybe_mps(settings, print) as variables:
         os.environ.update(variables)
         with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
             futures = {
-                (t, k): pool.submit(run_alone, settings, args.token_ids, k, t, args.num_tokens) for t, k in cases
+                (t, k): [
+                    pool.submit(run_alone, settings, args.token_ids[i : i + size], k, t, args.num_tokens, i)
+                    for i in starts
+                ]
+                for t, k in cases  # the longest first
             }
-            found = {case: future.result() for case, future in futures.items()}
+            found = {case: [text for part in parts for text in part.result()] for case, parts in futures.items()}
         for name in variables:
             del os.environ[name]
     report: Report = {}
@@ -154,7 +161,9 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step, for a and c")
     parser.add_argument("--k", type=int, nargs="+", default=list(range(MAX_SPECULATIVE_TOKENS + 1)))
-    parser.add_argument("--processes", type=int, default=16, help="of measurement a")
+    parser.add_argument("--processes", type=int, default=32, help="of measurement a, at most")
+    parser.add_argument("--shards", type=int, default=2, help="parts of the prompts in measurement a, a process each")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="what is kept of a prompt, from its end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--only", nargs="+", default=list(MEASUREMENTS), choices=list(MEASUREMENTS))
     parser.add_argument("--json", type=Path)
@@ -162,7 +171,8 @@ def main() -> None:
     if args.k[0] != 0:
         parser.error(f"--k {args.k}: 0 first, the others are compared with it")
     tokenizer = load_tokenizer(args.checkpoint)
-    args.token_ids = read_prompt_token_ids(args.prompts, tokenizer)[: args.num_prompts]
+    prompts = read_prompt_token_ids(args.prompts, tokenizer)[: args.num_prompts]
+    args.token_ids = [prompt[-args.prompt_tokens :] for prompt in prompts]
     card = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     report: Report = {
         "command": sys.argv,

@@ -40,8 +40,9 @@ def texts(
     k: int,
     temperature: float,
     num_tokens: int,
+    first_seed: int = 0,
 ) -> tuple[list[Text], float | None]:
-    """Every prompt's text, and the acceptance length (1 + mean accepted a round)."""
+    """Every prompt's text, and the acceptance length (1 + mean accepted a round). Prompt i has seed first_seed + i."""
     engine = Engine(target, draft, settings=scheduler_settings(settings))
     engine.start()
     try:
@@ -52,7 +53,7 @@ def texts(
             request = GenerateRequest(
                 request_id=str(index),
                 prompt_token_ids=prompt,
-                sampling=replace(sampling, seed=index),
+                sampling=replace(sampling, seed=first_seed + index),
                 num_speculative_tokens=k,
             )
             engine.submit(request, collector)
@@ -68,14 +69,14 @@ def texts(
 
 
 def run_alone(
-    settings: ServingSettings, prompts: Sequence[Text], k: int, temperature: float, num_tokens: int
+    settings: ServingSettings, prompts: Sequence[Text], k: int, temperature: float, num_tokens: int, first_seed: int
 ) -> list[Text]:
     """In a process of its own: load both models, make the texts. Products of float32 numbers are ieee products."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
     target, draft = load_pair(settings)
-    return texts(target, draft, settings, prompts, k, temperature, num_tokens)[0]
+    return texts(target, draft, settings, prompts, k, temperature, num_tokens, first_seed)[0]
 
 
 def num_identical(expected: Sequence[Text], found: Sequence[Text]) -> int:
