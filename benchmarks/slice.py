@@ -179,6 +179,7 @@ def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -
         "max_model_len": str(longest),
         "kv_tokens": str(max(most, longest)),
         "max_num_seqs": str(max(options.batches)),
+        "capture_batch_sizes": ",".join(map(str, options.batches)),
         "max_num_batched_tokens": str(PREFILL_ROWS),
         "max_speculative_tokens": str(max(options.ks)),
         "num_speculative_tokens": str(max(options.ks)),

@@ -73,6 +73,9 @@ class ServingSettings:
     enforce_eager: str = _setting(
         "false", "`true` captures no CUDA graphs: a faster start, slower steps.", choices=("false", "true")
     )
+    capture_batch_sizes: str = _setting(
+        "", "Comma-separated numbers of sequences that steps are captured for; empty: 1, 2, 3, 4, 6, 8, 12, and so on."
+    )
     gpu_memory_gib: float = _setting(0.0, "GPU memory to plan for, in GiB; 0 takes 92 % of the card.", minimum=0)
     max_model_len: int = _setting(0, "Longest sequence in tokens; 0 takes the checkpoint's limit.", minimum=0)
     max_num_seqs: int = _setting(64, "Most sequences in a step.", minimum=1)

@@ -195,7 +195,17 @@ def _limits(settings: ServingSettings, plan: MemoryPlan) -> RunnerLimits:
         max_num_seqs=settings.max_num_seqs,
         max_model_len=plan.max_model_len,
         max_speculative_tokens=settings.max_speculative_tokens if settings.draft else 0,
+        capture_batch_sizes=_parse_sizes(settings.capture_batch_sizes),
     )
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(",")) if text else ()
+    if 0 in sizes:
+        raise ConfigError(
+            f"setting capture_batch_sizes: {text!r} given, numbers from 1 up separated by commas are needed"
+        )
+    return sizes
 
 
 def _recorder(settings: ServingSettings, placement: Placement) -> GraphRecorder | None:

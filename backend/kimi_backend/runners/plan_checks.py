@@ -44,6 +44,8 @@ class RunnerLimits:
     max_model_len: int
     max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     """Most draft tokens of a sequence in a step that is captured; more run as they come."""
+    capture_batch_sizes: tuple[int, ...] = ()
+    """Numbers of sequences that steps are captured for, besides max_num_seqs; empty: `buckets.batch_sizes`."""
 
     def check_positions(self, max_position_embeddings: int) -> None:
         """Raises ConfigError unless the model's rotary table covers max_model_len."""

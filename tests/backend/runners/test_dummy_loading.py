@@ -151,10 +151,11 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ({"synthetic_acceptance": 0.5}, "0.5 given, 0 or at least 1"),
         ({"synthetic_acceptance": 8.5}, "8.5 given, at most 8"),
+        ({"capture_batch_sizes": "1,x"}, "'1,x' given, numbers from 1 up"),
         ({"load_format": "gguf"}, "'safetensors', 'dummy'"),
         ({"routing": "random"}, "'model', 'uniform'"),
     ],
 )
 def test_values_out_of_range_are_refused(folder: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settings(folder, **changes)
+        load_pair(settings(folder, **changes))

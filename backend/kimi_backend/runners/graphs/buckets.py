@@ -40,23 +40,28 @@ def query_lens(longest: int) -> list[int]:
     return sorted({length for length in (1, 2, 3, 4, 6, 8) if length < longest} | {longest})
 
 
-def row_buckets(max_num_seqs: int, max_query_len: int, max_num_rows: int) -> list[Bucket]:
+def chosen_batch_sizes(max_num_seqs: int, chosen: tuple[int, ...]) -> list[int]:
+    """Those that were chosen, with the largest there is; all of `batch_sizes` where nothing was."""
+    if not chosen:
+        return batch_sizes(max_num_seqs)
+    return sorted({size for size in chosen if size < max_num_seqs} | {max_num_seqs})
+
+
+def row_buckets(sizes: Iterable[int], max_query_len: int, max_num_rows: int) -> list[Bucket]:
     """Shapes of a target's verify or a draft's extension, largest first: its memory serves the others too."""
     return _largest_first(
         Bucket.of(num_seqs, query_len)
-        for num_seqs in batch_sizes(max_num_seqs)
+        for num_seqs in sizes
         for query_len in query_lens(max_query_len)
         if num_seqs * query_len <= max_num_rows
     )
 
 
-def proposal_buckets(max_num_seqs: int, max_num_proposals: int) -> list[Bucket]:
+def proposal_buckets(sizes: Iterable[int], max_num_proposals: int) -> list[Bucket]:
     """Shapes of the draft's single-row steps, largest first: every number of proposals, because one step too many costs
     as much as a step."""
     return _largest_first(
-        Bucket.of(num_seqs, 1, num_proposals)
-        for num_seqs in batch_sizes(max_num_seqs)
-        for num_proposals in range(1, max_num_proposals + 1)
+        Bucket.of(num_seqs, 1, num_proposals) for num_seqs in sizes for num_proposals in range(1, max_num_proposals + 1)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, proposal_buckets, row_buckets
+from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, chosen_batch_sizes, proposal_buckets, row_buckets
 from kimi_backend.runners.graphs.draft_inputs import (
     extension_layout,
     fill_extension,
@@ -64,13 +64,12 @@ class DraftGraphs:
         device = pool.tensor.device
         self._device = device
         most_proposals = limits.max_speculative_tokens
+        sizes = chosen_batch_sizes(limits.max_num_seqs, limits.capture_batch_sizes)
         self._extension_layouts = {
             bucket: extension_layout(bucket)
-            for bucket in row_buckets(limits.max_num_seqs, most_proposals + 1, limits.max_num_batched_tokens)
+            for bucket in row_buckets(sizes, most_proposals + 1, limits.max_num_batched_tokens)
         }
-        self._proposal_layouts = {
-            bucket: proposal_layout(bucket) for bucket in proposal_buckets(limits.max_num_seqs, most_proposals)
-        }
+        self._proposal_layouts = {bucket: proposal_layout(bucket) for bucket in proposal_buckets(sizes, most_proposals)}
         self._extension_choice = BucketChoice(self._extension_layouts)
         self._proposal_choice = BucketChoice(self._proposal_layouts)
         self._extension_arena = Arena(self._extension_layouts.values(), device)

@@ -13,7 +13,7 @@ import torch
 
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, row_buckets
+from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, chosen_batch_sizes, row_buckets
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays, StaticBlockTable, StaticResults
 from kimi_backend.runners.graphs.target_inputs import (
@@ -76,9 +76,8 @@ class TargetGraphs:
         self._max_seq_len = limits.max_model_len
         device = pool.tensor.device
         self._device = device
-        self._buckets = row_buckets(
-            limits.max_num_seqs, limits.max_speculative_tokens + 1, limits.max_num_batched_tokens
-        )
+        sizes = chosen_batch_sizes(limits.max_num_seqs, limits.capture_batch_sizes)
+        self._buckets = row_buckets(sizes, limits.max_speculative_tokens + 1, limits.max_num_batched_tokens)
         self._choice = BucketChoice(self._buckets)
         self._layouts = {bucket: target_layout(bucket) for bucket in self._buckets}
         self._arena = Arena(self._layouts.values(), device)

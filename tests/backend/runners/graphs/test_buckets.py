@@ -3,6 +3,7 @@ import pytest
 from kimi_backend.runners.graphs.buckets import (
     Bucket,
     batch_sizes,
+    chosen_batch_sizes,
     proposal_buckets,
     query_lens,
     row_buckets,
@@ -19,8 +20,16 @@ def test_a_bucket_is_never_more_than_half_again_too_large(most: int) -> None:
         assert smallest <= max(count, 3 * (count - 1) // 2 + 1)
 
 
+def test_chosen_sizes_are_captured_with_the_largest_there_is() -> None:
+    assert chosen_batch_sizes(64, ()) == batch_sizes(64)
+    assert chosen_batch_sizes(64, (16, 1, 4)) == [1, 4, 16, 64]
+    assert chosen_batch_sizes(8, (16, 1)) == [1, 8]
+    buckets = row_buckets(chosen_batch_sizes(64, (1, 16)), 4, 2048)
+    assert smallest_fitting(buckets, 2, 1, 2) == Bucket.of(16, 1)
+
+
 def test_every_verify_finds_a_bucket() -> None:
-    buckets = row_buckets(64, 8, 2048)
+    buckets = row_buckets(batch_sizes(64), 8, 2048)
     for num_seqs in range(1, 65):
         for query_len in range(1, 9):
             bucket = smallest_fitting(buckets, num_seqs, query_len, num_seqs * query_len)
@@ -31,7 +40,7 @@ def test_every_verify_finds_a_bucket() -> None:
 
 
 def test_exact_shapes_have_no_padding() -> None:
-    buckets = row_buckets(64, 8, 2048)
+    buckets = row_buckets(batch_sizes(64), 8, 2048)
     for num_seqs in (1, 4, 16, 64):
         for query_len in (1, 4):
             expected = Bucket.of(num_seqs, query_len)
@@ -39,18 +48,18 @@ def test_exact_shapes_have_no_padding() -> None:
 
 
 def test_no_bucket_has_more_rows_than_a_step() -> None:
-    assert max(bucket.num_rows for bucket in row_buckets(64, 8, 100)) <= 100
+    assert max(bucket.num_rows for bucket in row_buckets(batch_sizes(64), 8, 100)) <= 100
 
 
 def test_the_largest_comes_first() -> None:
-    for buckets in (row_buckets(16, 8, 2048), proposal_buckets(16, 7)):
+    for buckets in (row_buckets(batch_sizes(16), 8, 2048), proposal_buckets(batch_sizes(16), 7)):
         rows = [bucket.num_rows for bucket in buckets]
         assert rows == sorted(rows, reverse=True)
         assert len(set(buckets)) == len(buckets)
 
 
 def test_proposals_are_drawn_in_exactly_as_many_steps() -> None:
-    buckets = proposal_buckets(8, 7)
+    buckets = proposal_buckets(batch_sizes(8), 7)
     for num_proposals in range(1, 8):
         bucket = smallest_fitting(buckets, 5, 1, 5, num_proposals)
         assert bucket == Bucket.of(6, 1, num_proposals)
