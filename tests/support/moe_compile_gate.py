@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from kimi_kernels.linear.kernel import tiled_linear_kernel
+from kimi_kernels.linear.kernel_widen import widen_kernel
 from kimi_kernels.moe_experts.kernel_align import place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
@@ -21,13 +22,14 @@ INTS = ("ARRIVALS", "TOPK_IDS", "TILE_ENTRIES", "TILE_CHOICES", "NUM_TILES", "CO
 TYPES = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FLOAT, "*fp32") | dict.fromkeys(INTS, "*i32")
 WEIGHT_TYPES = {"int4": ("*i16", "*i64"), "fp8": ("*i16", "*fp32"), "float": ("*bf16", "*fp32")}
 WORDS = {"int4": 32, "fp8": 64, "float": 64}
-DIVISIBLE = {"x_stride", "in_features", "intermediate_size", "out_features"}
+DIVISIBLE = {"x_stride", "in_features", "intermediate_size", "out_features", "num_columns"}
 
 
 def compile_case(function: Any, kind: str, num_warps: int, **constants: Any) -> dict[str, Any]:
     tiles, scales = WEIGHT_TYPES[kind]
     if "KIND" in function.arg_names:
-        constants |= {"KIND": kind, "WORDS": WORDS[kind], "EVEN": True, "PORTABLE": False}
+        common = {"KIND": kind, "WORDS": WORDS[kind], "EVEN": True, "PORTABLE": False}
+        constants |= {name: value for name, value in common.items() if name in function.arg_names}
     compiled = compile_for_hopper(function, TYPES | {"TILES": tiles, "SCALES": scales}, constants, DIVISIBLE, num_warps)
     return dataclasses.asdict(compiled)
 
@@ -47,6 +49,8 @@ def main() -> None:
     )
     results["gate_up tall 64"] = compile_case(gate_up_tall_kernel, "int4", 8, COLUMNS=64, ROWS=128, STAGES=4, WARPS=8)
     results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, STAGES=4, WARPS=8)
+    for kind in ("int4", "fp8"):
+        results[f"widen {kind}"] = compile_case(widen_kernel, kind, 4)
     sys.stdout.write(json.dumps(results))
 
 
