@@ -168,7 +168,9 @@ ROW_OPS = {
     for name, op in row_ops(kernels).items()
 }
 SOME_OPS = [
-    name for name in ROW_OPS if name.endswith(("linear 64x192", "linear 512x1000", "per_head_linear", "experts none"))
+    name
+    for name in ROW_OPS
+    if name.endswith(("linear 64x192", "linear 512x1000", "per_head_linear", "experts none", "rms_norm wide"))
 ]
 
 
@@ -204,6 +206,20 @@ def test_two_threads_do_not_change_that(name: str) -> None:
     for count in (1, 2, 3, 4, 15, 16, 17, 33, 63):
         last_rows = torch.arange(NUM_ROWS - count, NUM_ROWS)
         assert_same_bits(op.run(*(x[-count:] for x in inputs)), pick_rows(together, last_rows), f"{name}: {count} rows")
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kernels", [KernelSet.reference(), KernelSet.cpu()], ids=lambda kernels: kernels.name)
+def test_two_threads_do_not_cut_a_row_of_a_long_activation(kernels: KernelSet) -> None:
+    """Widths and lengths whose halves end inside a row."""
+    for num_rows, width in ((1001, 2 * 40), (701, 2 * 160), (999, 2 * 37)):
+        gate_up = normals(num_rows, width)
+        together = kernels.silu_mul(gate_up)
+        for row in range(0, num_rows, 10):
+            assert_same_bits(kernels.silu_mul(gate_up[row : row + 1]), together[row : row + 1], f"row {row}")
+        middle = num_rows // 2
+        near = slice(middle - 2, middle + 3)
+        assert_same_bits(kernels.silu_mul(gate_up[near]), together[near], f"{width}: rows around the middle")
 
 
 @pytest.mark.parametrize("name", [*SOME_OPS, "reference: rms_norm", "cpu: rms_norm"])
