@@ -7,8 +7,8 @@ from torch.nn.functional import silu
 from kimi_kernels.silu_mul import reference
 
 SERIAL_ELEMENTS = 32_768
-"""torch divides longer tensors among its threads, at places that need not be the ends of rows. What fills no vector at the
-end of a part goes through a scalar exponential of other bits; a whole row always ends where it ends."""
+"""torch divides longer tensors among its threads, at places that need not be the ends of rows. What fills no vector at
+the end of a part goes through a scalar exponential of other bits; a whole row always ends where it ends."""
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
