@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -104,6 +105,7 @@ class DraftRunner:
             block_size=pool.block_size,
         )
         self._aux_buffer = aux_buffer
+        self._recorder = recorder
         self._graphs: DraftGraphs | None = None
         if recorder is not None:
             # A graph reads aux hidden states at one address; those that come as a tensor are copied there.
@@ -135,14 +137,19 @@ class DraftRunner:
     @torch.inference_mode()
     def warm_up(self, advance: Callable[[int], None] = no_progress) -> None:
         """As `TargetRunner.warm_up`."""
-        if self._graphs is None:
+        if self._graphs is None or self._recorder is None:
             return
-        for num_rows in prefill_lengths(self._limits):
-            token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
-            hidden = self._model.combine_aux(self._graph_aux.all_rows[:num_rows])
-            self._model.forward(token_ids, hidden, metadata, self._pool.tensor, self._pool.scale)
+        chunks = [partial(self._run_idle_chunk, length) for length in prefill_lengths(self._limits)]
+        self._recorder.prepare(chunks)
+        for chunk in chunks:
+            chunk()
             advance(1)
         self._graphs.warm_up(advance)
+
+    def _run_idle_chunk(self, num_rows: int) -> None:
+        token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
+        hidden = self._model.combine_aux(self._graph_aux.all_rows[:num_rows])
+        self._model.forward(token_ids, hidden, metadata, self._pool.tensor, self._pool.scale)
 
     @property
     def num_warm_up_steps(self) -> int:

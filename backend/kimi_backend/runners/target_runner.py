@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -79,8 +80,12 @@ class TargetRunner:
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
         )
-        self._aux_buffer = aux_buffer
+        self._recorder = recorder
         self._graphs: TargetGraphs | None = None
+        if recorder is not None and aux_layer_ids and aux_buffer is None:
+            width, rows = len(aux_layer_ids) * model.config.hidden_size, limits.max_num_batched_tokens
+            aux_buffer = AuxBuffer.allocate(1, rows, width, model.dtype, self._device)
+        self._aux_buffer = aux_buffer
         if recorder is not None:
             self._graphs = TargetGraphs(
                 model, kernels, pool, limits, self._builder, recorder, aux_layer_ids, aux_buffer
@@ -114,13 +119,18 @@ class TargetRunner:
     def warm_up(self, advance: Callable[[int], None] = no_progress) -> None:
         """Of a runner that captures: run chunks of all lengths, so that every kernel is compiled and all memory that a
         step takes is taken, and record its steps. advance: called with the number of steps just done."""
-        if self._graphs is None:
+        if self._graphs is None or self._recorder is None:
             return
-        for num_rows in prefill_lengths(self._limits):
-            token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
-            self._model.forward(token_ids, metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids)
+        chunks = [partial(self._run_idle_chunk, length) for length in prefill_lengths(self._limits)]
+        self._recorder.prepare(chunks)
+        for chunk in chunks:
+            chunk()
             advance(1)
         self._graphs.warm_up(advance)
+
+    def _run_idle_chunk(self, num_rows: int) -> None:
+        token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
+        self._model.forward(token_ids, metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids)
 
     @property
     def num_warm_up_steps(self) -> int:

@@ -8,18 +8,28 @@ from support.expert_layers import relative_error
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
-LAUNCHES = [FewRowsLaunch(16, 64, 3), FewRowsLaunch(32, 128, 2)]
+LAUNCHES = [FewRowsLaunch(16, 64, 3), FewRowsLaunch(32, 128, 2), FewRowsLaunch(16, 64, 2, splits=4)]
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize(
     ("num_rows", "out_features", "in_features"),
-    [(1, 64, 256), (3, 40, 100), (8, 33, 512), (9, 16, 64), (16, 70, 130)],
+    [(1, 64, 256), (3, 40, 100), (8, 33, 512), (9, 16, 64), (16, 70, 130), (70, 40, 256)],
 )
 def test_shapes(launch: FewRowsLaunch, num_rows: int, out_features: int, in_features: int) -> None:
     torch.manual_seed(num_rows)
     x, weight = torch.randn(num_rows, in_features), torch.randn(out_features, in_features)
-    assert relative_error(few_rows_linear(x, weight, launch), x @ weight.T) < 2e-6
+    arrivals = torch.zeros(8, dtype=torch.int32)
+    for _ in range(2):  # the second call finds the scratch as the first left it
+        assert relative_error(few_rows_linear(x, weight, launch, arrivals), x @ weight.T) < 2e-6
+    assert not arrivals.any()
+
+
+def test_another_dtype_than_the_rows() -> None:
+    x, weight = torch.randn(3, 64).half(), torch.randn(48, 64).half()
+    out = few_rows_linear(x, weight, LAUNCHES[0], dtype=torch.float32)
+    assert out.dtype == torch.float32
+    assert relative_error(out, x.float() @ weight.float().T) < 2e-6
 
 
 def test_rows_may_be_strided_and_their_neighbours_nan() -> None:

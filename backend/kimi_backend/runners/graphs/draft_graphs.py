@@ -6,7 +6,8 @@ prompt, runs that part as it comes and takes the second graph all the same.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from kimi_backend.runners.graphs.draft_inputs import (
     proposal_layout,
 )
 from kimi_backend.runners.graphs.recorder import Recorder, Run
-from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays, StaticBlockTable, StaticResults
+from kimi_backend.runners.graphs.static_arrays import Arena, HostArrays, StaticArrays, StaticBlockTable, StaticResults
 from kimi_backend.runners.graphs.target_inputs import static_sampling_inputs
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
@@ -40,7 +41,15 @@ Tensors = dict[str, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class _Step:
     arrays: StaticArrays
+    pad: Callable[[HostArrays], None]
+    """Makes all rows and sequences padding."""
     run: Run
+
+
+def _run_padding(step: _Step) -> None:
+    step.pad(step.arrays.host)
+    step.arrays.upload()
+    step.run()
 
 
 class DraftGraphs:
@@ -90,12 +99,15 @@ class DraftGraphs:
     @torch.inference_mode()
     def warm_up(self, advance: Callable[[int], None]) -> None:
         """Record every bucket, the largest first. advance: called with 1 after each."""
-        for bucket in self._extension_layouts:
-            self._extensions[bucket] = self._record_extension(bucket)
-            advance(1)
-        for bucket in self._proposal_layouts:
-            self._proposals[bucket] = self._record_proposals(bucket)
-            advance(1)
+        extensions = {bucket: self._extension(bucket) for bucket in self._extension_layouts}
+        proposals = {bucket: self._proposal(bucket) for bucket in self._proposal_layouts}
+        self._recorder.prepare(partial(_run_padding, step) for step in (*extensions.values(), *proposals.values()))
+        for recorded, steps in ((self._extensions, extensions), (self._proposals, proposals)):
+            for bucket, step in steps.items():
+                step.pad(step.arrays.host)
+                step.arrays.upload()
+                recorded[bucket] = replace(step, run=self._recorder.record(step.run))
+                advance(1)
 
     def extension_bucket(self, plan: DraftPlan) -> Bucket | None:
         """The bucket of a checked plan's rows; None where they must run as they come."""
@@ -143,11 +155,9 @@ class DraftGraphs:
         longest = int((plan.rows.seq_lens + np.maximum(plan.num_proposals - 1, 0)).max())
         self._table.upload(plan.rows.block_table, -(-longest // self._pool.block_size))
 
-    def _record_extension(self, bucket: Bucket) -> _Step:
+    def _extension(self, bucket: Bucket) -> _Step:
+        """A bucket's function, not recorded yet."""
         arrays = StaticArrays(self._extension_layouts[bucket], self._extension_arena)
-        arrays.host["cu_seqlens"][0] = 0
-        pad_extension(arrays.host, 0, 0)
-        arrays.upload()
         tensors = arrays.device
 
         def run() -> None:
@@ -157,12 +167,11 @@ class DraftGraphs:
             torch.index_select(normed, 0, tensors["last_rows"], out=self._normed[: bucket.num_seqs])
             torch.index_select(feedback, 0, tensors["last_rows"], out=self._feedback[: bucket.num_seqs])
 
-        return _Step(arrays, self._recorder.record(run))
+        return _Step(arrays, partial(pad_extension, num_rows=0, num_seqs=0), run)
 
-    def _record_proposals(self, bucket: Bucket) -> _Step:
+    def _proposal(self, bucket: Bucket) -> _Step:
+        """A bucket's function, not recorded yet."""
         arrays = StaticArrays(self._proposal_layouts[bucket], self._proposal_arena)
-        pad_proposals(arrays.host, 0)
-        arrays.upload()
         tensors, num_seqs = arrays.device, bucket.num_seqs
         sampling = static_sampling_inputs(tensors, num_seqs, self._device)
         sequence = torch.arange(num_seqs, device=self._device)
@@ -178,7 +187,8 @@ class DraftGraphs:
                     rows_of_step = {name: tensors[name][step - 1] for name in ("seq_lens", "positions", "slots")}
                     metadata = self._metadata(bucket, rows_of_step, cu_seqlens)
                     # A failed draw has no token; any will do for rows that no one reads.
-                    normed, hidden = self._forward(drawn[-1].token_ids.clamp(min=0), hidden, metadata)
+                    token_ids = drawn[-1].token_ids.clamp(0, self._model.config.vocab_size - 1)
+                    normed, hidden = self._forward(token_ids, hidden, metadata)
                 rows = SamplingRows(
                     sequence=sequence,
                     token_index=tensors["token_index"][step],
@@ -188,7 +198,7 @@ class DraftGraphs:
                 drawn.append(self._draw(normed, sampling, rows))
             self._results.store([*(each.token_ids for each in drawn), *(each.status for each in drawn)])
 
-        return _Step(arrays, self._recorder.record(run))
+        return _Step(arrays, partial(pad_proposals, num_seqs=0), run)
 
     def _metadata(self, bucket: Bucket, tensors: Tensors, cu_seqlens: torch.Tensor) -> AttentionMetadata:
         batch = AttentionBatch(

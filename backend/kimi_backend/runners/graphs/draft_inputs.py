@@ -30,6 +30,7 @@ def pad_extension(arrays: HostArrays, num_rows: int, num_seqs: int) -> None:
     for name in ("token_ids", "positions", "aux_rows"):
         arrays[name][num_rows:] = 0
     arrays["slots"][num_rows:] = -1
+    arrays["cu_seqlens"][0] = 0
     arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
     for name in ("seq_lens", "last_rows"):
         arrays[name][num_seqs:] = 0
@@ -46,7 +47,6 @@ def fill_extension(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, first_a
     arrays["positions"][:num_rows] = rows.positions
     arrays["slots"][:num_rows] = rows.slots
     arrays["aux_rows"][:num_rows] = plan.aux_rows + first_aux_row
-    arrays["cu_seqlens"][0] = 0
     arrays["cu_seqlens"][1 : num_seqs + 1] = rows.ends
     arrays["seq_lens"][:num_seqs] = plan.rows.seq_lens
     arrays["last_rows"][:num_seqs] = rows.ends - 1

@@ -1,6 +1,6 @@
 """Turning a function of static tensors into something that can be run again and again: a CUDA graph, or itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,10 @@ class Recorder(Protocol):
         behind, it writes to tensors that outlive it."""
         ...
 
+    def prepare(self, runs: Iterable[Run]) -> None:
+        """Compile what all of these need, at once. Kernels may leave their results unwritten meanwhile."""
+        ...
+
 
 class EagerRecorder:
     """The step is the function: for a CPU, and to compare a graph with. Runs it once, as recording a graph does."""
@@ -24,6 +28,10 @@ class EagerRecorder:
     def record(self, run: Run) -> Run:
         run()
         return run
+
+    def prepare(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,15 @@ class GraphRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+
+    def prepare(self, runs: Iterable[Run]) -> None:
+        from kimi_kernels.kernel_compiling import compiling_only
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), compiling_only():
+            for run in runs:
+                run()
+                self._stream.synchronize()  # a run may fill the same pinned memory as the one before
 
     def record(self, run: Run) -> Run:
         # The first run compiles kernels and makes library handles, neither of which a capture may do.

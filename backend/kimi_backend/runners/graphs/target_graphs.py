@@ -7,6 +7,7 @@ draws want what no graph holds (penalties, bans, masks, log-probabilities): that
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A bucket's arrays and its two recordings."""
+    """A bucket's arrays and its two halves."""
 
     arrays: StaticArrays
     forward: Run
@@ -98,9 +99,23 @@ class TargetGraphs:
     @torch.inference_mode()
     def warm_up(self, advance: Callable[[int], None]) -> None:
         """Record every bucket, the largest first. advance: called with 1 after each."""
-        for bucket in self._buckets:
-            self._steps[bucket] = self._record(bucket)
+        steps = {bucket: self._step(bucket) for bucket in self._buckets}
+        self._recorder.prepare(partial(self._run_padding, bucket, step) for bucket, step in steps.items())
+        for bucket, step in steps.items():
+            self._pad(bucket, step.arrays)
+            forward, sample = (self._recorder.record(run) for run in (step.forward, step.sample))
+            self._steps[bucket] = _Step(step.arrays, forward, sample)
             advance(1)
+
+    def _run_padding(self, bucket: Bucket, step: _Step) -> None:
+        self._pad(bucket, step.arrays)
+        step.forward()
+        step.sample()
+
+    def _pad(self, bucket: Bucket, arrays: StaticArrays) -> None:
+        arrays.host["aux_rows"][:] = np.arange(bucket.num_rows)
+        pad_target(arrays.host, 0, 0, bucket.num_rows)
+        arrays.upload()
 
     def bucket_of(self, plan: TargetPlan) -> Bucket | None:
         """The bucket of a checked plan; None where it must run eagerly: a long chunk, or one that draws nothing."""
@@ -136,13 +151,9 @@ class TargetGraphs:
             status=status[:count],
         )
 
-    def _record(self, bucket: Bucket) -> _Step:
+    def _step(self, bucket: Bucket) -> _Step:
+        """A bucket's functions, not recorded yet."""
         arrays = StaticArrays(self._layouts[bucket], self._arena)
-        arrays.host["cu_seqlens"][0] = 0
-        arrays.host["aux_rows"][:] = np.arange(bucket.num_rows)
-        pad_target(arrays.host, 0, 0, bucket.num_rows)
-        arrays.upload()
-        forward = self._recorder.record(lambda: self._run_forward(bucket, arrays.device))
         inputs = static_sampling_inputs(arrays.device, bucket.num_seqs, self._device)
 
         def sample() -> None:
@@ -159,7 +170,7 @@ class TargetGraphs:
             )
             self._results.store([verified.output_token_ids, verified.num_accepted_tokens, verified.status])
 
-        return _Step(arrays, forward, self._recorder.record(sample))
+        return _Step(arrays, partial(self._run_forward, bucket, arrays.device), sample)
 
     def _run_forward(self, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> None:
         batch = AttentionBatch(

@@ -56,6 +56,7 @@ def pad_target(arrays: HostArrays, num_rows: int, num_seqs: int, total_rows: int
     arrays["slots"][num_rows:] = -1
     # Non-decreasing, as the draw wants it.
     arrays["sequence"][num_rows:] = len(arrays["seq_lens"]) - 1
+    arrays["cu_seqlens"][0] = 0
     arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
     arrays["seq_lens"][num_seqs:] = 0
     arrays["first_row"][num_seqs:] = total_rows - 1
@@ -77,7 +78,6 @@ def fill_target(arrays: HostArrays, plan: TargetPlan, rows: RowArrays, first_aux
     arrays["positions"][:num_rows] = rows.positions
     arrays["slots"][:num_rows] = rows.slots
     arrays["aux_rows"][:] = np.arange(first_aux_row, first_aux_row + len(arrays["aux_rows"]))
-    arrays["cu_seqlens"][0] = 0
     arrays["cu_seqlens"][1 : num_seqs + 1] = rows.ends
     arrays["seq_lens"][:num_seqs] = plan.rows.seq_lens
     arrays["sequence"][:num_rows] = rows.sequence
