@@ -27,13 +27,15 @@ def extension_layout(bucket: Bucket) -> ArrayLayout:
 
 def pad_extension(arrays: HostArrays, num_rows: int, num_seqs: int) -> None:
     """Everything from row `num_rows` and sequence `num_seqs` on: rows that write nothing, sequences without a key."""
-    for name in ("token_ids", "positions", "aux_rows"):
-        arrays[name][num_rows:] = 0
-    arrays["slots"][num_rows:] = -1
     arrays["cu_seqlens"][0] = 0
-    arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
-    for name in ("seq_lens", "last_rows"):
-        arrays[name][num_seqs:] = 0
+    if num_rows < len(arrays["token_ids"]):
+        for name in ("token_ids", "positions", "aux_rows"):
+            arrays[name][num_rows:] = 0
+        arrays["slots"][num_rows:] = -1
+    if num_seqs < len(arrays["seq_lens"]):
+        arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
+        for name in ("seq_lens", "last_rows"):
+            arrays[name][num_seqs:] = 0
 
 
 def fill_extension(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, first_aux_row: int) -> None:
@@ -69,10 +71,11 @@ def proposal_layout(bucket: Bucket) -> ArrayLayout:
 
 def pad_proposals(arrays: HostArrays, num_seqs: int) -> None:
     """Sequences from `num_seqs` on: they write nothing and have no key."""
-    for name in ("seq_lens", "positions", "token_index"):
-        arrays[name][:, num_seqs:] = 0
-    arrays["slots"][:, num_seqs:] = -1
-    pad_sampling(arrays, num_seqs)
+    if num_seqs < arrays["token_index"].shape[1]:
+        for name in ("seq_lens", "positions", "token_index"):
+            arrays[name][:, num_seqs:] = 0
+        arrays["slots"][:, num_seqs:] = -1
+        pad_sampling(arrays, num_seqs)
 
 
 def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None:
@@ -86,7 +89,8 @@ def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None
     _fill_steps(arrays, plan, block_size)
     first_index = plan.rows.seq_lens.astype(np.int64) + 1
     arrays["token_index"][:, :num_seqs] = first_index + np.arange(len(arrays["token_index"]))[:, None]
-    pad_sampling(arrays, 0)
+    if len(proposing) < num_seqs:
+        pad_sampling(arrays, 0)
     fill_sampling(arrays, plan.sampling, proposing)
     arrays["temperature"][proposing[plan.greedy]] = 0
     pad_proposals(arrays, num_seqs)

@@ -114,7 +114,7 @@ class TargetGraphs:
 
     def _pad(self, bucket: Bucket, arrays: StaticArrays) -> None:
         arrays.host["aux_rows"][:] = np.arange(bucket.num_rows)
-        pad_target(arrays.host, 0, 0, bucket.num_rows)
+        pad_target(arrays.host, 0, 0)
         arrays.upload()
 
     def bucket_of(self, plan: TargetPlan) -> Bucket | None:

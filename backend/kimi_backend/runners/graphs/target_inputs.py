@@ -44,25 +44,28 @@ def target_layout(bucket: Bucket) -> ArrayLayout:
     )
 
 
-def pad_target(arrays: HostArrays, num_rows: int, num_seqs: int, total_rows: int) -> None:
+def pad_target(arrays: HostArrays, num_rows: int, num_seqs: int) -> None:
     """Everything from row `num_rows` and sequence `num_seqs` on: rows that write nothing, sequences without a key.
 
     Args:
         num_rows, num_seqs: of the plan.
-        total_rows: of the bucket; the last is what padded sequences call their first.
     """
-    for name in ("token_ids", "positions", "token_index", "window_len"):
-        arrays[name][num_rows:] = 0
-    arrays["slots"][num_rows:] = -1
-    # Non-decreasing, as the draw wants it.
-    arrays["sequence"][num_rows:] = len(arrays["seq_lens"]) - 1
+    total_rows, total_seqs = len(arrays["token_ids"]), len(arrays["seq_lens"])
     arrays["cu_seqlens"][0] = 0
-    arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
-    arrays["seq_lens"][num_seqs:] = 0
-    arrays["first_row"][num_seqs:] = total_rows - 1
-    arrays["num_draft_tokens"][num_seqs:] = 0
-    arrays["window_token_ids"][num_seqs:] = PLACEHOLDER_TOKEN_ID
-    pad_sampling(arrays, num_seqs)
+    if num_rows < total_rows:
+        for name in ("token_ids", "positions", "token_index", "window_len"):
+            arrays[name][num_rows:] = 0
+        arrays["slots"][num_rows:] = -1
+        # Non-decreasing, as the draw wants it.
+        arrays["sequence"][num_rows:] = total_seqs - 1
+    if num_seqs < total_seqs:
+        arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
+        arrays["seq_lens"][num_seqs:] = 0
+        # A row that there is, whatever it drew.
+        arrays["first_row"][num_seqs:] = total_rows - 1
+        arrays["num_draft_tokens"][num_seqs:] = 0
+        arrays["window_token_ids"][num_seqs:] = PLACEHOLDER_TOKEN_ID
+        pad_sampling(arrays, num_seqs)
 
 
 def fill_target(arrays: HostArrays, plan: TargetPlan, rows: RowArrays, first_aux_row: int) -> None:
@@ -87,11 +90,13 @@ def fill_target(arrays: HostArrays, plan: TargetPlan, rows: RowArrays, first_aux
     arrays["num_draft_tokens"][:num_seqs] = counts - 1
     arrays["window_token_ids"][:num_seqs] = _window(plan, first_row, arrays["window_token_ids"].shape[1])
     fill_sampling(arrays, plan.sampling, num_seqs)
-    pad_target(arrays, num_rows, num_seqs, len(arrays["token_ids"]))
+    pad_target(arrays, num_rows, num_seqs)
 
 
 def _window(plan: TargetPlan, first_row: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int32]:
     """[S, width] draft tokens under verification."""
+    if not width:
+        return np.empty((len(first_row), 0), np.int32)
     columns = np.arange(width)
     is_draft = columns < (plan.num_sampled_rows - 1)[:, None]
     # Clipped where a sequence has fewer draft tokens; masked right after.
