@@ -214,9 +214,13 @@ def _tiled_linear(x: Tensor, weight: PackedWeight, kind: str, stages: int = 4) -
 
 
 def _num_splits(num_programs: int, num_steps: int) -> int:
-    """A power of two that gives each multiprocessor a few programs of at least four steps."""
+    """The least power of two that gives each multiprocessor a program, of at least four steps.
+
+    More programs than that hide more latency, and pay more for it in partial sums: a gate_up of 36,864 rows takes 56 us
+    in one range and 67 in two, a down_proj of 18,432 columns 31 us in four and 34 in eight (one row, int4).
+    """
     splits = 1
-    while splits < MAX_SPLITS and num_programs * splits < 3 * PROCESSORS and num_steps >= 8 * splits:
+    while splits < MAX_SPLITS and num_programs * splits < PROCESSORS and num_steps >= 8 * splits:
         splits *= 2
     return splits
 
