@@ -1,7 +1,7 @@
 """Whole rounds of slices of Kimi-K2.5 at full width: one dense layer, N - 1 expert layers, the EAGLE3 MLA draft.
 
     PYTHONPATH=kernels:backend python benchmarks/slice.py --out results
-    PYTHONPATH=kernels:backend python benchmarks/slice.py --layers 5 --batches 1,16 --prompts 1024 --profile
+    PYTHONPATH=kernels:backend python benchmarks/slice.py --layers 5 --batches 1,16 --prompts 1024 --profile 1,16
 
 Weights are random and made on the GPU, routing is uniform, draft tokens are accepted at random with a mean length:
 the time of a round is real, its text means nothing. Each case runs through the engine in this process, then its steady
@@ -72,7 +72,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--acceptance", type=float, default=3.0, help="mean tokens a round and sequence")
     parser.add_argument("--max-context", type=int, default=200_000, help="skip cases of more tokens in all")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
-    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes, by kernel")
+    parser.add_argument("--profile", type=numbers, default=[], metavar="BATCHES", help="of these, GPU time by kernel")
     parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
     parser.add_argument("--tables", type=Path, nargs="+", metavar="JSON", help="only print what these runs measured")
     parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
@@ -125,7 +125,12 @@ def measure_depth(
         about = {"preset": options.preset.value, "num_layers": num_layers}
         try:
             result = about | measure_case(
-                models, settings, ceilings, num_output_tokens=options.tokens, is_profiled=options.profile, **case
+                models,
+                settings,
+                ceilings,
+                num_output_tokens=options.tokens,
+                is_profiled=case["batch_size"] in options.profile,
+                **case,
             )
         except (RuntimeError, ValueError) as problem:  # out of memory in one case must not hide the others
             result = about | case | {"error": f"{type(problem).__name__}: {problem}"}
