@@ -56,31 +56,45 @@ def main() -> None:
     ceilings = measure_ceilings()
     card = torch.cuda.get_device_name()
     print(describe(card, ceilings))
-    results = []
+    results: list[Result] = []
     for case in find_cases(options.only, options.match):
         results.append(run_case(case, ceilings))
         print(format_row(results[-1]), flush=True)
+        # A run that is cut off leaves what it has measured.
+        save(make_report(card, ceilings, None, results), options.out)
     after = measure_ceilings()
     print(describe(card, after))
-    reason = discard_reason(card, ceilings) or discard_reason(card, after)
-    if reason:
-        print(f"DISCARD THIS RUN: {reason}")
-    report = {
+    report = make_report(card, ceilings, after, results)
+    if report["discarded"]:
+        print(f"DISCARD THIS RUN: {report['discarded']}")
+    save(report, options.out)
+    if options.compare:
+        print_comparison(report, json.loads(options.compare.read_text()))
+    if options.out:
+        plot(results, options.out / "kernels.png", f"{card}, {report['date']}")
+
+
+def make_report(card: str, ceilings: Ceilings, after: Ceilings | None, results: list[Result]) -> dict[str, object]:
+    """What `--out` keeps and `--compare` reads; `after` is None until the run has ended."""
+    reason = discard_reason(card, ceilings)
+    reason = reason or (discard_reason(card, after) if after else "the run did not end")
+    return {
         "card": card,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(sys.argv),
         "discarded": reason,
         "ceilings": asdict(ceilings),
-        "ceilings_after": asdict(after),
+        "ceilings_after": asdict(after) if after else None,
         "results": [asdict(result) for result in results],
     }
-    if options.compare:
-        print_comparison(report, json.loads(options.compare.read_text()))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "kernels.json").write_text(json.dumps(report, indent=1))
-        plot(results, options.out / "kernels.png", f"{card}, {report['date']}")
+
+
+def save(report: dict[str, object], folder: Path | None) -> None:
+    """Write kernels.json, if there is a folder for it."""
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels.json").write_text(json.dumps(report, indent=1))
 
 
 def parse_options() -> argparse.Namespace:

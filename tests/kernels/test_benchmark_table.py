@@ -1,6 +1,7 @@
 """The benchmark's arithmetic and table, without a GPU: floors, promises, discarding, comparing with an earlier run."""
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +84,17 @@ def test_comparing_with_an_earlier_run(harness: ModuleType, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "+10.0%" in printed
     assert "new" not in printed
+
+
+def test_a_run_that_is_cut_off_keeps_its_rows_and_says_so(harness: ModuleType, tmp_path: Path) -> None:
+    from kernel_cases import Ceilings
+
+    ceilings = Ceilings(read_bytes_per_us=3.1e6, matmul_flops_per_us=7.7e8)
+    result = harness.Result(
+        op="x", name="y", floor_us=1.0, time_us=2.0, spread_us=0.1, limited_by="memory", error=0.0, promise="", peer=""
+    )
+    harness.save(harness.make_report("NVIDIA H100", ceilings, None, [result]), tmp_path)
+    kept = json.loads((tmp_path / "kernels.json").read_text())
+    assert kept["discarded"] == "the run did not end"
+    assert [row["time_us"] for row in kept["results"]] == [2.0]
+    assert not harness.make_report("NVIDIA H100", ceilings, ceilings, [result])["discarded"]
