@@ -15,7 +15,7 @@ from pathlib import Path
 
 WIDE = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
 HALF_WIDE = "NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)"
-OPCODES = ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
+OPCODES = ("HGMMA", "WARPGROUP.ARRIVE", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
 
 
 @dataclass(frozen=True, kw_only=True)
