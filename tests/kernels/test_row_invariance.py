@@ -38,8 +38,14 @@ class RowOp:
         )
 
 
-def linear_op(kernels: KernelSet, in_features: int, out_features: int, dtype: torch.dtype = torch.float32) -> RowOp:
-    weight = kernels.pack_linear(normals(out_features, in_features))
+def linear_op(
+    kernels: KernelSet,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype = torch.float32,
+) -> RowOp:
+    weight = kernels.pack_linear(normals(out_features, in_features).to(weight_dtype))
     return RowOp(lambda x: kernels.linear(x, weight), ((in_features,),), dtype=dtype)
 
 
@@ -132,6 +138,9 @@ def row_ops(kernels: KernelSet) -> dict[str, RowOp]:
         "linear 1x1": linear_op(kernels, 1, 1),
         "linear 512x1000": linear_op(kernels, 512, 1000),
         "linear bf16": linear_op(kernels, 64, 192, torch.bfloat16),
+        "linear bf16 weight 192x272": linear_op(kernels, 192, 272, weight_dtype=torch.bfloat16),
+        "linear bf16 weight 1100x63": linear_op(kernels, 1100, 63, weight_dtype=torch.bfloat16),
+        "linear bf16 weight 7x5": linear_op(kernels, 7, 5, weight_dtype=torch.bfloat16),
         "linear int4": quantized_linear_op(kernels, quantize_int4(normals(48, 64)), 64),
         "linear fp8": quantized_linear_op(kernels, quantize_fp8(normals(48, 160)), 160),
         "per_head_linear": per_head_op(kernels, 4, 16, 32),
@@ -156,6 +165,8 @@ def row_ops(kernels: KernelSet) -> dict[str, RowOp]:
         "route_experts odd": route_op(kernels, 63, 8, 1, 1, 8.0),
         "moe_experts none": experts_op(kernels, lambda weight: weight),
         "moe_experts none odd": experts_op(kernels, lambda weight: weight, hidden=63),
+        "moe_experts bf16": experts_op(kernels, lambda weight: weight.bfloat16()),
+        "moe_experts bf16 odd": experts_op(kernels, lambda weight: weight.bfloat16(), hidden=63),
         "moe_experts int4": experts_op(kernels, quantize_int4),
         "moe_experts fp8": experts_op(kernels, lambda weight: quantize_fp8(weight, 24)),
         "moe_experts some held elsewhere": experts_op(kernels, lambda weight: weight, first_expert=2),
@@ -170,7 +181,17 @@ ROW_OPS = {
 SOME_OPS = [
     name
     for name in ROW_OPS
-    if name.endswith(("linear 64x192", "linear 512x1000", "per_head_linear", "experts none", "rms_norm wide"))
+    if name.endswith(
+        (
+            "linear 64x192",
+            "linear 512x1000",
+            "weight 192x272",
+            "per_head_linear",
+            "experts none",
+            "experts bf16",
+            "rms_norm wide",
+        )
+    )
 ]
 
 

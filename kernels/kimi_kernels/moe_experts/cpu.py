@@ -1,49 +1,39 @@
-"""The routed experts for few rows on a CPU: one product a row and expert, each weight read once.
-
-Awkward widths run on the reference.
-"""
+"""The routed experts for few rows on a CPU: the rows of each chosen expert together, each weight read once."""
 
 import torch
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.half_products import pack_half
+from kimi_kernels.linear.cpu import FLOAT_KIND, HALF_KIND, float_matrix, multiply
 from kimi_kernels.moe_experts import reference
 from kimi_kernels.quantization.reference import dequantize
-from kimi_kernels.row_products import aligned, keeps_rows_aligned, multiply_rows
 from kimi_kernels.silu_mul.cpu import silu_mul
 from kimi_kernels.weights import ExpertWeights, PackedExperts
 
-PACKED_KIND = "cpu.float32"
-FEW_TOKENS = 48
-"""Up to so many, experts are shared by too few tokens for sorting them to pay."""
-
 
 def pack_experts(weights: ExpertWeights) -> PackedExperts:
-    """Keep every expert's matrices input-major in float32 (`signatures.PackExperts`).
-
-    The tensors are E of gate_up [1, H, 2 * I], then E of down [1, I, H].
+    """All experts in one kind of matrix (`signatures.PackExperts`, `linear.cpu.pack_matrix`): E of gate_up, E of down.
 
     Raises:
         ValueError: the shapes of gate_up and down do not fit, or a quantised weight's scales do not.
     """
-    gate_up, down = dequantize(weights.gate_up), dequantize(weights.down)
+    gate_up, down = dequantize(weights.gate_up).float(), dequantize(weights.down).float()
     require_shape("down", down, None, None, None)
     num_experts, hidden_size, intermediate_size = down.shape
     require_shape("gate_up", gate_up, num_experts, 2 * intermediate_size, hidden_size)
-    if not keeps_rows_aligned(hidden_size, intermediate_size):
-        return reference.pack_experts(weights)
-    return PackedExperts(
-        kind=PACKED_KIND,
-        tensors=(*_input_major(gate_up), *_input_major(down)),
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-    )
-
-
-def _input_major(matrices: Tensor) -> tuple[Tensor, ...]:
-    """[E, out, in] -> E of [1, in, out] float32, contiguous."""
-    return matrices.float().transpose(1, 2).contiguous().unsqueeze(1).unbind()
+    for kind, pack in ((HALF_KIND, pack_half), (FLOAT_KIND, float_matrix)):
+        matrices = [pack(matrix) for matrix in (*gate_up, *down)]
+        packed = [matrix for matrix in matrices if matrix is not None]
+        if len(packed) == len(matrices):
+            return PackedExperts(
+                kind=kind,
+                tensors=tuple(packed),
+                num_experts=num_experts,
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+            )
+    return reference.pack_experts(weights)
 
 
 def moe_experts(
@@ -54,7 +44,7 @@ def moe_experts(
     Raises:
         ValueError: a shape or dtype is wrong, or the experts were packed by another kernel set.
     """
-    if experts.kind != PACKED_KIND:
+    if experts.kind not in (HALF_KIND, FLOAT_KIND):
         return reference.moe_experts(x, topk_ids, topk_weights, experts, first_expert)
     if x.dim() != 2 or x.shape[1] != experts.hidden_size or topk_ids.shape != topk_weights.shape:
         require_shape("x", x, None, experts.hidden_size)
@@ -65,47 +55,54 @@ def moe_experts(
     if x.dtype != torch.float32:
         return moe_experts(x.float(), topk_ids, topk_weights, experts, first_expert).to(x.dtype)
     local_ids = topk_ids - first_expert if first_expert else topk_ids
-    if len(x) > FEW_TOKENS:
-        return _by_expert(x, local_ids, topk_weights, experts)
-    return _by_token(x, local_ids.tolist(), topk_weights, experts)
+    chosen = _run_choices(x, local_ids.tolist(), experts)
+    if chosen is None:
+        return torch.zeros_like(x)
+    first, *others = chosen.view(*topk_ids.shape, -1).mul_(topk_weights.unsqueeze(-1)).unbind(1)
+    for other in others:
+        first = first + other
+    return first.contiguous()
 
 
-def _by_token(x: Tensor, topk_ids: list[list[int]], topk_weights: Tensor, experts: PackedExperts) -> Tensor:
-    """Two products for every choice, on the weights where they lie: nothing is sorted or gathered.
-
-    Args:
-        topk_ids: [T, K] ids among the experts held here; others add nothing.
-    """
-    gate_up, down = experts.tensors[: experts.num_experts], experts.tensors[experts.num_experts :]
-    choices = [(token, expert) for token, row in enumerate(topk_ids) for expert in row]
-    held = [place for place, (_, expert) in enumerate(choices) if 0 <= expert < experts.num_experts]
-    out = torch.zeros(len(x), 1, 1, experts.hidden_size)
+def _run_choices(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts) -> Tensor | None:
+    """down(silu(gate(x)) * up(x)) of every choice, [T * K, H]; zeros for those held elsewhere, None if all are."""
+    tokens_of_expert: dict[int, list[int]] = {}
+    rows_of_choice = []
+    for token, ids in enumerate(topk_ids):
+        for expert in ids:
+            tokens = tokens_of_expert.setdefault(expert, [])
+            rows_of_choice.append((expert, len(tokens)))
+            tokens.append(token)
+    held = {expert: tokens for expert, tokens in tokens_of_expert.items() if 0 <= expert < experts.num_experts}
     if not held:
-        return out.view_as(x)
-    weights = topk_weights.reshape(-1, 1)
-    if len(held) < len(choices):
-        choices, weights = [choices[place] for place in held], weights[torch.tensor(held)]
-    rows, out_rows = aligned(x).view_as(out).unbind(), out.unbind()
-    hidden = torch.cat([torch.bmm(rows[token], gate_up[expert]) for token, expert in choices])
-    weighted = silu_mul(hidden.squeeze(1)).mul_(weights)
-    for row, (token, expert) in zip(weighted.view(len(choices), 1, 1, -1).unbind(), choices, strict=True):
-        out_rows[token].baddbmm_(row, down[expert])
-    return out.view_as(x)
+        return None
+    sizes = [len(tokens) for tokens in held.values()]
+    inputs = _rows_of_tokens(x, [token for tokens in held.values() for token in tokens], sizes)
+    hidden = _multiply(
+        inputs, held, experts.tensors[: experts.num_experts], experts.kind, 2 * experts.intermediate_size
+    )
+    activated = torch.split(silu_mul(torch.cat(hidden)), sizes)
+    outputs = _multiply(activated, held, experts.tensors[experts.num_experts :], experts.kind, experts.hidden_size)
+    if len(x) == 1 and len(outputs) == len(topk_ids[0]):
+        return torch.cat(outputs)  # one token's experts stand in the order of its choice
+    starts, start = {}, 0
+    for expert, size in zip(held, sizes, strict=True):
+        starts[expert] = start
+        start += size
+    # The row after the last holds zeros.
+    places = [starts[expert] + row if expert in starts else start for expert, row in rows_of_choice]
+    rows = torch.cat((*outputs, torch.zeros(1, experts.hidden_size)))
+    return rows.index_select(0, torch.tensor(places))
 
 
-def _by_expert(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts) -> Tensor:
-    """The same products and sums, all first choices before all second ones, an expert's tokens in one batch."""
-    gate_up, down = experts.tensors[: experts.num_experts], experts.tensors[experts.num_experts :]
-    out = torch.zeros(len(x), 1, experts.hidden_size)
-    for ids, weights in zip(topk_ids.unbind(1), topk_weights.unbind(1), strict=True):
-        sorted_ids, tokens = ids.sort()
-        chosen, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
-        for expert, group in zip(chosen.tolist(), torch.split(tokens, counts.tolist()), strict=True):
-            if not 0 <= expert < experts.num_experts:
-                continue
-            hidden = silu_mul(multiply_rows(x.index_select(0, group), gate_up[expert]))
-            hidden.mul_(weights.index_select(0, group).unsqueeze(1))
-            sums = out.index_select(0, group)
-            sums.baddbmm_(hidden.unsqueeze(1), down[expert].expand(len(group), -1, -1))
-            out.index_copy_(0, group, sums)
-    return out.squeeze(1)
+def _rows_of_tokens(x: Tensor, tokens: list[int], sizes: list[int]) -> tuple[Tensor, ...]:
+    if len(x) == 1:
+        return (x,) * len(sizes)
+    parts: tuple[Tensor, ...] = torch.split(x.index_select(0, torch.tensor(tokens)), sizes)
+    return parts
+
+
+def _multiply(
+    rows: tuple[Tensor, ...], held: dict[int, list[int]], matrices: tuple[Tensor, ...], kind: str, width: int
+) -> list[Tensor]:
+    return [multiply(part, kind, matrices[expert], width) for part, expert in zip(rows, held, strict=True)]

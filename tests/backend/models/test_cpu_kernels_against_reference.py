@@ -39,6 +39,12 @@ class Run:
     """Of each expert layer, [T]: by how much the last expert chosen leads the first one left out."""
 
 
+def load(kernels: KernelSet) -> KimiTarget:
+    checkpoint = TargetCheckpoint.open(NANO)
+    with checkpoint.loading() as tensors:
+        return KimiTarget(checkpoint.config, tensors, kernels, SingleRank(), CPU, torch.float32)
+
+
 def run(kernels: KernelSet, tokens: list[int]) -> Run:
     choices, margins = [], []
 
@@ -50,9 +56,7 @@ def run(kernels: KernelSet, tokens: list[int]) -> Run:
         return ids, weights
 
     recorded = dataclasses.replace(kernels, route_experts=recording)
-    checkpoint = TargetCheckpoint.open(NANO)
-    with checkpoint.loading() as tensors:
-        target = KimiTarget(checkpoint.config, tensors, recorded, SingleRank(), CPU, torch.float32)
+    target = load(recorded)
     logits, _ = TargetSteps(target, recorded, [len(tokens)], block_size=64).run(tokens, [len(tokens)])
     return Run(logits, choices, margins)
 
@@ -105,3 +109,13 @@ def test_a_token_differs_only_where_the_runner_up_is_inside_the_noise(
     gap = best.values[:, 0] - best.values[:, 1]
     assert (gap[differs] <= 2 * rounding[differs]).all()
     assert differs.sum() <= 2, "a tie inside float32 rounding is rare"
+
+
+def test_chunks_and_verifies_give_the_bits_of_the_whole(runs: tuple[Run, Run], tokens: list[int]) -> None:
+    """The trained model's weights take the float16 products, which the tiny models' float32 weights do not."""
+    kernels = KernelSet.cpu()
+    target = load(kernels)
+    splits = [200, 64, 9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 17, 33]
+    splits.append(NUM_TOKENS - sum(splits))
+    logits, _ = TargetSteps(target, kernels, [NUM_TOKENS], block_size=16, seed=5).run(tokens, splits)
+    assert torch.equal(logits, runs[1].logits)

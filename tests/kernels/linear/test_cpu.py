@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from kimi_kernels import half_products
 from kimi_kernels.linear import reference
-from kimi_kernels.linear.cpu import PACKED_KIND, linear, pack_linear, per_head_linear
+from kimi_kernels.linear.cpu import FLOAT_KIND, HALF_KIND, linear, pack_linear, per_head_linear
 from kimi_kernels.quantization.reference import dequantize, quantize_fp8, quantize_int4
 from kimi_kernels.weights import Weight
 
@@ -14,20 +15,51 @@ from kimi_kernels.weights import Weight
 TOLERANCE = 1e-4
 
 
+SIZES = [(16, 1), (192, 272), (96, 12), (512, 63), (1100, 40), (63, 16), (1, 1)]
+needs_half = pytest.mark.skipif(not half_products.is_available(), reason="this torch has no float16 weights on a CPU")
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 4, 17, 65])
-@pytest.mark.parametrize(
-    ("in_features", "out_features", "is_fast"),
-    [(16, 1, True), (192, 272, True), (96, 12, True), (512, 63, True), (63, 16, False), (1, 1, False)],
-)
-def test_linear_is_the_product(num_tokens: int, in_features: int, out_features: int, is_fast: bool) -> None:
+@pytest.mark.parametrize(("in_features", "out_features"), SIZES)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_linear_is_the_product(num_tokens: int, in_features: int, out_features: int, weight_dtype: torch.dtype) -> None:
     torch.manual_seed(num_tokens)
-    x, weight = torch.randn(num_tokens, in_features), torch.randn(out_features, in_features)
-    packed = pack_linear(weight)
-    assert (packed.kind == PACKED_KIND) == is_fast
-    out = linear(x, packed)
+    x, weight = torch.randn(num_tokens, in_features), torch.randn(out_features, in_features).to(weight_dtype)
+    out = linear(x, pack_linear(weight))
     assert out.shape == (num_tokens, out_features)
+    assert out.dtype == torch.float32
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@needs_half
+def test_a_weight_is_halved_only_where_that_loses_nothing() -> None:
+    weight = torch.randn(24, 64) * 0.05
+    int4 = quantize_int4(weight)
+    int4 = dataclasses.replace(int4, scales=int4.scales.bfloat16())
+    for exact in (weight.bfloat16(), weight.half(), int4):
+        assert pack_linear(exact).kind == HALF_KIND
+    for inexact in (weight, weight.bfloat16() * 1e7, torch.full((16, 16), torch.nan)):
+        assert pack_linear(inexact).kind == FLOAT_KIND
+
+
+@needs_half
+def test_a_halved_weight_gives_the_float32_product() -> None:
+    """Tiny weights too: rounded to float16 alone, most of these would be 0."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 64), (torch.randn(48, 64) * 10.0 ** torch.randint(-9, 1, (48, 64))).bfloat16()
+    packed = pack_linear(weight)
+    assert packed.kind == HALF_KIND
+    torch.testing.assert_close(linear(x, packed), x @ weight.float().t(), rtol=0, atol=1e-5)
+
+
+def test_without_half_products_weights_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_products, "is_available", lambda: False)
+    x, weight = torch.randn(3, 64), torch.randn(48, 64).bfloat16()
+    packed = pack_linear(weight)
+    assert packed.kind == FLOAT_KIND
+    torch.testing.assert_close(linear(x, packed), x @ weight.float().t(), rtol=TOLERANCE, atol=TOLERANCE)
+    assert pack_linear(torch.randn(48, 63)).kind == reference.PACKED_KIND
 
 
 @pytest.mark.parametrize(

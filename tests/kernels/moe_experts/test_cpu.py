@@ -5,43 +5,65 @@ import dataclasses
 import pytest
 import torch
 
+from kimi_kernels.half_products import is_available
+from kimi_kernels.linear.cpu import FLOAT_KIND, HALF_KIND
 from kimi_kernels.moe_experts import reference
-from kimi_kernels.moe_experts.cpu import FEW_TOKENS, PACKED_KIND, moe_experts, pack_experts
+from kimi_kernels.moe_experts.cpu import moe_experts, pack_experts
 from support.expert_layers import expected_experts, random_choices, random_experts, relative_error
 
 # float32 sums of up to 192 terms, twice, in another order.
 TOLERANCE = 2e-6
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 4, FEW_TOKENS, FEW_TOKENS + 1, 130])
+HALF = HALF_KIND if is_available() else FLOAT_KIND
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 4, 17, 130])
 @pytest.mark.parametrize(
-    ("kind", "hidden", "intermediate", "is_fast"),
-    [("plain", 192, 128, True), ("int4", 64, 32, True), ("plain", 48, 16, True), ("plain", 63, 20, False)],
+    ("dtype", "hidden", "intermediate", "kind"),
+    [
+        (torch.float32, 192, 128, FLOAT_KIND),
+        (torch.float32, 48, 16, FLOAT_KIND),
+        (torch.float32, 63, 20, reference.PACKED_KIND),
+        (torch.bfloat16, 192, 128, HALF),
+    ],
 )
 @pytest.mark.parametrize("first_expert", [0, 2, 100])
 def test_it_equals_the_reference(
-    num_tokens: int, kind: str, hidden: int, intermediate: int, is_fast: bool, first_expert: int
+    num_tokens: int, dtype: torch.dtype, hidden: int, intermediate: int, kind: str, first_expert: int
 ) -> None:
     """Twelve experts to choose from, ten of which are held here, or none. Some rows are padding and choose none."""
     torch.manual_seed(num_tokens)
-    weights = random_experts(kind, 10, hidden, intermediate)
+    weights = random_experts("plain", 10, hidden, intermediate, dtype=dtype)
     experts = pack_experts(weights)
-    assert (experts.kind == PACKED_KIND) == is_fast
+    assert experts.kind == kind
     x = torch.randn(num_tokens, hidden)
     ids, scale = random_choices(num_tokens, 12, 3)
     ids[3::5] = -1
+    before = x.clone(), ids.clone(), scale.clone()
     got = moe_experts(x, ids, scale, experts, first_expert)
     expected = expected_experts(x, ids, scale, reference.pack_experts(weights), first_expert)
     assert got.shape == expected.shape
+    assert got.is_contiguous()
     assert relative_error(got, expected) < TOLERANCE
     assert (got[3::5] == 0).all()
+    assert all(map(torch.equal, before, (x, ids, scale)))
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_quantised_experts_equal_the_reference(kind: str) -> None:
+    torch.manual_seed(0)
+    weights = random_experts(kind, 6, 128, 128)
+    x, (ids, scale) = torch.randn(5, 128), random_choices(5, 6, 2)
+    expected = expected_experts(x, ids, scale, reference.pack_experts(weights))
+    assert relative_error(moe_experts(x, ids, scale, pack_experts(weights)), expected) < TOLERANCE
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:
     weights = random_experts("plain", 6, 64, 32)
     assert isinstance(weights.gate_up, torch.Tensor)
     weights.gate_up[2:] = torch.nan
-    for num_tokens in (2, FEW_TOKENS + 4):
+    for num_tokens in (1, 20):
         ids = torch.tensor([[0, 1]] * num_tokens, dtype=torch.int32)
         assert (
             moe_experts(torch.randn(num_tokens, 64), ids, torch.ones(num_tokens, 2), pack_experts(weights))

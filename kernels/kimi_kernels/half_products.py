@@ -1,0 +1,61 @@
+"""Products of float32 rows with weights kept in float16, summed in float32 (FBGEMM, in torch for x86).
+
+A step of few rows is limited by reading weights, and half as wide ones take half as long. Nothing is lost: bf16 weights
+have 8 significant bits and int4 ones 11, as many as float16. Each row is summed on its own, in the order of the inputs,
+whatever rows run beside it; several rows share one read of the weight.
+"""
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+ROUNDING = 2.0**-25
+"""What a weight may lose: half a unit of float16's smallest step, which only weights below 2^-14 can. A float32 sum of
+a hundred terms of size 1 loses more."""
+
+
+@cache
+def is_available() -> bool:
+    """Whether this torch has the products. Trying is the only way to know, and a first use warns of a future end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            packed = torch.fbgemm_pack_gemm_matrix_fp16(torch.ones(1, 1))
+            return torch.fbgemm_linear_fp16_weight_fp32_activation(torch.ones(1, 1), packed, None).item() == 1.0
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+
+
+def pack_half(weight: Tensor) -> Tensor | None:
+    """Lay a weight out for `multiply_half`; None where that is not available or would lose more than `ROUNDING`.
+
+    Args:
+        weight: [out_features, in_features] float32.
+    Returns:
+        An opaque handle in a tensor's clothes.
+    """
+    if not is_available() or not _fits_half(weight):
+        return None
+    packed: Tensor = torch.fbgemm_pack_gemm_matrix_fp16(weight.contiguous())
+    return packed
+
+
+def _fits_half(weight: Tensor) -> bool:
+    return bool(((weight.half().float() - weight).abs() <= ROUNDING).all())  # false for NaN and what overflows
+
+
+def multiply_half(x: Tensor, packed: Tensor) -> Tensor:
+    """x: [T, in_features] float32, at least one row -> [T, out_features].
+
+    FBGEMM leaves the upper halves of the vector registers in use, which makes a matrix product of MKL four times as
+    slow until any vector operation of torch has run. Callers that mix the two put one between (`settle`).
+    """
+    out: Tensor = torch.fbgemm_linear_fp16_weight_fp32_activation(x, packed, None)
+    return out
+
+
+def settle(x: Tensor) -> Tensor:
+    """A contiguous copy of x, made by vector instructions."""
+    return x.mul(1.0)
