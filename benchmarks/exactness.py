@@ -14,13 +14,14 @@ c   bf16, Triton-language kernels, free-running: share of texts that are the sam
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ FORCED_BATCH = 32
 FORCED_WINDOWS = (4, 8)
 
 Report = dict[str, Any]
+Case = tuple[float, int]
+"""Temperature and k."""
 
 
 def settings_of(args: argparse.Namespace, kernels: str) -> ServingSettings:
@@ -65,30 +68,61 @@ def settings_of(args: argparse.Namespace, kernels: str) -> ServingSettings:
 def float32(args: argparse.Namespace) -> Report:
     """Measurement a."""
     settings = settings_of(args, "reference")
-    size = -(-len(args.token_ids) // args.shards)
-    starts = range(0, len(args.token_ids), size)
-    cases = [(temperature, k) for k in sorted(args.k, reverse=True) for temperature in TEMPERATURES]
-    with maybe_mps(settings, print) as variables:
-        os.environ.update(variables)
-        with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
-            futures = {
-                (t, k): [
-                    pool.submit(run_alone, settings, args.token_ids[i : i + size], k, t, args.num_tokens, i)
-                    for i in starts
-                ]
-                for t, k in cases  # the longest first
-            }
-            found = {case: [text for part in parts for text in part.result()] for case, parts in futures.items()}
-        for name in variables:
-            del os.environ[name]
-    report: Report = {}
-    for temperature in TEMPERATURES:
-        plain = found[temperature, 0]
-        report[f"T={temperature:g}"] = {
-            f"k={k}": {"texts": len(plain), "identical": num_identical(plain, found[temperature, k])} for k in args.k
-        }
+    cases = _cases(args)
+    found: dict[Case, dict[int, Text]] = {case: {} for case in cases}
+    with (
+        maybe_mps(settings, print) as variables,
+        _environment(variables),
+        ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool,
+    ):
+        parts: dict[Future[list[Text]], tuple[Case, list[int]]] = {}
+        for (temperature, k), indices in cases.items():
+            for first in range(0, len(indices), args.shard):
+                ours = indices[first : first + args.shard]
+                prompts = [args.token_ids[i] for i in ours]
+                part = pool.submit(run_alone, settings, prompts, ours, k, temperature, args.num_tokens)
+                parts[part] = ((temperature, k), ours)
+        for part in as_completed(parts):
+            case, ours = parts[part]
+            found[case].update(zip(ours, part.result(), strict=True))
+            print(f"a T={case[0]:g} k={case[1]}: {len(ours)} texts", flush=True)
+            if args.texts:
+                with args.texts.open("a") as file:
+                    file.writelines(json.dumps([*case, i, found[case][i]]) + "\n" for i in ours)
+    report: Report = {"prompts_at_each_k": "one k each" if args.rotate else "all"}
+    for (temperature, k), indices in sorted(cases.items()):
+        plain = [found[temperature, 0][i] for i in indices]
+        row = {"texts": len(plain), "identical": num_identical(plain, found[temperature, k])}
+        report.setdefault(f"T={temperature:g}", {})[f"k={k}"] = row
     print("a", json.dumps(report))
     return report
+
+
+def _cases(args: argparse.Namespace) -> dict[Case, list[int]]:
+    """(temperature, k) -> prompts, those that take longest first."""
+    everyone = list(range(len(args.token_ids)))
+    speculating = [k for k in args.k if k]
+    cases: dict[Case, list[int]] = {}
+    for k in sorted(args.k, reverse=True):
+        for number, temperature in enumerate(TEMPERATURES):
+            ours = [i for i in everyone if speculating[(i + number) % len(speculating)] == k]
+            cases[temperature, k] = ours if args.rotate and k else everyone
+    return cases
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Of the processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def teacher_forced(args: argparse.Namespace) -> Report:
@@ -128,7 +162,8 @@ def free_running(args: argparse.Namespace) -> Report:
     for temperature in TEMPERATURES:
         plain: list[Text] = []
         for k in args.k:
-            found, length = texts(target, draft, settings, args.token_ids, k, temperature, args.num_tokens)
+            seeds = range(len(args.token_ids))
+            found, length = texts(target, draft, settings, args.token_ids, k, temperature, args.num_tokens, seeds)
             plain = plain or found
             row = _free_row(plain, found)
             row["acceptance_length"] = length
@@ -162,10 +197,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step, for a and c")
     parser.add_argument("--k", type=int, nargs="+", default=list(range(MAX_SPECULATIVE_TOKENS + 1)))
     parser.add_argument("--processes", type=int, default=32, help="of measurement a, at most")
-    parser.add_argument("--shards", type=int, default=2, help="parts of the prompts in measurement a, a process each")
+    parser.add_argument("--shard", type=int, default=20, help="prompts of a process of measurement a")
+    parser.add_argument(
+        "--rotate", action="store_true", help="measurement a: each prompt at k = 0 and at one other k, in turn"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=256, help="what is kept of a prompt, from its end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--only", nargs="+", default=list(MEASUREMENTS), choices=list(MEASUREMENTS))
+    parser.add_argument("--texts", type=Path, help="JSON lines of measurement a's texts: temperature, k, prompt, ids")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.k[0] != 0:

@@ -40,9 +40,9 @@ def texts(
     k: int,
     temperature: float,
     num_tokens: int,
-    first_seed: int = 0,
+    seeds: Sequence[int],
 ) -> tuple[list[Text], float | None]:
-    """Every prompt's text, and the acceptance length (1 + mean accepted a round). Prompt i has seed first_seed + i."""
+    """Every prompt's text, and the acceptance length (1 + mean accepted a round)."""
     engine = Engine(target, draft, settings=scheduler_settings(settings))
     engine.start()
     try:
@@ -53,7 +53,7 @@ def texts(
             request = GenerateRequest(
                 request_id=str(index),
                 prompt_token_ids=prompt,
-                sampling=replace(sampling, seed=first_seed + index),
+                sampling=replace(sampling, seed=seeds[index]),
                 num_speculative_tokens=k,
             )
             engine.submit(request, collector)
@@ -69,14 +69,19 @@ def texts(
 
 
 def run_alone(
-    settings: ServingSettings, prompts: Sequence[Text], k: int, temperature: float, num_tokens: int, first_seed: int
+    settings: ServingSettings,
+    prompts: Sequence[Text],
+    seeds: Sequence[int],
+    k: int,
+    temperature: float,
+    num_tokens: int,
 ) -> list[Text]:
     """In a process of its own: load both models, make the texts. Products of float32 numbers are ieee products."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
     target, draft = load_pair(settings)
-    return texts(target, draft, settings, prompts, k, temperature, num_tokens, first_seed)[0]
+    return texts(target, draft, settings, prompts, k, temperature, num_tokens, seeds)[0]
 
 
 def num_identical(expected: Sequence[Text], found: Sequence[Text]) -> int:

@@ -67,16 +67,19 @@ class SwitchedDraft:
         return self.runner.propose(plan)
 
 
-def nano_pair(
-    *, kernels: str, num_blocks: int, fill: float = 0.0, max_model_len: int = MAX_MODEL_LEN
-) -> tuple[SwitchedTarget, SwitchedDraft]:
-    """Both runners, every element of their pools set to `fill`."""
-    settings = nano_settings(kernels=kernels, kv_tokens=num_blocks * BLOCK_SIZE, max_model_len=max_model_len)
-    target, draft = load_pair(settings)
+Pair = tuple[SwitchedTarget, SwitchedDraft]
+
+
+def nano_pair(*, kernels: str, num_blocks: int) -> Pair:
+    """Both runners, with CUDA graphs where the kernels allow them."""
+    target, draft = load_pair(nano_settings(kernels=kernels, kv_tokens=num_blocks * BLOCK_SIZE))
     assert draft is not None
-    for runner in (target, draft):
-        runner._pool.tensor.fill_(fill)  # type: ignore[attr-defined]
     return SwitchedTarget(target), SwitchedDraft(draft)
+
+
+def fill_pool(runner: TargetRunner | DraftRunner, value: float) -> None:
+    """Every element, whoever wrote it."""
+    runner._pool.tensor.fill_(value)
 
 
 def nano_requests(count: int, max_tokens: int) -> list[GenerateRequest]:

@@ -15,7 +15,7 @@ import kimi_backend
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer, ServerPorts, free_port
-from kimi_backend.serving.mps import MpsUnavailable, mps_variables, start_mps, stop_mps
+from kimi_backend.serving.mps import MpsUnavailable, start_mps, stop_mps
 
 _WATCH_S = 0.2
 _SOCKET_FOLDER = "/tmp"
@@ -94,14 +94,14 @@ def maybe_mps(settings: ServingSettings, say: Callable[[str], None]) -> Iterator
     with tempfile.TemporaryDirectory(prefix="kimi_mps_", dir=_SOCKET_FOLDER) as name:
         folder = Path(name)
         try:
-            start_mps(folder, os.environ)
+            variables = start_mps(folder, os.environ)
         except MpsUnavailable as problem:
             say(f"without MPS: {problem}")
             yield {}
             return
         say("with MPS: target and draft share the GPU without changing contexts")
         try:
-            yield mps_variables(folder)
+            yield variables
         finally:
             stop_mps(folder, os.environ)
 

@@ -3,7 +3,8 @@
 Two processes on a GPU cost about 0.15 ms for each change of turn; clients of an MPS daemon do not. In return a kernel
 that faults ends all clients, and then both runners are loaded again.
 
-    python -m kimi_backend.serving.mps start FOLDER      0: running; 3: not here, the reason is said
+    python -m kimi_backend.serving.mps start FOLDER      0: running, prints what its clients' environment needs;
+                                                         3: not here, the reason is said
     python -m kimi_backend.serving.mps stop FOLDER
 """
 
@@ -21,6 +22,7 @@ from kimi_backend.serving.processes import is_alive
 
 CONTROL = "nvidia-cuda-mps-control"
 NOT_RUNNING = 3
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _START_S = 10.0
 _PROBE_S = 30.0
 _STOP_S = 10.0
@@ -44,9 +46,16 @@ class MpsUnavailable(Exception):
     """MPS cannot be used here; says why. Serving goes on without it."""
 
 
-def mps_variables(folder: Path) -> dict[str, str]:
-    """What a process must have in its environment to be a client of the daemon in this folder."""
+def _folders(folder: Path) -> dict[str, str]:
     return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
+
+
+def _renumbered(environment: Environment) -> dict[str, str]:
+    """The GPUs as a daemon's clients count them: from 0, those that the daemon was started with. Names stay names."""
+    visible = [name for name in environment.get(VISIBLE, "").split(",") if name]
+    if not all(name.strip().isdigit() for name in visible):
+        return {}
+    return {VISIBLE: ",".join(map(str, range(len(visible))))} if visible else {}
 
 
 def client_works(environment: Environment) -> bool:
@@ -58,11 +67,16 @@ def client_works(environment: Environment) -> bool:
         return False
 
 
-def start_mps(folder: Path, environment: Environment, probe: Callable[[Environment], bool] = client_works) -> None:
+def start_mps(
+    folder: Path, environment: Environment, probe: Callable[[Environment], bool] = client_works
+) -> dict[str, str]:
     """Start a daemon of one's own, whose pipes and log are in `folder`, and see a client work.
 
     Args:
         environment: of this process; the GPUs that it sees are the daemon's.
+
+    Returns:
+        What a process must have in its environment to be a client.
 
     Raises:
         MpsUnavailable: no daemon runs when this is raised.
@@ -74,20 +88,21 @@ def start_mps(folder: Path, environment: Environment, probe: Callable[[Environme
         raise MpsUnavailable("CUDA_MPS_PIPE_DIRECTORY is set: the daemon that it names is used")
     if len(str(folder)) > _MAX_SOCKET_PATH:
         raise MpsUnavailable(f"{folder} is too long a path for a socket")
-    client = {**environment, **mps_variables(folder)}
-    for name in mps_variables(folder).values():
+    for name in _folders(folder).values():
         Path(name).mkdir(parents=True, exist_ok=True)
+    daemon = {**environment, **_folders(folder)}
     try:
-        done = subprocess.run([program, "-d"], env=client, timeout=_START_S, capture_output=True, text=True)
+        done = subprocess.run([program, "-d"], env=daemon, timeout=_START_S, capture_output=True, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         stop_mps(folder, environment)
         raise MpsUnavailable(f"{CONTROL} did not start: {error}") from None
     if done.returncode:
         raise MpsUnavailable(f"{CONTROL} ended with code {done.returncode}: {(done.stderr or done.stdout).strip()}")
-    # Its server sees the devices that it was started with, counted from 0.
-    if not probe(client):
+    variables = {**_folders(folder), **_renumbered(environment)}
+    if not probe({**environment, **variables}):
         stop_mps(folder, environment)
         raise MpsUnavailable("a first client did not get a context")
+    return variables
 
 
 def stop_mps(folder: Path, environment: Environment) -> None:
@@ -100,7 +115,7 @@ def stop_mps(folder: Path, environment: Environment) -> None:
         subprocess.run(
             [program],
             input="quit -t 2\n",
-            env={**environment, **mps_variables(folder)},
+            env={**environment, **_folders(folder)},
             timeout=_STOP_S,
             capture_output=True,
             text=True,
@@ -126,10 +141,11 @@ def main(arguments: list[str]) -> int:
         stop_mps(folder, os.environ)
         return 0
     try:
-        start_mps(folder, os.environ)
+        variables = start_mps(folder, os.environ)
     except MpsUnavailable as problem:
         sys.stderr.write(f"without MPS: {problem}\n")
         return NOT_RUNNING
+    sys.stdout.write("".join(f"{name}={value}\n" for name, value in variables.items()))
     sys.stderr.write("with MPS: target and draft share the GPU without changing contexts\n")
     return 0
 

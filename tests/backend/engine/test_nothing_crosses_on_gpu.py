@@ -6,38 +6,82 @@ row's last bits may depend on its batch, so tokens are compared where the batche
 request must reach its full length: one NaN that is read ends it with an error.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 
+from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
 from support.engine_runs import EngineHarness, Outcome
-from support.nano_runs import SwitchedDraft, SwitchedTarget, nano_pair, nano_requests, without_speculation
+from support.nano_runs import Pair, fill_pool, nano_pair, nano_requests, without_speculation
 
 pytestmark = pytest.mark.gpu
 
 NAN = float("nan")
-KERNELS = ["reference", "triton"]
 SETTINGS = SchedulerSettings(max_num_seqs=16, max_num_batched_tokens=256)
-AMPLE_BLOCKS = 600
+NUM_BLOCKS = 100_000
 MAX_TOKENS = 40
 
-Pair = tuple[SwitchedTarget, SwitchedDraft]
+Runners = tuple[TargetRunner, DraftRunner]
 
 
-def start(pair: Pair, requests: list[GenerateRequest], held_blocks: int = 0) -> EngineHarness:
-    """held_blocks: lowest ids of both pools that somebody else holds."""
-    harness = EngineHarness(*pair, SETTINGS)
-    kv = harness.core.kv
-    if held_blocks:
-        kv.target_pool.allocate(held_blocks)
+@dataclasses.dataclass
+class Loaded:
+    """Two pairs of runners of one kernel set: the one in use, and one to replace it by."""
+
+    kernels: str
+    pair: Pair
+    runners: list[Runners]
+
+    def start(self, requests: list[GenerateRequest], free_blocks: int, fill: float = NAN) -> EngineHarness:
+        """An engine over pools full of `fill`. free_blocks: highest ids of each; somebody else holds the others."""
+        self.switch(0, fill)
+        harness = EngineHarness(*self.pair, SETTINGS)
+        kv = harness.core.kv
         assert kv.draft_pool is not None
-        kv.draft_pool.allocate(held_blocks)
-    for request in requests:
-        harness.add(request)
-    return harness
+        for pool in (kv.target_pool, kv.draft_pool):
+            pool.allocate(NUM_BLOCKS - free_blocks)
+        for request in requests:
+            harness.add(request)
+        return harness
+
+    def switch(self, number: int, fill: float, roles: tuple[str, ...] = ("target", "draft")) -> None:
+        """Put runners of one pair in place, their pools full of `fill`."""
+        target, draft = self.runners[number]
+        if "target" in roles:
+            fill_pool(target, fill)
+            self.pair[0].runner = target
+        if "draft" in roles:
+            fill_pool(draft, fill)
+            self.pair[1].runner = draft
+
+
+@pytest.fixture(scope="module", params=["reference", "triton"])
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    pairs = [nano_pair(kernels=request.param, num_blocks=NUM_BLOCKS) for _ in range(2)]
+    return Loaded(request.param, pairs[0], [(target.runner, draft.runner) for target, draft in pairs])
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[GenerateRequest]:
+    return nano_requests(10, MAX_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: Loaded, requests: list[GenerateRequest]) -> list[list[int]] | None:
+    """Each request alone, without speculation, in a clean pool; None where tokens depend on the batch."""
+    if loaded.kernels != "reference":
+        return None
+    found = []
+    for request in without_speculation(requests):
+        harness = loaded.start([request], free_blocks=100, fill=0.0)
+        harness.run()
+        found += tokens(harness.outcomes)
+    return found
 
 
 def tokens(outcomes: list[Outcome]) -> list[list[int]]:
@@ -49,56 +93,39 @@ def tokens(outcomes: list[Outcome]) -> list[list[int]]:
     return [outcome.token_ids for outcome in outcomes]
 
 
-@pytest.fixture(scope="module")
-def requests() -> list[GenerateRequest]:
-    return nano_requests(10, MAX_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def expected(requests: list[GenerateRequest]) -> list[list[int]]:
-    """Each request alone, without speculation, by the reference kernels."""
-    pair = nano_pair(kernels="reference", num_blocks=AMPLE_BLOCKS)
-    found = []
-    for request in without_speculation(requests):
-        harness = start(pair, [request])
-        harness.run()
-        found += tokens(harness.outcomes)
-    return found
-
-
-def check(kernels: str, outcomes: list[Outcome], expected: list[list[int]]) -> None:
+def check(outcomes: list[Outcome], expected: list[list[int]] | None) -> None:
     found = tokens(outcomes)
-    if kernels == "reference":
-        assert found == expected
+    assert expected is None or found == expected
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_poisoned_pools_of_100_000_blocks(
-    kernels: str, requests: list[GenerateRequest], expected: list[list[int]]
+def test_poisoned_pools_and_large_ids(
+    loaded: Loaded, requests: list[GenerateRequest], expected: list[list[int]] | None
 ) -> None:
-    clean = start(nano_pair(kernels=kernels, num_blocks=AMPLE_BLOCKS), requests)
+    clean = loaded.start(requests, free_blocks=NUM_BLOCKS, fill=0.0)
     clean.run()
-    poisoned = start(nano_pair(kernels=kernels, num_blocks=100_000, fill=NAN), requests, held_blocks=99_000)
-    highest = 0
+    poisoned = loaded.start(requests, free_blocks=600)
+    lowest = NUM_BLOCKS
 
     def look(_: int) -> None:
-        nonlocal highest
+        nonlocal lowest
         for outcome in poisoned.outcomes:
             if outcome.sequence.blocks is not None:
-                highest = max(highest, *outcome.sequence.blocks.target_ids, *(outcome.sequence.blocks.draft_ids or [0]))
+                blocks = outcome.sequence.blocks
+                lowest = min([lowest, *blocks.target_ids, *blocks.draft_ids])
 
     poisoned.run(each_step=look)
-    assert highest > 65_535 * 1.5
+    assert 65_535 < lowest < NUM_BLOCKS
     # The schedules are the same, so even the last bits are.
     assert tokens(poisoned.outcomes) == tokens(clean.outcomes)
     assert [o.rounds for o in poisoned.outcomes] == [o.rounds for o in clean.outcomes]
-    check(kernels, poisoned.outcomes, expected)
+    check(poisoned.outcomes, expected)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_cancelled_neighbours(kernels: str, requests: list[GenerateRequest], expected: list[list[int]]) -> None:
+def test_cancelled_neighbours(
+    loaded: Loaded, requests: list[GenerateRequest], expected: list[list[int]] | None
+) -> None:
     """Their blocks, half written, go to others at once."""
-    harness = start(nano_pair(kernels=kernels, num_blocks=120, fill=NAN), requests)
+    harness = loaded.start(requests, free_blocks=120)
     neighbours = [harness.add(request) for request in nano_requests(6, 200)]
 
     def cancel(step: int) -> None:
@@ -108,34 +135,25 @@ def test_cancelled_neighbours(kernels: str, requests: list[GenerateRequest], exp
 
     harness.run(each_step=cancel)
     assert not neighbours
-    check(kernels, harness.outcomes[: len(requests)], expected)
+    check(harness.outcomes[: len(requests)], expected)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_preemptions(kernels: str, requests: list[GenerateRequest], expected: list[list[int]]) -> None:
-    harness = start(nano_pair(kernels=kernels, num_blocks=12, fill=NAN, max_model_len=160), requests)
+def test_preemptions(loaded: Loaded, requests: list[GenerateRequest], expected: list[list[int]] | None) -> None:
+    harness = loaded.start(requests, free_blocks=10)
     harness.run()
     assert harness.core.scheduler.num_preemptions > 2
-    check(kernels, harness.outcomes, expected)
+    check(harness.outcomes, expected)
 
 
-def replace_target(pair: Pair, kernels: str) -> None:
-    pair[0].runner = nano_pair(kernels=kernels, num_blocks=AMPLE_BLOCKS, fill=NAN)[0].runner
-
-
-def replace_draft(pair: Pair, kernels: str) -> None:
-    pair[1].runner = nano_pair(kernels=kernels, num_blocks=AMPLE_BLOCKS, fill=NAN)[1].runner
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("replace", [replace_target, replace_draft])
-def test_restarted_runners(
-    kernels: str,
-    replace: Callable[[Pair, str], None],
-    requests: list[GenerateRequest],
-    expected: list[list[int]],
+@pytest.mark.parametrize("roles", [("target",), ("draft",), ("target", "draft")], ids="+".join)
+def test_replaced_runners(
+    loaded: Loaded, roles: tuple[str, ...], requests: list[GenerateRequest], expected: list[list[int]] | None
 ) -> None:
-    pair = nano_pair(kernels=kernels, num_blocks=AMPLE_BLOCKS, fill=NAN)
-    harness = start(pair, requests)
-    harness.run(each_step=lambda step: replace(pair, kernels) if step in (5, 11) else None)
-    check(kernels, harness.outcomes, expected)
+    """Twice: away and back, each time to a pool that holds nothing but NaN."""
+    harness = loaded.start(requests, free_blocks=NUM_BLOCKS)
+    at: dict[int, Callable[[], None]] = {
+        5: lambda: loaded.switch(1, NAN, roles),
+        11: lambda: loaded.switch(0, NAN, roles),
+    }
+    harness.run(each_step=lambda step: at.get(step, lambda: None)())
+    check(harness.outcomes, expected)

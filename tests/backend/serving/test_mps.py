@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from kimi_backend.cli.serve import maybe_mps
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving import mps
-from kimi_backend.serving.mps import MpsUnavailable, mps_variables, start_mps, stop_mps
+from kimi_backend.serving.mps import MpsUnavailable, start_mps, stop_mps
 from kimi_backend.serving.processes import is_alive
 
 CONTROL_SCRIPT = """#!/bin/sh
@@ -61,12 +62,34 @@ def is_gone(process_id: int) -> bool:
 
 def test_a_daemon_runs_until_it_is_stopped(environment: dict[str, str], folder: Path) -> None:
     seen: list[dict[str, str]] = []
-    start_mps(folder, environment, lambda client: not seen.append(dict(client)))  # type: ignore[func-returns-value]
-    assert seen == [{**environment, **mps_variables(folder)}]
+    variables = start_mps(folder, environment, lambda client: not seen.append(dict(client)))  # type: ignore[func-returns-value]
+    assert seen == [{**environment, **variables}]
+    assert variables == {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+    }
     assert is_alive(daemon(folder))
     stop_mps(folder, environment)
     assert is_gone(daemon(folder))
     stop_mps(folder, environment)  # again, as after a crash
+
+
+@pytest.mark.parametrize(
+    ("visible", "of_a_client"), [("3", "0"), ("2,0", "0,1"), ("GPU-5e1f", "GPU-5e1f")], ids=["index", "indices", "name"]
+)
+def test_a_client_counts_the_daemons_gpus(
+    environment: dict[str, str], folder: Path, visible: str, of_a_client: str
+) -> None:
+    seen: list[str] = []
+    given = {**environment, "CUDA_VISIBLE_DEVICES": visible}
+
+    def probe(client: Mapping[str, str]) -> bool:
+        seen.append(client["CUDA_VISIBLE_DEVICES"])
+        return True
+
+    start_mps(folder, given, probe)
+    stop_mps(folder, given)
+    assert seen == [of_a_client]
 
 
 def test_a_daemon_that_does_not_listen_is_killed(
