@@ -28,8 +28,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "fp8": {"draft_quantization": "fp8"},
     "int4": {"draft_quantization": "int4"},
+    "int4 head": {"draft_head_quantization": "int4"},
+    "fp8, int4 head": {"draft_quantization": "fp8", "draft_head_quantization": "int4"},
     "2,048 of 4,096 tokens": {"draft_vocab": 2048},
     "1,024 of 4,096 tokens": {"draft_vocab": 1024},
+    "fp8, int4 head, 2,048 tokens": {
+        "draft_quantization": "fp8",
+        "draft_head_quantization": "int4",
+        "draft_vocab": 2048,
+    },
     "int4, 2,048 tokens": {"draft_quantization": "int4", "draft_vocab": 2048},
     "int4, 1,024 tokens": {"draft_quantization": "int4", "draft_vocab": 1024},
 }
@@ -52,7 +59,7 @@ class Result:
         error = statistics.stdev(self.lengths) / len(self.lengths) ** 0.5
         positions = " ".join(f"{100 * rate:3.0f}%" for rate in self.per_position)
         return (
-            f"{self.variant:24} {self.temperature:4g}  {self.acceptance_length:6.3f} ± {error:.3f}  {positions:16}"
+            f"{self.variant:28} {self.temperature:4g}  {self.acceptance_length:6.3f} ± {error:.3f}  {positions:16}"
             f"  {self.num_equal_texts} of {len(self.lengths)}"
         )
 
@@ -113,7 +120,7 @@ def main() -> int:
         max_model_len=1024,
     )
     results = []
-    print(f"{'variant':24} temp  acceptance length  at least 1, 2, …  equal texts", flush=True)
+    print(f"{'variant':28} temp  acceptance length  at least 1, 2, …  equal texts", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         write_prompts(options.data, options.num_prompts, prompts)

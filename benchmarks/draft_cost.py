@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,14 @@ REDUCED = 32_768
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     linear_format: LinearFormat
+    head_format: LinearFormat
     num_tokens: int
 
     @property
     def name(self) -> str:
         kept = "full head" if not self.num_tokens else f"{self.num_tokens:,} tokens"
-        return f"{'bf16' if self.linear_format is LinearFormat.NONE else self.linear_format.value}, {kept}"
+        layer, head = ("bf16" if f is LinearFormat.NONE else f.value for f in (self.linear_format, self.head_format))
+        return f"{layer}{'' if head == layer else f' + {head} head'}, {kept}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +77,17 @@ class Row:
 
     def __str__(self) -> str:
         of_floor = f"{self.time_us / self.floor_us:5.2f}" if self.floor_us else "    -"
-        return f"{self.variant:22} {self.what:7} {self.rows:6} {self.floor_us:9.1f} {self.time_us:9.1f} {of_floor}"
+        return f"{self.variant:30} {self.what:7} {self.rows:6} {self.floor_us:9.1f} {self.time_us:9.1f} {of_floor}"
 
 
 VARIANTS = tuple(
-    Variant(linear_format=linear_format, num_tokens=num_tokens)
+    Variant(linear_format=linear_format, head_format=head_format, num_tokens=num_tokens)
     for num_tokens in (0, REDUCED)
-    for linear_format in LinearFormat
+    for linear_format, head_format in (
+        *((same, same) for same in LinearFormat),
+        (LinearFormat.NONE, LinearFormat.INT4),
+        (LinearFormat.FP8, LinearFormat.INT4),
+    )
 )
 
 
@@ -100,7 +106,8 @@ def load(draft: DraftCheckpoint, variant: Variant, kernels: KernelSet, device: t
         draft = reduce_vocabulary(draft, draft.tensors, variant.num_tokens, nothing_counted)
     assert isinstance(draft.config, Eagle3MlaDraftConfig)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Eagle3MlaDraft(draft.config, draft.tensors, kernels, SingleRank(), device, dtype, variant.linear_format)
+    formats = variant.linear_format, variant.head_format
+    return Eagle3MlaDraft(draft.config, draft.tensors, kernels, SingleRank(), device, dtype, *formats)
 
 
 class Steps:
@@ -111,7 +118,7 @@ class Steps:
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.builder = MetadataBuilder(kernels=kernels, block_size=BLOCK_SIZE, num_mla_heads=model.num_mla_heads)
-        longest = max(CONTEXT + BLOCK_SIZE, *PROMPT_ROWS)
+        longest = min(max(CONTEXT + BLOCK_SIZE, *PROMPT_ROWS), model.config.max_position_embeddings)
         self.blocks_a_sequence = -(-longest // BLOCK_SIZE)
         num_blocks = self.blocks_a_sequence * max_sequences
         self.cache = torch.randn(model.kv_pool_shape(num_blocks, BLOCK_SIZE), device=device).to(self.dtype)
@@ -163,7 +170,7 @@ def measure(
     """Load one variant and time everything."""
     kernels = KernelSet.triton() if device.type == "cuda" else KernelSet.reference()
     steps = Steps(load(draft, variant, kernels, device), kernels, device, max(counts))
-    weights = WeightFormat(draft_format=variant.linear_format)
+    weights = WeightFormat(draft_format=variant.linear_format, draft_head_format=variant.head_format)
     config = steps.model.config
     layer_bytes = draft_weight_bytes(config, weights, has_embed=False, has_head=False)
     fc = variant.linear_format.num_bytes(
@@ -171,7 +178,7 @@ def measure(
     )
     rope_bytes = config.max_position_embeddings * config.qk_rope_head_dim * 4
     layer_bytes -= fc + rope_bytes
-    head_bytes = variant.linear_format.num_bytes(config.draft_vocab_size, config.hidden_size, 2)
+    head_bytes = variant.head_format.num_bytes(config.draft_vocab_size, config.hidden_size, 2)
     for count in counts:
         kv_bytes = count * CONTEXT * config.latent_dim * 2
         for what, call, num_bytes in (
@@ -180,7 +187,7 @@ def measure(
         ):
             time_us = graph_us(call) / STEPS_A_GRAPH if device.type == "cuda" else _smoke(call)
             yield Row(variant=variant.name, what=what, rows=count, floor_us=num_bytes / bytes_per_us, time_us=time_us)
-    for num_rows in PROMPT_ROWS:
+    for num_rows in [rows for rows in PROMPT_ROWS if rows <= config.max_position_embeddings]:
         call = steps.prompt(num_rows)
         time_us = eager_us(call) if device.type == "cuda" else _smoke(call)
         yield Row(variant=variant.name, what="prompt", rows=num_rows, floor_us=0.0, time_us=time_us)
@@ -236,12 +243,12 @@ def main() -> None:
         report["discarded"] = discard_reason(card, ceilings)
         print(f"{card}: reads {bytes_per_us / 1e6:.2f} TB/s, {ceilings.matmul_flops_per_us / 1e6:.0f} TFLOP/s")
     draft = open_draft(device, Preset.TINY if options.smoke else Preset.KIMI_K25)
-    print(f"{'variant':22} {'what':7} {'rows':>6} {'floor µs':>9} {'µs':>9} of floor", flush=True)
+    print(f"{'variant':30} {'what':7} {'rows':>6} {'floor µs':>9} {'µs':>9} of floor", flush=True)
     with torch.inference_mode():
         formats = [LinearFormat(name) for name in options.formats.split(",")]
         for variant in [variant for variant in VARIANTS if variant.linear_format in formats]:
             reduced = min(variant.num_tokens, draft.config.vocab_size // 2)
-            chosen = Variant(linear_format=variant.linear_format, num_tokens=reduced)
+            chosen = replace(variant, num_tokens=reduced)
             for row in measure(chosen, draft, counts, bytes_per_us, device):
                 print(row, flush=True)
                 report["rows"].append(asdict(row))

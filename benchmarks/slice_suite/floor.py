@@ -11,6 +11,7 @@ from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.settings import ServingSettings
+from kimi_backend.runners.draft_choice import head_format, linear_format
 
 KV_ITEM_BYTES = 2
 
@@ -60,7 +61,7 @@ def draft_bytes(config: Eagle3MlaDraftConfig, settings: ServingSettings, load: L
     k = load.num_draft_tokens
     if not k:
         return {}
-    format_ = LinearFormat(settings.draft_quantization)
+    format_ = linear_format(settings)
     head_rows = min(settings.draft_vocab or config.draft_vocab_size, config.draft_vocab_size)
     layer = fc = 0.0
     for name, spec in draft_tensor_specs(config).items():
@@ -76,6 +77,6 @@ def draft_bytes(config: Eagle3MlaDraftConfig, settings: ServingSettings, load: L
     return {
         "fc": fc,
         "layer": k * layer,
-        "head": float(k * format_.num_bytes(head_rows, config.hidden_size, 2)),
+        "head": float(k * head_format(settings).num_bytes(head_rows, config.hidden_size, 2)),
         "KV": float(k * load.batch_size * load.context * config.latent_dim * KV_ITEM_BYTES),
     }

@@ -23,11 +23,12 @@ def build_draft(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     linear_format: LinearFormat = LinearFormat.NONE,
+    head_format: LinearFormat | None = None,
 ) -> Eagle3Draft:
     source, kernels = InMemoryTensors(tensors), kernels or KernelSet.reference()
     if isinstance(config, Eagle3MlaDraftConfig):
-        return Eagle3MlaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format)
-    return Eagle3MhaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format)
+        return Eagle3MlaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format, head_format)
+    return Eagle3MhaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format, head_format)
 
 
 class DraftSteps:

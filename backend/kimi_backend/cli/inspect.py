@@ -29,6 +29,9 @@ def inspect(
     draft_quantization: Annotated[
         LinearFormat, typer.Option(help="Format that the draft is rounded to at load.")
     ] = LinearFormat.NONE,
+    draft_head_quantization: Annotated[
+        LinearFormat | None, typer.Option(help="Format of the draft's head, if another.")
+    ] = None,
     values: Annotated[bool, typer.Option(help="Read every scale, norm and bias in search of NaN.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -54,6 +57,7 @@ def inspect(
             kv_cache_dtype=kv_dtype,
             max_model_len=max_model_len,
             draft_format=draft_quantization,
+            draft_head_format=draft_head_quantization,
         )
         report["memory_plan"] = checkpoint_report.report_memory(target.config, draft_checkpoint, settings, draft_vocab)
     if as_json:

@@ -27,6 +27,8 @@ class MemorySettings:
     """Compute dtype of linear layers; torch's name."""
     draft_format: LinearFormat = LinearFormat.NONE
     """Of the draft's linear layers, where `keeps_quantized_experts`; the reference kernels widen every format."""
+    draft_head_format: LinearFormat | None = None
+    """Of its head; None takes `draft_format`."""
     keeps_quantized_experts: bool = True
     max_model_len: int = 0
     """0 takes the longest that both models have positions for."""
@@ -124,6 +126,7 @@ def plan_memory(
         item_bytes=kv_item_bytes(settings.weight_dtype),
         keeps_quantized_experts=settings.keeps_quantized_experts,
         draft_format=settings.draft_format,
+        draft_head_format=settings.draft_head_format,
     )
     target_bytes = target_weight_bytes(target, weights)
     draft_bytes = draft_kv = 0

@@ -106,6 +106,11 @@ class ServingSettings:
         "Format that the draft's linear layers are rounded to at load. Changes speed, never text.",
         choices=("none", "fp8", "int4"),
     )
+    draft_head_quantization: str = _setting(
+        "",
+        "Format of the draft's head alone; empty takes draft_quantization. int4 costs a head next to no acceptance.",
+        choices=("", "none", "fp8", "int4"),
+    )
     aux_transfer: str = _setting(
         "auto",
         "How aux hidden states reach the draft: `ipc` in a GPU buffer that both processes map, `tensor` through the"

@@ -28,6 +28,8 @@ class WeightFormat:
     """False: routed experts too are in the compute dtype, as the reference kernels keep them."""
     draft_format: LinearFormat = LinearFormat.NONE
     """Of the draft's linear layers; without effect where quantised weights are not kept."""
+    draft_head_format: LinearFormat | None = None
+    """Of its head; None takes `draft_format`."""
 
 
 def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
@@ -73,11 +75,13 @@ def draft_weight_bytes(
         has_embed, has_head: false where the draft uses the target's matrix in place.
     """
     hidden, tp_size = config.hidden_size, weights.tp_size
-    linear_format = weights.draft_format if weights.keeps_quantized_experts else LinearFormat.NONE
+    linear_format, head_format = weights.draft_format, weights.draft_head_format or weights.draft_format
+    if not weights.keeps_quantized_experts:
+        linear_format = head_format = LinearFormat.NONE
     matrices = _draft_matrices(config, tp_size)
-    if has_head:
-        matrices.append((config.draft_vocab_size // tp_size, hidden))
     num_bytes = sum(linear_format.num_bytes(rows, columns, weights.item_bytes) for rows, columns in matrices)
+    if has_head:
+        num_bytes += head_format.num_bytes(config.draft_vocab_size // tp_size, hidden, weights.item_bytes)
     elements = 4 * hidden
     elements += config.num_aux_hidden_states * config.target_hidden_size if config.fc_norm else 0
     elements += config.vocab_size * hidden // tp_size if has_embed else 0

@@ -18,6 +18,7 @@ H the draft's hidden size, Ht the target's, C aux chunks, layer prefix `layers.0
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 
@@ -49,15 +50,19 @@ class Eagle3Draft(ABC):
         device: torch.device,
         dtype: torch.dtype,
         linear_format: LinearFormat = LinearFormat.NONE,
+        head_format: LinearFormat | None = None,
     ) -> None:
         """
         Args:
             source: the draft's checkpoint; this rank reads only its slices.
-            linear_format: what linear layers are rounded to, the head included.
+            linear_format: what linear layers are rounded to.
+            head_format: what the head is rounded to; None takes `linear_format`.
         Raises:
             CheckpointError: a tensor is missing or misshapen, the vocabulary map is wrong, or the ranks cannot divide
                 a width.
         """
+        self._head_format = linear_format if head_format is None else head_format
+        self._head_kernels = quantizing_kernels(kernels, self._head_format)
         kernels = quantizing_kernels(kernels, linear_format)
         loader = WeightLoader(source, kernels, group, device, dtype)
         _refuse_more_layers(source)
@@ -65,7 +70,6 @@ class Eagle3Draft(ABC):
         hidden = config.hidden_size
         self._kernels = kernels
         self._group = group
-        self._linear_format = linear_format
         self._eps = config.rms_norm_eps
         self._norm_output = config.norm_output
         self._norm_before_residual = config.norm_before_residual
@@ -73,8 +77,9 @@ class Eagle3Draft(ABC):
         self._head: ParallelHead | None = None
         # The head first: what rounding it needs for a moment is free again before the rest comes.
         if loader.has("lm_head.weight"):
+            head_loader = replace(loader, kernels=self._head_kernels)
             self._head = ParallelHead.load(
-                loader, "lm_head", config.draft_vocab_size, hidden, keeps_weight=self._shares_head
+                head_loader, "lm_head", config.draft_vocab_size, hidden, keeps_weight=self._shares_head
             )
         self._fc_norm = _load_fc_norm(loader, config)
         aux_width = config.num_aux_hidden_states * config.target_hidden_size
@@ -163,7 +168,7 @@ class Eagle3Draft(ABC):
     def set_embed_and_head(self, target: EmbedAndHead) -> None:
         """Use the target's matrices in place of those that the file lacks or that are bit-equal.
 
-        A quantised draft rounds a copy of the target's head where it has none, and keeps its own otherwise.
+        A draft whose head is rounded rounds a copy of the target's where it has none, and keeps its own otherwise.
 
         Raises:
             CheckpointError: the file lacks a matrix and the target's has another shape.
@@ -181,7 +186,9 @@ class Eagle3Draft(ABC):
             shape = (self.config.draft_vocab_size // self._group.size, self.config.hidden_size)
             _check_shared("lm_head.weight", tuple(head.weight.shape), shape)
             shares = self._shares_head
-            self._head = head if shares else ParallelHead(head.weight, self._kernels, self._group, keeps_weight=False)
+            self._head = (
+                head if shares else ParallelHead(head.weight, self._head_kernels, self._group, keeps_weight=False)
+            )
 
     def get_embed_and_head(self) -> EmbedAndHead:
         """This rank's slices, its own or the target's."""
@@ -192,7 +199,7 @@ class Eagle3Draft(ABC):
     @property
     def _shares_head(self) -> bool:
         """A head in the target's format may be the target's."""
-        return self._linear_format is LinearFormat.NONE
+        return self._head_format is LinearFormat.NONE
 
     def _loaded_head(self) -> ParallelHead:
         if self._head is None:

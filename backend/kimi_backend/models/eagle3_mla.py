@@ -26,8 +26,9 @@ class Eagle3MlaDraft(Eagle3Draft):
         device: torch.device,
         dtype: torch.dtype,
         linear_format: LinearFormat = LinearFormat.NONE,
+        head_format: LinearFormat | None = None,
     ) -> None:
-        super().__init__(config, source, kernels, group, device, dtype, linear_format)
+        super().__init__(config, source, kernels, group, device, dtype, linear_format, head_format)
         self._config = config
         loader = draft_layer_loader(WeightLoader(source, self._kernels, group, device, dtype))
         self._attention = MlaAttention(

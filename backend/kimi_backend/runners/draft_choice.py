@@ -27,6 +27,11 @@ def linear_format(settings: ServingSettings) -> LinearFormat:
     return LinearFormat(settings.draft_quantization)
 
 
+def head_format(settings: ServingSettings) -> LinearFormat:
+    """Of the draft's head."""
+    return LinearFormat(settings.draft_head_quantization or settings.draft_quantization)
+
+
 def _token_counts(settings: ServingSettings, draft: DraftCheckpoint) -> TokenCounts:
     path = Path(settings.draft_vocab_counts) if settings.draft_vocab_counts else draft.path / TOKEN_COUNTS_FILE
     if path.is_file():

@@ -18,7 +18,7 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
 from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.draft_choice import chosen_draft, linear_format
+from kimi_backend.runners.draft_choice import chosen_draft, head_format, linear_format
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.kv_pool import KvPool
@@ -165,6 +165,7 @@ def memory_plan(settings: ServingSettings, checkpoints: _Checkpoints, placement:
             kv_cache_dtype=_name(placement.kv_dtype),
             weight_dtype=_name(placement.dtype),
             draft_format=linear_format(settings),
+            draft_head_format=head_format(settings),
             keeps_quantized_experts=placement.kernels.name == "triton",
             max_model_len=settings.max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -301,7 +302,8 @@ def _load_draft(
     plan = memory_plan(settings, checkpoints, placement)
     config = checkpoint.config
     with checkpoint.loading() as tensors:
-        args = (tensors, placement.kernels, SingleRank(), placement.device, placement.dtype, linear_format(settings))
+        formats = linear_format(settings), head_format(settings)
+        args = (tensors, placement.kernels, SingleRank(), placement.device, placement.dtype, *formats)
         model: Eagle3Draft
         if isinstance(config, Eagle3MlaDraftConfig):
             model = Eagle3MlaDraft(config, *args)

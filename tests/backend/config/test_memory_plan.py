@@ -274,6 +274,16 @@ def test_a_quantised_draft_leaves_room_for_tokens(linear_format: LinearFormat) -
     assert plan.draft_weight_bytes == pytest.approx(matrices * item + embedding + rope, rel=0.01)
 
 
+def test_a_head_of_another_format() -> None:
+    rows, hidden = MLA_DRAFT.draft_vocab_size, MLA_DRAFT.hidden_size
+    plain = draft_weight_bytes(MLA_DRAFT, WeightFormat())
+    int4_head = draft_weight_bytes(MLA_DRAFT, WeightFormat(draft_head_format=LinearFormat.INT4))
+    assert plain - int4_head == rows * hidden * 2 - LinearFormat.INT4.num_bytes(rows, hidden, 2)
+    plain_head = WeightFormat(draft_format=LinearFormat.INT4, draft_head_format=LinearFormat.NONE)
+    int4 = draft_weight_bytes(MLA_DRAFT, WeightFormat(draft_format=LinearFormat.INT4))
+    assert draft_weight_bytes(MLA_DRAFT, plain_head) - int4 == plain - int4_head
+
+
 def test_quantised_weights_that_are_widened_weigh_what_they_are_widened_to() -> None:
     plain, widened = WeightFormat(), WeightFormat(keeps_quantized_experts=False, draft_format=LinearFormat.INT4)
     assert draft_weight_bytes(MLA_DRAFT, widened) == draft_weight_bytes(MLA_DRAFT, plain)

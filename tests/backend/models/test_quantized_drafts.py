@@ -76,6 +76,27 @@ def test_the_targets_head_is_rounded_too_and_not_changed(linear_format: LinearFo
     torch.testing.assert_close(shared.head.logits(x), x @ target["lm_head.weight"].T)
 
 
+@pytest.mark.parametrize("with_head", [True, False])
+def test_the_head_may_have_another_format(with_head: bool) -> None:
+    config, target = config_of("mla"), random_target(TARGET)
+    tensors = random_draft(config, with_head=with_head)
+    head = tensors["lm_head.weight"] if with_head else target["lm_head.weight"]
+    draft = build_draft(config, tensors, linear_format=LinearFormat.FP8, head_format=LinearFormat.INT4)
+    draft.set_embed_and_head(build_target(TARGET, target).get_embed_and_head())
+    layer = rounded(tensors, LinearFormat.FP8) | {"lm_head.weight": dequantize(quantize(head, LinearFormat.INT4))}
+    assert torch.equal(run(draft), run(build_draft(config, layer)))
+
+
+def test_only_a_plain_head_is_shared() -> None:
+    config, target = config_of("mla"), random_target(TARGET)
+    shared = build_target(TARGET, target).get_embed_and_head()
+    own = random_draft(config, with_head=False)
+    for layer, head in ((LinearFormat.INT4, LinearFormat.NONE), (LinearFormat.NONE, LinearFormat.INT4)):
+        draft = build_draft(config, own, linear_format=layer, head_format=head)
+        draft.set_embed_and_head(shared)
+        assert (draft.get_embed_and_head().head is shared.head) == (head is LinearFormat.NONE)
+
+
 def test_its_own_head_stays_its_own() -> None:
     config, target = config_of("mla"), random_target(TARGET)
     tensors = random_draft(config) | {"lm_head.weight": target["lm_head.weight"].clone()}

@@ -50,7 +50,8 @@ def test_a_cheaper_draft_changes_rounds_and_no_token(settings: ServingSettings) 
     assert whole["acceptance_length"] > 1.02, "a run where nothing is accepted shows nothing"
     reports = [bench(settings, draft_quantization=name) for name in ("fp8", "int4")]
     reports.append(bench(settings, draft_vocab=512))
-    assert [texts(report) for report in reports] == [texts(whole)] * 3
+    reports.append(bench(settings, draft_quantization="fp8", draft_head_quantization="int4"))
+    assert [texts(report) for report in reports] == [texts(whole)] * 4
     assert reports[1]["speculative_decoding"] != whole["speculative_decoding"]
     assert reports[2]["acceptance_length"] < whole["acceptance_length"]
 
