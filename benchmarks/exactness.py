@@ -92,7 +92,8 @@ def float32(args: argparse.Namespace) -> Report:
     report: Report = {"prompts_at_each_k": "one k each" if args.rotate else "all"}
     for (temperature, k), indices in sorted(cases.items()):
         plain = [found[temperature, 0][i] for i in indices]
-        row = {"texts": len(plain), "identical": num_identical(plain, found[temperature, k])}
+        speculated = [found[temperature, k][i] for i in indices]
+        row = {"texts": len(plain), "identical": num_identical(plain, speculated)}
         report.setdefault(f"T={temperature:g}", {})[f"k={k}"] = row
     print("a", json.dumps(report))
     return report
