@@ -109,6 +109,26 @@ def served(server: EmbeddedServer, count: int, k: int, output_tokens: int) -> Ro
     }
 
 
+def settings_of(args: argparse.Namespace, aux_transfer: str, mps: str) -> ServingSettings:
+    """Few captured sizes, so that a server starts soon."""
+    values = {
+        "checkpoint": args.checkpoint.resolve(),
+        "draft": (args.draft or args.checkpoint / "draft").resolve(),
+        "device": args.device,
+        "kernels": args.kernels,
+        "aux_transfer": aux_transfer,
+        "mps": mps,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": max(args.streams),
+        "max_num_batched_tokens": MAX_MODEL_LEN,
+        "max_speculative_tokens": args.k,
+        "num_speculative_tokens": args.k,
+        "kv_tokens": MAX_MODEL_LEN * max(args.streams),
+        **dict(pair.split("=", 1) for pair in args.set),
+    }
+    return ServingSettings.from_parameters({name: str(value) for name, value in values.items()}, {})
+
+
 def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Console) -> list[Row]:
     """One server's rows, one for each number of streams."""
     said: list[str] = []
@@ -118,17 +138,7 @@ def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Cons
         own = [Path(__file__).parent / "models" / name for name in OWN_MODELS]
         for model in [find_model_repository() / name for name in MODELS] + own:
             (repository / model.name).symlink_to(model.resolve())
-        settings = ServingSettings(
-            checkpoint=str(args.checkpoint.resolve()),
-            draft=str((args.draft or args.checkpoint / "draft").resolve()),
-            device=args.device,
-            kernels=args.kernels,
-            aux_transfer=aux_transfer,
-            mps=mps,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=max(args.streams),
-            kv_tokens=MAX_MODEL_LEN * max(args.streams),
-        )
+        settings = settings_of(args, aux_transfer, mps)
         with maybe_mps(settings, said.append) as variables:
             server = make_server(
                 settings, model_repository=repository, log_file=Path(folder) / "log", variables=variables
@@ -163,10 +173,10 @@ def print_rows(rows: list[Row]) -> None:
     columns = ("aux", "mps", "streams", "call_ms", "bare_round_ms", "round_ms", "target_runner_ms", "draft_runner_ms")
     columns += ("target_way_ms", "draft_way_ms", "schedule_ms", "commit_ms", "publish_ms", "server_ms", "allowed_ms")
     columns += ("round_at_client_ms", "output_tokens_per_second")
-    print(" | ".join(column.removesuffix("_ms") for column in columns))
+    print(" | ".join(column.removesuffix("_ms") for column in columns), flush=True)
     for row in rows:
         values = (row[column] for column in columns)
-        print(" | ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
+        print(" | ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values), flush=True)
 
 
 def gpu_rates() -> Row:
@@ -198,6 +208,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=192)
+    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console(stderr=True)
