@@ -39,6 +39,8 @@ from steady_plans import steady_plans
 OWN_MODELS = ("bare_callee", "bare_loop")
 MAX_MODEL_LEN = 512
 METRICS_SETTLE_S = 0.8
+LOG_END = 4000
+"""Characters of a failed server's log that are shown."""
 SHARED = "aux hidden states stay on the GPU"
 """What a server logs that hands them over in a buffer."""
 NOTHING_RUNS_IN = ("schedule", "commit", "publish")
@@ -151,6 +153,9 @@ def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Cons
                     server.wait_until_ready()
                     is_shared = SHARED in (Path(folder) / "log").read_text(errors="replace")
                     rows = [_row(args, server, count, is_shared) for count in args.streams]
+            except Exception:
+                sys.stderr.write((Path(folder) / "log").read_text(errors="replace")[-LOG_END:])
+                raise
             finally:
                 server.stop()
     return [{"aux": "ipc" if is_shared else "tensor", "mps": bool(variables), "mps_said": said, **row} for row in rows]
