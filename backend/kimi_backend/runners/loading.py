@@ -220,9 +220,8 @@ def _captures(settings: ServingSettings, placement: Placement) -> bool:
 
 
 def _warm_up(runner: TargetRunner | DraftRunner) -> None:
-    if torch.cuda.is_initialized():
-        # What packing the weights took for a moment is for the steps now, and for the other process.
-        torch.cuda.empty_cache()
+    # What packing the weights took for a moment is for the steps now, and for the other process.
+    torch.cuda.empty_cache()
     role = runner.describe().role
     with count_progress(f"warming up the {role}", runner.num_warm_up_steps) as advance:
         runner.warm_up(advance)
