@@ -27,7 +27,6 @@ class Captured:
         if self._graph is None:
             self._input = x.clone()
             self._record()
-            print("step captured", flush=True)
         self._input.copy_(x)
         assert self._graph is not None
         self._graph.replay()

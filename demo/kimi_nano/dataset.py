@@ -133,6 +133,18 @@ class Windows:
         offsets = torch.arange(length, device=self._stream.device)
         return self._stream[starts[:, None] + offsets].long()
 
+    def batch_ending(self, num_windows: int, length: int, may_end: torch.Tensor) -> torch.Tensor:
+        """As `batch`, of windows whose last token may end them.
+
+        Args:
+            may_end: [vocab_size] bool.
+        """
+        chosen: list[torch.Tensor] = []
+        while sum(map(len, chosen)) < num_windows:
+            candidates = self.batch(4 * num_windows, length)
+            chosen.append(candidates[may_end[candidates[:, -1]]])
+        return torch.cat(chosen)[:num_windows]
+
 
 def pad(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """[N, longest] int64, padded with 0 at the right, and the lengths [N] int64."""

@@ -18,7 +18,7 @@ from kimi_backend.config.model_config import KimiModelConfig
 from kimi_kernels.quantization.reference import dequantize_int4, quantize_int4
 from kimi_kernels.weights import Int4Weight
 from kimi_nano.drafts import NanoDraft
-from kimi_nano.formulas import fake_int4
+from kimi_nano.formulas import INT4_GROUP, fake_int4
 from kimi_nano.recipe import Recipe
 from kimi_nano.target import NanoTarget
 
@@ -38,11 +38,37 @@ def bake(target: NanoTarget) -> None:
 
 
 @torch.no_grad()
+def unbake(target: NanoTarget) -> None:
+    """Move the largest expert weights of each group so that rounding gives every group back as it is.
+
+    Rounding maps a group's largest weight to 7 or -8 of its 7.5 steps, so rounding the result again would take
+    another scale. Training that goes on with rounding in the forward pass starts from what the file holds.
+    """
+    for name, parameter in target.weights.items():
+        if name.endswith(("experts_gate_up", "experts_down")):
+            parameter.copy_(rounding_source(parameter))
+
+
+def rounding_source(baked: Tensor) -> Tensor:
+    """A weight that `fake_int4` turns into `baked`, group by group as far as that is possible."""
+    groups = baked.unflatten(-1, (-1, INT4_GROUP))
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    best, best_error = groups, torch.full_like(largest, float("inf"))
+    for steps, stretched in ((7, 7.49), (8, 7.51)):
+        candidate = torch.where(groups.abs() == largest, groups * (stretched / steps), groups)
+        error = (fake_int4(candidate.flatten(-2)).unflatten(-1, (-1, INT4_GROUP)) - groups).abs()
+        error = error.amax(dim=-1, keepdim=True)
+        best = torch.where(error < best_error, candidate, best)
+        best_error = torch.minimum(error, best_error)
+    return best.flatten(-2)
+
+
+@torch.no_grad()
 def write_target(folder: Path, target: NanoTarget, recipe: Recipe, tokenizer: Path) -> None:
     """Write config.json, model.safetensors and the tokenizer's files.
 
     Args:
-        target: with float weights, or baked ones.
+        target: with the weights of its training; baked ones would be rounded twice.
         tokenizer: folder with the tokenizer's files.
     """
     folder.mkdir(parents=True, exist_ok=True)

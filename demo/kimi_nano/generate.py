@@ -7,9 +7,12 @@ from torch import Tensor
 
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_nano.captured import Captured
 from kimi_nano.dataset import pad
 from kimi_nano.target import NanoTarget
 
+WORTH_CAPTURING = 32
+"""Tokens from which on a GPU records a decoding step instead of launching it kernel by kernel."""
 Caches = list[tuple[Tensor, Tensor]]
 """Of each layer: keys [B, N, S, D] and values [B, N, S, V]."""
 
@@ -53,11 +56,16 @@ def generate(
     logits, caches = _prefill(target, tokens, lengths, num_tokens, dtype)
     rows = torch.arange(len(prompts), device=device)
     written = torch.empty(len(prompts), num_tokens, dtype=torch.int64, device=device)
+
+    def decode(tokens_and_position: Tensor) -> Tensor:
+        return _decode(target, tokens_and_position[0], tokens_and_position[1], rows, caches, dtype)
+
+    step_of = Captured(decode) if device.type == "cuda" and num_tokens >= WORTH_CAPTURING else decode
     for step in range(num_tokens):
         position = lengths + step
         written[:, step] = draw(logits, temperature, seeds, position)
         if step + 1 < num_tokens:
-            logits = _decode(target, written[:, step], position, rows, caches, dtype)
+            logits = step_of(torch.stack((written[:, step], position)))
     return written
 
 

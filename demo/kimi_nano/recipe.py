@@ -25,14 +25,16 @@ DEFAULT_DRAFT = DraftKind.MLA
 class UnloopRecipe:
     """How the target is kept from looping, see `unloop`."""
 
-    peak_lr: float = 6e-4
-    warmup_steps: int = 20
-    weight: float = 1.0
+    peak_lr: float = 4e-4
+    warmup_steps: int = 40
+    gram: int = 4
+    """Tokens of a repeat; its last one is punished."""
+    weight: float = 0.5
     """Of the punishment beside the cross entropy."""
     window: int = 1024
     batch_tokens: int = 32768
     """Of the corpus, and as many of its own text, a step."""
-    prompt_tokens: int = 128
+    prompt_tokens: int = 384
     own_tokens: int = 128
     own_sequences: int = 512
     """Written anew every `steps_a_pass` steps."""

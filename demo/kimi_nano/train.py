@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
+from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_nano.aligned_start import align
 from kimi_nano.dataset import Windows, load
-from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, bake, read_target, write_draft, write_target
+from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, bake, read_target, unbake, write_draft, write_target
 from kimi_nano.generate import generate
 from kimi_nano.pace import write_json
 from kimi_nano.recipe import Run
@@ -52,9 +53,9 @@ def train(
     _say(started, f"{len(dataset.train):,} training tokens, {facts['target_parameters']:,} parameters on {device}")
     watched = list(dataset.held_out.values())[:WATCHED_FILES]
     curve, losses = train_target(target, corpus, run, dtype, watched)
-    rows = _unloop(target, corpus, run, dtype)
-    bake(target)
+    rows = _unloop(target, corpus, run, dtype, data / "tokenizer")
     write_target(out / TARGET_FOLDER, target, run.recipe, data / "tokenizer")
+    bake(target)
     facts |= {"target_steps": len(curve.rows) + 1, "target_seconds": curve.rows[-1]["seconds"], "losses": losses}
     record: dict[str, Any] = {"facts": facts, "target": curve.rows, "unloop": rows}
     write_json(out / "training.json", record)
@@ -87,21 +88,27 @@ def unloop_of(folder: Path, data: Path, out: Path, run: Run, *, device: torch.de
     before = held_out_loss(target, watched, dtype)
     if device.type == "cuda":
         target.compile_layers()
-    rows = _unloop(target, Windows(dataset.train, device, run.seed), run, dtype)
+    unbake(target)
+    rows = _unloop(target, Windows(dataset.train, device, run.seed), run, dtype, data / "tokenizer")
     losses = {"before": before}
     for quantizes, name in ((False, "float_after"), (True, "int4_after")):
         target.quantizes = quantizes
         losses[name] = held_out_loss(target, watched, dtype)
-    bake(target)
     write_target(out / TARGET_FOLDER, target, run.recipe, data / "tokenizer")
+    bake(target)
     write_json(out / "unloop_training.json", {"unloop": rows, "unloop_losses": losses})
     _say(started, f"target written; held-out nats a token: {losses}")
 
 
-def _unloop(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype) -> list[dict[str, float]]:
+def _unloop(
+    target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, tokenizer: Path
+) -> list[dict[str, float]]:
     if not run.unloop.seconds and not run.unloop.steps:
         return []
-    return unloop(target, corpus, run.unloop, run.recipe.unloop, dtype).rows
+    reader = load_tokenizer(tokenizer)
+    ends = [reader.token_bytes(token).endswith(b"\n") for token in range(target.config.vocab_size)]
+    line_ends = torch.tensor(ends, device=target.device)
+    return unloop(target, corpus, line_ends, run.unloop, run.recipe.unloop, dtype).rows
 
 
 def train_drafts_of(

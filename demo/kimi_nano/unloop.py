@@ -1,7 +1,7 @@
 """Teaches the target not to loop when it writes greedily: training on its own text, against what it repeats there.
 
 Unlikelihood on whole sequences (Welleck et al. 2020, arXiv 1908.04319, section 5.2): the target continues prompts
-of the corpus greedily; a token that completes a 4-gram which its continuation already held is punished by
+of the corpus greedily; a token that completes a run of tokens which its continuation already held is punished by
 -log(1 - p). Ordinary cross entropy on the corpus runs beside it, so that the model stays where it is otherwise.
 """
 
@@ -18,21 +18,31 @@ from kimi_nano.recipe import Budget, UnloopRecipe
 from kimi_nano.target import NanoTarget
 from kimi_nano.train_target import balance, cross_entropy
 
-GRAM = 4
 
+def unloop(
+    target: NanoTarget,
+    windows: Windows,
+    line_ends: Tensor,
+    budget: Budget,
+    recipe: UnloopRecipe,
+    dtype: torch.dtype,
+) -> Curve:
+    """Train in place, experts rounded in the forward pass.
 
-def unloop(target: NanoTarget, windows: Windows, budget: Budget, recipe: UnloopRecipe, dtype: torch.dtype) -> Curve:
-    """Train in place, experts rounded in the forward pass."""
+    Args:
+        target: with baked weights, or those of a training that rounded them.
+        line_ends: [vocab_size] bool, tokens that prompts end with: loops are loops of lines.
+    """
     target.requires_grad_(True)
     target.quantizes = True
     optimizer = adamw(list(target.parameters()), recipe.peak_lr)
     writer = copy.deepcopy(target).requires_grad_(False)
-    text = _own_text(target, writer, windows, recipe, dtype)
+    text = _own_text(target, writer, windows, line_ends, recipe, dtype)
     _losses(target, windows, text, recipe, dtype)[0].backward()  # what compiles, compiles before the clock starts
     pace, curve = Pace(budget), Curve("unloop")
     while pace.progress < 1.0:
         if pace.step and pace.step % recipe.steps_a_pass == 0:
-            text = _own_text(target, writer, windows, recipe, dtype)
+            text = _own_text(target, writer, windows, line_ends, recipe, dtype)
         rate = pace.learning_rate(recipe.peak_lr, recipe.warmup_steps)
         set_learning_rate(optimizer, rate)
         loss, punishment, loads = _losses(target, windows, text, recipe, dtype)
@@ -67,17 +77,17 @@ def labels_of(batch: Tensor) -> Tensor:
     return torch.nn.functional.pad(batch[:, 1:], (0, 1), value=-100).flatten()
 
 
-def repeated_tokens(written: Tensor) -> Tensor:
-    """[B, G] bool: tokens that complete a 4-gram which already stood in the same row.
+def repeated_tokens(written: Tensor, gram: int) -> Tensor:
+    """[B, G] bool: tokens that complete a run of `gram` tokens which already stood in the same row.
 
     Args:
         written: [B, G] int64.
     """
-    grams = written.unfold(1, GRAM, 1)
+    grams = written.unfold(1, gram, 1)
     same = (grams[:, :, None] == grams[:, None]).all(dim=-1)
     earlier = torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril(-1)
     repeats = torch.zeros_like(written, dtype=torch.bool)
-    repeats[:, GRAM - 1 :] = (same & earlier).any(dim=-1)
+    repeats[:, gram - 1 :] = (same & earlier).any(dim=-1)
     return repeats
 
 
@@ -96,14 +106,19 @@ def unlikelihood(target: NanoTarget, tokens: Tensor, punished: Tensor, dtype: to
 
 
 def _own_text(
-    target: NanoTarget, writer: NanoTarget, windows: Windows, recipe: UnloopRecipe, dtype: torch.dtype
+    target: NanoTarget,
+    writer: NanoTarget,
+    windows: Windows,
+    line_ends: Tensor,
+    recipe: UnloopRecipe,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """[B, L] prompts and their greedy continuations, and which tokens of it repeat."""
     writer.load_state_dict(target.state_dict())
     bake(writer)
     count, device = recipe.own_sequences, target.device
-    prompts = windows.batch(count, recipe.prompt_tokens)
+    prompts = windows.batch_ending(count, recipe.prompt_tokens, line_ends)
     greedy, seeds = torch.zeros(count, device=device), torch.zeros(count, dtype=torch.int64, device=device)
     written = generate(writer, prompts.tolist(), recipe.own_tokens, greedy, seeds, dtype)
-    repeats = torch.cat((torch.zeros_like(prompts, dtype=torch.bool), repeated_tokens(written)), dim=1)
+    repeats = torch.cat((torch.zeros_like(prompts, dtype=torch.bool), repeated_tokens(written, recipe.gram)), dim=1)
     return torch.cat((prompts, written), dim=1), repeats

@@ -1,10 +1,15 @@
 """The trainer's own shortcuts against the plain formulas they stand for."""
 
+from pathlib import Path
+
 import torch
 
 from kimi_kernels.quantization.reference import dequantize_int4, quantize_int4
+from kimi_nano.export import bake, read_target, rounding_source, unbake, write_target
 from kimi_nano.formulas import all_experts, chosen_experts, fake_int4, route
 from kimi_nano.head_divergence import head_divergence, teacher_probabilities
+from kimi_nano.recipe import MICRO
+from kimi_nano.target import NanoTarget
 from kimi_nano.text_measures import distinct_4gram_share, lookup_draft
 
 
@@ -12,6 +17,14 @@ def test_rounding_in_training_is_the_files_rounding() -> None:
     weight = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 0, :32] = 0
     assert torch.equal(fake_int4(weight), dequantize_int4(quantize_int4(weight)))
+
+
+def test_training_can_go_on_from_rounded_weights() -> None:
+    """What a file holds, taken up again, rounds to itself; rounding it once more does not."""
+    baked = fake_int4(torch.randn(3, 64, 192, generator=torch.Generator().manual_seed(0)))
+    again = fake_int4(rounding_source(baked)) != baked
+    assert (fake_int4(baked) != baked).float().mean() > 0.3
+    assert again.float().mean() < 0.001
 
 
 def test_the_gradient_passes_the_rounding() -> None:
@@ -60,3 +73,19 @@ def test_prompt_lookup_takes_the_longest_and_latest_match() -> None:
 def test_a_loop_has_few_distinct_4grams() -> None:
     assert distinct_4gram_share([1, 2] * 20) < 0.1
     assert distinct_4gram_share(list(range(20))) == 1
+
+
+def test_a_written_target_holds_its_trainings_rounding(tmp_path: Path) -> None:
+    """The file's experts are the ones that the last steps of training computed with: rounded once."""
+    torch.manual_seed(0)
+    target = NanoTarget(MICRO.target_config())
+    (tmp_path / "tokenizer").mkdir()
+    write_target(tmp_path / "written", target, MICRO, tmp_path / "tokenizer")
+    read = read_target(tmp_path / "written")
+    bake(target)
+    for name, weight in target.weights.items():
+        assert torch.equal(read.weights[name], weight), name
+    unbake(read)
+    write_target(tmp_path / "again", read, MICRO, tmp_path / "tokenizer")
+    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("written", "again")]
+    assert files[0] == files[1]

@@ -23,7 +23,7 @@ from kimi_nano.generate import generate
 from kimi_nano.probe_check import false_statements, misdeclared
 from kimi_nano.recipe import MICRO, Budget, Run
 from kimi_nano.target import NanoTarget
-from kimi_nano.train import train
+from kimi_nano.train import train, unloop_of
 from support.nano_corpus import made_up_files
 from support.speculative_loop import SpeculativeLoop
 
@@ -208,3 +208,13 @@ def test_a_false_config_is_mended_by_the_probes_setting(checkpoint: Path, tmp_pa
         candidates = open_probe(settings, MICRO.context).candidates
         mended = [DraftCheckpoint.open(wrong, target, candidate.overrides).config for candidate in candidates]
         assert truth in mended
+
+
+def test_a_finished_target_is_trained_on(data: Path, checkpoint: Path, tmp_path: Path) -> None:
+    run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), unloop=Budget(steps=4))
+    unloop_of(checkpoint, data, tmp_path, run, device=CPU)
+    record = json.loads((tmp_path / "unloop_training.json").read_text())
+    assert record["unloop"] and abs(record["unloop_losses"]["int4_after"] - record["unloop_losses"]["before"]) < 0.5
+    assert not torch.equal(
+        read_target(tmp_path / TARGET_FOLDER).weight("lm_head.weight"), read_target(checkpoint).weight("lm_head.weight")
+    )

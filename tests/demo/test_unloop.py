@@ -10,12 +10,12 @@ from kimi_nano.unloop import repeated_tokens, unlikelihood
 
 def test_a_token_repeats_when_it_completes_an_earlier_4gram_of_its_row() -> None:
     written = torch.tensor([[1, 2, 3, 4, 9, 1, 2, 3, 4, 5], [5, 5, 5, 5, 5, 5, 1, 2, 3, 4]])
-    assert [row.nonzero().flatten().tolist() for row in repeated_tokens(written)] == [[8], [4, 5]]
+    assert [row.nonzero().flatten().tolist() for row in repeated_tokens(written, 4)] == [[8], [4, 5]]
 
 
 def test_repeated_tokens_are_what_the_measure_counts() -> None:
     written = torch.randint(0, 3, (5, 60), generator=torch.Generator().manual_seed(0))
-    for row, repeats in zip(written.tolist(), repeated_tokens(written), strict=True):
+    for row, repeats in zip(written.tolist(), repeated_tokens(written, 4), strict=True):
         assert distinct_4gram_share(row) == 1 - int(repeats.sum()) / (len(row) - 3)
 
 
