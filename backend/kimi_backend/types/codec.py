@@ -29,6 +29,7 @@ _MAGIC = 0x4B494D49_0001
 _WORDS_PER_FIELD = 4
 _ALIGNMENT = 8
 _ABSENT = -1
+_NO_DIMENSIONS = (0,) * (_WORDS_PER_FIELD - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ def _collect(message: Any, arrays: list[npt.NDArray[Any] | None]) -> None:
         value = getattr(message, field.name)
         if field.nested is not None:
             _collect(value, arrays)
-        elif value is None:
-            arrays.append(None)
+        elif value is None or (isinstance(value, np.ndarray) and value.dtype == field.dtype):
+            arrays.append(value)
         else:
             arrays.append(np.ascontiguousarray(value, dtype=field.dtype).reshape(np.shape(value)))
 
@@ -80,25 +81,17 @@ def encode(message: Any) -> Buffer:
     """Pack a plan or a reply; fields that hold tensor handles are left out."""
     arrays: list[npt.NDArray[Any] | None] = []
     _collect(message, arrays)
-    header = np.zeros(2 + len(arrays) * _WORDS_PER_FIELD, dtype=np.int64)
-    header[0], header[1] = _MAGIC, len(arrays)
-    end = header.nbytes
-    offsets = []
-    for i, array in enumerate(arrays):
-        word = 2 + i * _WORDS_PER_FIELD
-        offsets.append(end)
+    header = [_MAGIC, len(arrays)]
+    parts: list[bytes] = []
+    for array in arrays:
         if array is None:
-            header[word] = _ABSENT
+            header += (_ABSENT, 0, 0, 0)
             continue
-        header[word] = array.ndim
-        header[word + 1 : word + 1 + array.ndim] = array.shape
-        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = np.zeros(end, dtype=np.uint8)
-    buffer[: header.nbytes] = header.view(np.uint8)
-    for offset, array in zip(offsets, arrays, strict=True):
-        if array is not None and array.nbytes:
-            buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-    return buffer
+        header += (array.ndim, *array.shape, *_NO_DIMENSIONS[array.ndim :])
+        data = array.tobytes()
+        parts += (data, bytes(-len(data) % _ALIGNMENT))
+    packed = bytearray().join((np.array(header, dtype=np.int64).tobytes(), *parts))
+    return np.frombuffer(packed, dtype=np.uint8)
 
 
 class _Reader:
