@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     drafts.add_argument("--draft-steps", type=int, default=0, help="instead of seconds")
     drafts.add_argument("--device", default="auto")
     drafts.add_argument("--no-compile", action="store_true")
+    drafts.add_argument("--start-from", type=Path, help="a target's folder whose drafts to train on")
     evaluate = commands.add_parser("evaluate", help="measure a checkpoint and its drafts")
     evaluate.add_argument("checkpoint", type=Path)
     evaluate.add_argument("data", type=Path)
@@ -126,7 +127,9 @@ def _drafts(args: argparse.Namespace) -> None:
     )
     device = _device(args.device)
     compiles = device.type == "cuda" and not args.no_compile
-    train_drafts_of(args.checkpoint, args.data, args.out, run, device=device, compiles=compiles)
+    train_drafts_of(
+        args.checkpoint, args.data, args.out, run, device=device, compiles=compiles, start_from=args.start_from
+    )
 
 
 def _evaluate(args: argparse.Namespace) -> None:

@@ -141,6 +141,8 @@ def _held_out(work: Evaluation) -> dict[str, float]:
 def _drafts(work: Evaluation, texts: dict[float, Tensor]) -> dict[str, Any]:
     kinds = [kind for kind, name in DRAFT_FOLDERS.items() if (work.folder / name).is_dir()]
     drafts = {kind: _read(work, kind) for kind in kinds}
+    if not drafts:
+        return {}
     ids = {j for draft in drafts.values() for j in draft.config.aux_layer_ids}
     ids |= {j + 1 for j in ids}  # for the wrong offset
     result: dict[str, Any] = {kind.value: {} for kind in kinds}

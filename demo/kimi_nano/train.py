@@ -12,7 +12,16 @@ from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_nano.aligned_start import align
 from kimi_nano.dataset import Windows, load
-from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, bake, read_target, unbake, write_draft, write_target
+from kimi_nano.export import (
+    DRAFT_FOLDERS,
+    TARGET_FOLDER,
+    bake,
+    read_draft,
+    read_target,
+    unbake,
+    write_draft,
+    write_target,
+)
 from kimi_nano.generate import generate
 from kimi_nano.pace import write_json
 from kimi_nano.recipe import Run
@@ -65,6 +74,7 @@ def train(
     generated = _own_text(target, corpus, run, dtype, started)
     counts = torch.from_numpy(np.bincount(dataset.train, minlength=target.config.vocab_size))
     drafts = make_drafts(run, target, counts)
+    _align(drafts, target, corpus, run, dtype)
     record |= _finish_drafts(drafts, target, corpus, generated, run, dtype, out, compiles)
     write_json(out / "training.json", record)
     if pack_to:
@@ -112,13 +122,21 @@ def _unloop(
 
 
 def train_drafts_of(
-    folder: Path, data: Path, out: Path, run: Run, *, device: torch.device, compiles: bool = False
+    folder: Path,
+    data: Path,
+    out: Path,
+    run: Run,
+    *,
+    device: torch.device,
+    compiles: bool = False,
+    start_from: Path | None = None,
 ) -> None:
     """Train `run.kinds` on a finished target and write them, with their curves, into `out`.
 
     Args:
         folder: the target's checkpoint.
         data: what `dataset.prepare` wrote.
+        start_from: a target's folder with trained drafts of the same kinds, of an earlier state of the target say.
     """
     torch.manual_seed(run.seed)
     started = time.perf_counter()
@@ -129,6 +147,10 @@ def train_drafts_of(
     generated = _own_text(target, corpus, run, dtype, started)
     counts = torch.from_numpy(np.bincount(train, minlength=target.config.vocab_size))
     drafts = make_drafts(run, target, counts)
+    if start_from is None:
+        _align(drafts, target, corpus, run, dtype)
+    else:
+        _start_from(drafts, start_from, target)
     record = _finish_drafts(drafts, target, corpus, generated, run, dtype, out, compiles)
     write_json(out / "draft_training.json", record)
     _say(started, "drafts written")
@@ -145,9 +167,6 @@ def _finish_drafts(
     compiles: bool,
 ) -> dict[str, Any]:
     """Train, write, and return what there is to record."""
-    for draft in drafts.values():
-        if isinstance(draft.config, Eagle3MlaDraftConfig):
-            align(draft, target, corpus.batch(ALIGNED_WINDOWS, run.recipe.draft_window), dtype)
     if compiles:
         if not target.is_compiled:
             target.compile_layers()
@@ -167,6 +186,18 @@ def _finish_drafts(
             "parameters": {kind.value: sum(p.numel() for p in draft.parameters()) for kind, draft in drafts.items()},
         },
     }
+
+
+def _align(drafts: Drafts, target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype) -> None:
+    for draft in drafts.values():
+        if isinstance(draft.config, Eagle3MlaDraftConfig):
+            align(draft, target, corpus.batch(ALIGNED_WINDOWS, run.recipe.draft_window), dtype)
+
+
+def _start_from(drafts: Drafts, folder: Path, target: NanoTarget) -> None:
+    for kind, draft in drafts.items():
+        trained = read_draft(folder / DRAFT_FOLDERS[kind], target.config)
+        draft.load_state_dict(trained.state_dict())
 
 
 def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, started: float) -> Windows | None:
