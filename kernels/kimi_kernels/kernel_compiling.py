@@ -16,8 +16,8 @@ MOST_THREADS = 32
 def compiling_only() -> Iterator[None]:
     """Within, a launch of a kernel only compiles it, on another thread, and runs nothing; at the end all are compiled.
 
-    What kernels would have written is left as it was, so code within may compute with anything, but must not use it as
-    an index. One thread at a time.
+    A kernel that does not compile fails at its first launch afterwards. What kernels would have written is left as it
+    was, so code within may compute with anything, but must not use it as an index. One thread at a time.
     """
     launch = JITFunction.run
 
@@ -26,7 +26,10 @@ def compiling_only() -> Iterator[None]:
 
     JITFunction.run = compile_in_place_of_launch
     try:
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads, triton.AsyncCompileMode(threads):
+        with (
+            ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
+            triton.AsyncCompileMode(threads, ignore_errors=True),
+        ):
             yield
     finally:
         JITFunction.run = launch
