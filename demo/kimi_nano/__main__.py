@@ -70,8 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("training", type=Path, nargs="+", help="training.json, draft_training.json")
     plot.add_argument("image", type=Path)
     card = commands.add_parser("card", help="figures of a report into the model card")
-    card.add_argument("report", type=Path)
+    card.add_argument("report", type=Path, nargs="+", help="of `evaluate`; further ones add drafts of the same target")
     card.add_argument("card", type=Path)
+    card.add_argument("--probes", type=Path, help="report of `probes`")
     for command in (prepare, train, unloop, drafts):
         command.add_argument("--recipe", choices=RECIPES, default="nano")
         command.add_argument("--seed", type=int, default=0)
@@ -175,7 +176,7 @@ def _plot(args: argparse.Namespace) -> None:
 def _card(args: argparse.Namespace) -> None:
     from kimi_nano.card import write_card
 
-    write_card(args.report, args.card)
+    write_card(args.report, args.card, args.probes)
 
 
 def _device(name: str) -> "torch.device":

@@ -10,17 +10,39 @@ APART = ("texts that do not loop", "looping texts")
 GREEDY_BAR, COUPLED_BAR = 2.2, 1.9
 
 
-def write_card(report: Path, card: Path) -> None:
-    """Replace what stands between the markers of `card` by tables of `report`, which `evaluate` wrote."""
+def write_card(reports: Sequence[Path], card: Path, probes: Path | None = None) -> None:
+    """Replace what stands between the markers of `card` by tables.
+
+    Args:
+        reports: what `evaluate` wrote; of further ones only the drafts are taken, measured on the same target.
+        probes: what `probes` wrote.
+    """
     text = card.read_text()
+    report, *others = (json.loads(path.read_text()) for path in reports)
+    for other in others:
+        report["drafts"] |= other["drafts"]
+    parts = [figures(report)]
+    if probes is not None:
+        parts.append(_probes(json.loads(probes.read_text())))
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    card.write_text(f"{before}{BEGIN}\n\n{figures(json.loads(report.read_text()))}\n{END}{after}")
+    card.write_text(f"{before}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{after}")
 
 
 def figures(report: dict[str, Any]) -> str:
     """Markdown."""
     parts = [_held_out(report["held_out"]), _texts(report), _acceptance(report), _wrong(report), _samples(report)]
     return "\n".join(parts)
+
+
+def _probes(probes: dict[str, list[dict[str, Any]]]) -> str:
+    rows = []
+    for draft, measured in probes.items():
+        for row in measured:
+            lengths = [f"{row[name]:.2f}" for name in ("file's acceptance length", "chosen acceptance length")]
+            verdict = "the true setting" if row["is the truth"] else row["chosen"]
+            rows.append((draft, row["false statement"], *lengths, f"{row['standard errors']:.1f}", verdict))
+    heads = ("draft", "false statement in its config.json", "accepted as the file says", "as the probe says")
+    return _table((*heads, "standard errors", "the probe chooses"), rows)
 
 
 def _held_out(held_out: dict[str, Any]) -> str:
