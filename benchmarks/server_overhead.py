@@ -78,9 +78,9 @@ def split_by(since: dict[str, float], name: str) -> dict[str, float]:
     return {label: 1e3 * value / since["kimi_steps_total"] for label, value in found.items()}
 
 
-def served(server: EmbeddedServer, count: int, k: int, output_tokens: int) -> Row:
+def served(server: EmbeddedServer, count: int, k: int, output_tokens: int, stream: bool) -> Row:
     """Milliseconds a round, by cause, while `count` streams run."""
-    fields = {"max_tokens": output_tokens, "ignore_eos": True, "num_speculative_tokens": k}
+    fields = {"stream": stream, "max_tokens": output_tokens, "ignore_eos": True, "num_speculative_tokens": k}
     requests = [{"text_input": "x" * 64, "seed": i, **fields} for i in range(count)]
     asyncio.run(run_load(f"localhost:{server.ports.grpc}", requests, count))  # compiles, fills caches
     time.sleep(METRICS_SETTLE_S)
@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Cons
 
 
 def _row(args: argparse.Namespace, server: EmbeddedServer, count: int, is_shared: bool) -> Row:
-    row = served(server, count, args.k, args.output_tokens)
+    row = served(server, count, args.k, args.output_tokens, not args.no_stream)
     client = grpcclient.InferenceServerClient(f"localhost:{server.ports.grpc}")
     target, draft = map(codec.encode, steady_plans(count, args.k, 0 if is_shared else None))
     call_ms = median_ms(client, {"TARGET_PLAN": target}, args.rounds, False)
@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=192)
+    parser.add_argument("--no-stream", action="store_true", help="one response a request: what sending each step costs")
     parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
