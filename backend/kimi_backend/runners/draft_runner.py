@@ -118,7 +118,7 @@ class DraftRunner:
         self._graphs.warm_up(advance)
 
     def _run_idle_chunk(self, num_rows: int) -> None:
-        token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
+        token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows, self._limits.max_model_len)
         hidden = self._model.combine_aux(self._graph_aux.all_rows[:num_rows])
         self._model.forward(token_ids, hidden, metadata, self._pool.tensor, self._pool.scale)
 

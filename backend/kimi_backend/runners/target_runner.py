@@ -129,7 +129,7 @@ class TargetRunner:
         self._graphs.warm_up(advance)
 
     def _run_idle_chunk(self, num_rows: int) -> None:
-        token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows)
+        token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows, self._limits.max_model_len)
         self._model.forward(token_ids, metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids)
 
     @property
