@@ -72,7 +72,8 @@ def random_tokens(count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4", "fp8"])
+# The tiny fp8 files have blocks of 32, the kernels take 128: tests/kernels compare those.
+@pytest.mark.parametrize("quantization", ["none", "int4"])
 @torch.inference_mode()
 def test_target(quantization: str) -> None:
     config, device = large_target(quantization), torch.device("cuda")

@@ -26,12 +26,14 @@ class EagerRecorder:
     """The step is the function: for a CPU, and to compare a graph with. Runs it once, as recording a graph does."""
 
     def record(self, run: Run) -> Run:
-        run()
+        self.prepare([run])
         return run
 
     def prepare(self, runs: Iterable[Run]) -> None:
         for run in runs:
             run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # a run may fill the same pinned memory as the one before
 
 
 @dataclass(frozen=True, slots=True)
