@@ -184,22 +184,26 @@ def merge_kernel(
     PDL: tl.constexpr,  # started before the kernel that it reads from has finished
 ):
     """One program an (item, ROWS, COLUMNS of the result): sum of the pieces, weighted by their share of the softmax."""
+    item = tl.program_id(0)
+    # The plan was there before the attending kernel let this one start. Past L1, which could hold an older one.
+    entry = entries + (1 + item) * ENTRY
+    is_item = item < tl.load(entries, cache_modifier=".cg")
+    num_slots = tl.load(entry + 4, mask=is_item, other=0, cache_modifier=".cg")
+    used_tokens = tl.load(cu_seqlens_q + num_seqs, cache_modifier=".cg")
     if PDL:
         gdc_launch_dependents()
+        # Who has nothing to do leaves, but for one: the kernel after this one waits for this one only.
+        if (num_slots <= 1) & (used_tokens >= num_tokens) & (item + tl.program_id(1) + tl.program_id(2) > 0):
+            return
         gdc_wait()
-    item = tl.program_id(0)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     # Padding rows, which no sequence owns, become 0, so that nothing downstream meets stale memory.
-    for token in range(tl.load(cu_seqlens_q + num_seqs) + item, num_tokens, tl.num_programs(0)):
+    for token in range(used_tokens + item, num_tokens, tl.num_programs(0)):
         for head in range(tl.program_id(1), num_heads, tl.num_programs(1)):
             at = tl.cast(token, tl.int64) * num_heads + head
             tl.store(out + at * L + column, tl.zeros([COLUMNS], out.dtype.element_ty))
             if LSE:
                 tl.store(lse + at, float("-inf"))
-    if item >= tl.load(entries):
-        return
-    entry = entries + (1 + item) * ENTRY
-    num_slots = tl.load(entry + 4)
     if num_slots <= 1:
         return
     first_tile = tl.load(entry + 2)

@@ -102,13 +102,13 @@ def attend_hopper_kernel(
         mbarrier.init(ready.index(buffer), count=1)
     mbarrier.init(q_ready, count=1)
     fence_async_shared()
-    gdc_launch_dependents()
     team = gl.program_id(0) // team_size
     member = gl.program_id(0) % team_size
     prefetch_tiles(
         cache, block_table, records, team, num_seqs, max_blocks, num_blocks, table_stride, L, P, PAGE, K, STAGES
     )
     gdc_wait()
+    gdc_launch_dependents()  # the plan is there: the merging kernel reads it before it waits
 
     num_segments = gl.load(records + team * RECORD + 8)
     first_item = gl.load(records + team * RECORD + 9)
@@ -128,6 +128,9 @@ def attend_hopper_kernel(
             latents, rope_keys, table, begin, num_tiles, ahead, done, k1_shared, k2_shared, kr_shared, ready, L, PAGE,
             K, STAGES,
         )  # fmt: skip
+        if ahead == 0:
+            # All blocks start at once and memory serves all they ask for at once: ask for the first tile first.
+            mbarrier.wait(q_ready, 0, pred=num_segments > 0)
     for segment in range(num_segments):
         # Read the next segment's record now: its loads start before this segment's result is stored.
         more = segment + 1 < num_segments

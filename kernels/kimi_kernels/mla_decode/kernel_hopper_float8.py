@@ -90,7 +90,6 @@ def attend_hopper_float8_kernel(
     for buffer in gl.static_range(STAGES):
         mbarrier.init(ready.index(buffer), count=1)
     fence_async_shared()
-    gdc_launch_dependents()
     team = gl.program_id(0) // team_size
     member = gl.program_id(0) % team_size
     prefetch_tiles(
@@ -98,6 +97,7 @@ def attend_hopper_float8_kernel(
         STAGES * BOXES,
     )  # fmt: skip
     gdc_wait()
+    gdc_launch_dependents()  # the plan is there: the merging kernel reads it before it waits
 
     num_segments = gl.load(records + team * RECORD + 8)
     first_item = gl.load(records + team * RECORD + 9)
