@@ -29,6 +29,16 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel wrote is not a number, or no token, so that reading it changes a draw."""
+
+    def poisoned(call: SamplingCall, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full(shape, torch.nan if dtype.is_floating_point else 2**30 + 7, dtype=dtype)
+
+    monkeypatch.setattr(SamplingCall, "_new", poisoned)
+
+
 def test_interpreted() -> None:
     assert kernel_launch.INTERPRETED
 
