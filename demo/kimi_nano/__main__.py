@@ -1,4 +1,4 @@
-"""`python -m kimi_nano prepare | count | train | drafts | evaluate | probes | prompts | plot | card`."""
+"""`python -m kimi_nano prepare | count | train | drafts | sharpen | evaluate | probes | prompts | plot | card`."""
 
 import argparse
 import json
@@ -47,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     drafts.add_argument("--device", default="auto")
     drafts.add_argument("--no-compile", action="store_true")
     drafts.add_argument("--start-from", type=Path, help="a target's folder whose drafts to train on")
+    sharpen = commands.add_parser("sharpen", help="scale an EAGLE3 draft's logits for coupled draws, in place")
+    sharpen.add_argument("checkpoint", type=Path, help="the target's folder, with the draft below it")
+    sharpen.add_argument("data", type=Path)
+    sharpen.add_argument("--kind", choices=[kind.value for kind in DraftKind], default="mla")
+    sharpen.add_argument("--num-prompts", type=int, default=96)
+    sharpen.add_argument("--device", default="auto")
     evaluate = commands.add_parser("evaluate", help="measure a checkpoint and its drafts")
     evaluate.add_argument("checkpoint", type=Path)
     evaluate.add_argument("data", type=Path)
@@ -73,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     card.add_argument("report", type=Path, nargs="+", help="of `evaluate`; further ones add drafts of the same target")
     card.add_argument("card", type=Path)
     card.add_argument("--probes", type=Path, help="report of `probes`")
-    for command in (prepare, train, unloop, drafts):
+    for command in (prepare, train, unloop, drafts, sharpen):
         command.add_argument("--recipe", choices=RECIPES, default="nano")
         command.add_argument("--seed", type=int, default=0)
     return parser
@@ -133,6 +139,23 @@ def _drafts(args: argparse.Namespace) -> None:
     )
 
 
+def _sharpen(args: argparse.Namespace) -> None:
+    from kimi_nano.dataset import Windows, load
+    from kimi_nano.export import DRAFT_FOLDERS, read_draft, read_target, write_draft
+    from kimi_nano.sharpen import sharpen
+
+    device, kind = _device(args.device), DraftKind(args.kind)
+    target = read_target(args.checkpoint).to(device)
+    folder = args.checkpoint / DRAFT_FOLDERS[kind]
+    draft = read_draft(folder, target.config).to(device)
+    prompts = Windows(load(args.data).train, device, args.seed).batch(
+        args.num_prompts, target.config.max_position_embeddings // 8
+    )
+    for scale, length in sharpen(draft, target, prompts.tolist()).items():
+        print(f"scale {scale:g}: acceptance length {length:.3f}")
+    write_draft(folder, draft, kind, RECIPES[args.recipe])
+
+
 def _evaluate(args: argparse.Namespace) -> None:
     from kimi_nano.evaluate import evaluate
 
@@ -190,6 +213,7 @@ _COMMANDS = {
     "train": _train,
     "unloop": _unloop,
     "drafts": _drafts,
+    "sharpen": _sharpen,
     "evaluate": _evaluate,
     "count": _count,
     "probes": _probes,

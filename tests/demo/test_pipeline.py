@@ -22,6 +22,7 @@ from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, read_draft, read_targ
 from kimi_nano.generate import generate
 from kimi_nano.probe_check import false_statements, misdeclared
 from kimi_nano.recipe import MICRO, Budget, Run
+from kimi_nano.sharpen import sharpen
 from kimi_nano.target import NanoTarget
 from kimi_nano.train import train, unloop_of
 from support.nano_corpus import made_up_files
@@ -218,3 +219,22 @@ def test_a_finished_target_is_trained_on(data: Path, checkpoint: Path, tmp_path:
     assert not torch.equal(
         read_target(tmp_path / TARGET_FOLDER).weight("lm_head.weight"), read_target(checkpoint).weight("lm_head.weight")
     )
+
+
+def test_sharpening_keeps_greedy_drafts_and_costs_no_coupled_ones(
+    data: Path, checkpoint: Path, target: NanoTarget
+) -> None:
+    draft = read_draft(checkpoint / DRAFT_FOLDERS[DraftKind.MLA], target.config)
+    prompts = [prompt[-40:] for prompt in prompts_of(data)]
+    before, norm = acceptance_length(target, draft, prompts), draft.weight("norm.weight").clone()
+    shorter = [prompt[-24:] for prompt in prompts]
+    lengths = sharpen(draft, target, shorter, num_tokens=NUM_NEW_TOKENS)
+    best = max(lengths, key=lengths.__getitem__)
+    assert torch.equal(draft.weight("norm.weight"), norm * best)
+    assert acceptance_length(target, draft, prompts) == before
+
+
+def test_sharpening_is_not_for_drafts_that_read_their_normed_state(checkpoint: Path, target: NanoTarget) -> None:
+    draft = read_draft(checkpoint / DRAFT_FOLDERS[DraftKind.MLA31], target.config)
+    with pytest.raises(ValueError, match="norm_output"):
+        sharpen(draft, target, [[1, 2, 3]])
