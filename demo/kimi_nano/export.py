@@ -60,7 +60,8 @@ def rounding_source(baked: Tensor) -> Tensor:
         error = error.amax(dim=-1, keepdim=True)
         best = torch.where(error < best_error, candidate, best)
         best_error = torch.minimum(error, best_error)
-    return best.flatten(-2)
+    source: Tensor = best.flatten(-2)
+    return source
 
 
 @torch.no_grad()
