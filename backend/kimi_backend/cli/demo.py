@@ -34,8 +34,8 @@ class DemoRun:
     speculation: dict[str, Any] | None
 
 
-Generate = Callable[[str, int, int], DemoRun]
-"""generate(prompt, max_tokens, num_speculative_tokens), writing the text to stdout as it comes."""
+Generate = Callable[[str, int, int, float], DemoRun]
+"""generate(prompt, max_tokens, num_speculative_tokens, temperature), writing the text to stdout as it comes."""
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, bool]:
@@ -75,9 +75,9 @@ def through_server(settings: ServingSettings) -> Iterator[Generate]:
                 server.wait_until_ready()
             client = KimiClient(f"localhost:{server.ports.grpc}")
 
-            def generate(prompt: str, max_tokens: int, k: int) -> DemoRun:
+            def generate(prompt: str, max_tokens: int, k: int, temperature: float) -> DemoRun:
                 fields = {"max_tokens": max_tokens, "num_speculative_tokens": k, "seed": SEED}
-                with client.stream(text_input=prompt, **fields) as stream:
+                with client.stream(text_input=prompt, temperature=temperature, **fields) as stream:
                     for chunk in stream:
                         _write(chunk.text)
                     done = stream.result()
@@ -111,11 +111,11 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
     try:
         engine.wait_until_ready(60)
 
-        def generate(prompt: str, max_tokens: int, k: int) -> DemoRun:
+        def generate(prompt: str, max_tokens: int, k: int, temperature: float) -> DemoRun:
             request = GenerateRequest(
                 request_id=f"demo-{k}",
                 prompt_token_ids=tuple(tokenizer.encode(prompt)),
-                sampling=SamplingParams(max_tokens=max_tokens, seed=SEED),
+                sampling=SamplingParams(max_tokens=max_tokens, seed=SEED, temperature=temperature),
                 num_speculative_tokens=k,
             )
             deltas, done = list[TokenDelta](), threading.Event()
@@ -139,7 +139,9 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
         engine.stop()
 
 
-def run_demo(*, prompt: str, max_tokens: int, num_speculative_tokens: int, is_in_process: bool) -> int:
+def run_demo(
+    *, prompt: str, max_tokens: int, num_speculative_tokens: int, temperature: float, is_in_process: bool
+) -> int:
     """Show both completions and how they compare. Returns the exit code: 0 when the texts are equal."""
     with tempfile.TemporaryDirectory(prefix="kimi_demo_") as folder:
         checkpoint, is_random = find_checkpoint(Path(folder))
@@ -154,12 +156,12 @@ def run_demo(*, prompt: str, max_tokens: int, num_speculative_tokens: int, is_in
         )
         runs = {}
         with (in_process if is_in_process else through_server)(settings) as generate:
-            generate(prompt, 8, num_speculative_tokens)  # the first tokens pay for warming up
+            generate(prompt, 8, num_speculative_tokens, temperature)  # the first tokens pay for warming up
             _write("\n")
             for name, k in (("speculative", num_speculative_tokens), ("plain", 0)):
-                _console.rule(f"{name}, k = {k}")
+                _console.rule(f"{name}, k = {k}, temperature {temperature:g}")
                 _write(prompt)
-                runs[name] = generate(prompt, max_tokens, k)
+                runs[name] = generate(prompt, max_tokens, k, temperature)
                 _write("\n")
     return _report(runs)
 

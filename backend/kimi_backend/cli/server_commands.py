@@ -139,6 +139,7 @@ def demo_command(
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", min=1, max=7, help="Draft tokens a step.")
     ] = 3,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy: kimi-nano loops then, and gains more.")] = 1.0,
     in_process: Annotated[bool, typer.Option("--in-process", help="Without Triton Server.")] = False,
 ) -> None:
     """Show one completion with speculation and without: the same text, and how fast each came."""
@@ -148,6 +149,7 @@ def demo_command(
         prompt=PROMPT if prompt is None else prompt,
         max_tokens=max_tokens,
         num_speculative_tokens=num_speculative_tokens,
+        temperature=temperature,
         is_in_process=in_process,
     )
     raise typer.Exit(code)
