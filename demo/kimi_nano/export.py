@@ -25,7 +25,6 @@ from kimi_nano.target import NanoTarget
 Tensors = dict[str, Tensor]
 TARGET_FOLDER = "kimi-nano"
 DRAFT_FOLDERS = {DraftKind.MLA: "draft", DraftKind.MLA31: "draft-mla31", DraftKind.MHA: "draft-mha"}
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @torch.no_grad()

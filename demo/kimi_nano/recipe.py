@@ -18,7 +18,6 @@ from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 
 NUM_RESERVED_TOKENS = 256
-DEFAULT_DRAFT = DraftKind.MLA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,11 +74,6 @@ def target_tensor_specs(config: KimiModelConfig) -> Specs:
     return dict(_target_specs(config))
 
 
-def target_layer_specs(config: KimiModelConfig, layer: int) -> Specs:
-    """The tensors of one decoder layer, under their full names."""
-    return dict(_layer_specs(config, layer))
-
-
 def draft_tensor_specs(
     config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, overrides: DraftOverrides = NO_OVERRIDES
 ) -> Specs:

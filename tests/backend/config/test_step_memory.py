@@ -9,6 +9,7 @@ from kimi_backend.config.memory_plan import GIB, MemorySettings, plan_memory
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.step_memory import StepSizes, draft_step_bytes, target_step_bytes
 from kimi_backend.config.weight_sizes import WeightFormat
+from kimi_kernels.moe_experts.scratch import moe_scratch_bytes
 from support.family_configs import DRAFT_FAMILIES, kimi_k25, mha_draft
 
 K25 = KimiModelConfig.from_hf_json(kimi_k25())
@@ -37,6 +38,19 @@ def test_a_row_of_experts_and_aux_hidden_states_is_counted() -> None:
     difference = target_step_bytes(K25, 3, WEIGHTS, longer) - target_step_bytes(K25, 3, WEIGHTS, SIZES)
     experts = K25.num_experts_per_tok * K25.hidden_size * 2
     assert difference >= SIZES.max_num_batched_tokens * (experts + 2 * 3 * K25.hidden_size * 2)
+
+
+@pytest.mark.parametrize("tp_size", [1, 8])
+@pytest.mark.parametrize("num_rows", [512, 8192])
+def test_the_experts_kernels_fit_what_a_step_is_given(num_rows: int, tp_size: int) -> None:
+    """The plan knows no kernels, so that the engine's side can evaluate it; here its word is held against theirs."""
+    fewer, more = (replace(SIZES, captures=False, max_num_batched_tokens=rows) for rows in (1, num_rows + 1))
+    weights = WeightFormat(tp_size=tp_size)
+    rows = target_step_bytes(K25, 0, weights, more) - target_step_bytes(K25, 0, weights, fewer)
+    scratch = moe_scratch_bytes(
+        num_rows, K25.num_experts_per_tok, K25.n_routed_experts, K25.hidden_size, K25.moe_intermediate_size // tp_size
+    )
+    assert scratch < rows < 2 * scratch
 
 
 @pytest.mark.parametrize("draft", [MLA_DRAFT, MHA_DRAFT])
