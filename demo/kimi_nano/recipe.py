@@ -24,20 +24,24 @@ NUM_RESERVED_TOKENS = 256
 class UnloopRecipe:
     """How the target is kept from looping, see `unloop`."""
 
-    peak_lr: float = 4e-4
+    peak_lr: float = 1e-3
     warmup_steps: int = 40
+    plain_share: float = 0.33
+    """First part of the stage, in which nothing is punished: the target merely reads more of the corpus."""
     gram: int = 4
     """Tokens of a repeat; its last one is punished."""
     weight: float = 0.5
     """Of the punishment beside the cross entropy."""
     window: int = 1024
-    batch_tokens: int = 32768
+    """Tokens of a window of the corpus, and of the longest prompt with what follows it: one shape to compile."""
+    batch_tokens: int = 49152
     """Of the corpus, and as many of its own text, a step."""
-    prompt_tokens: int = 384
-    own_tokens: int = 128
-    own_sequences: int = 512
+    shortest_prompt: int = 32
+    """Lengths are drawn evenly up to the longest: prompts of one length teach not to loop at one place of a text."""
+    own_tokens: int = 160
+    own_sequences: int = 640
     """Written anew every `steps_a_pass` steps."""
-    steps_a_pass: int = 16
+    steps_a_pass: int = 24
     bias_step: float = 1e-4
 
 
@@ -195,7 +199,7 @@ MICRO = Recipe(
     generated_sequences=8,
     generated_tokens=64,
     unloop=UnloopRecipe(
-        window=64, batch_tokens=512, prompt_tokens=32, own_tokens=32, own_sequences=8, steps_a_pass=3, warmup_steps=2
+        window=64, batch_tokens=512, shortest_prompt=8, own_tokens=32, own_sequences=8, steps_a_pass=3, warmup_steps=2
     ),
 )
 """Everything in small, for tests: seconds on a CPU."""
