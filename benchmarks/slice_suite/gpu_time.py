@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ class GpuTime:
     by_kind: dict[str, float]
     kernels: list[dict[str, Any]]
     """The longest: name, how often a round, microseconds in all."""
+    covered_us: float = 0.0
+    """Time in which at least one kernel was on the GPU; kernels that start early overlap, so it is below `busy_us`."""
+    idle: list[dict[str, Any]] = field(default_factory=list)
+    """Where none was: kernel before, kernel after, how often a round, microseconds in all. The longest."""
 
 
 def kind_of(name: str) -> str:
@@ -60,4 +64,32 @@ def profile_rounds(run: Callable[[], object], num_rounds: int) -> GpuTime:
         num_kernels=sum(kernel["times"] for kernel in kernels),
         by_kind={kind: round(us, 1) for kind, us in sorted(by_kind.items(), key=lambda item: -item[1])},
         kernels=kernels[:NUM_LISTED],
+        **_coverage(_intervals(profiler), num_rounds),
     )
+
+
+def _intervals(profiler: Any) -> list[tuple[float, float, str]]:
+    """Start and end in microseconds and name of everything that ran on the GPU."""
+    return [
+        (event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3, event.name())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def _coverage(intervals: list[tuple[float, float, str]], num_rounds: int) -> dict[str, Any]:
+    """GpuTime's `covered_us` and `idle` of kernels given by start, end and name."""
+    covered, end, last = 0.0, float("-inf"), ""
+    gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for start, stop, name in sorted(intervals):
+        if start > end and last:
+            gaps[last[:60], name[:60]].append(start - end)
+        covered += max(0.0, stop - max(start, end))
+        if stop > end:
+            end, last = stop, name
+    idle = [
+        {"before": before, "after": after, "times": len(us) / num_rounds, "us": round(sum(us) / num_rounds, 2)}
+        for (before, after), us in gaps.items()
+    ]
+    idle.sort(key=lambda gap: -gap["us"])
+    return {"covered_us": round(covered / num_rounds, 1), "idle": idle[:NUM_LISTED]}
