@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Installed unless this Python has a torch already; which build it is depends on the index that pip is set to.
-TORCH ?= torch==2.13.0
+# A pip requirement, such as torch==2.11.0. Without it scripts/choose_torch.py chooses what fits.
+TORCH ?=
 STAMP := $(VENV)/.installed
 
 .PHONY: demo drafts setup lint fmt test test-gpu generated clean
@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 setup: $(STAMP)  ## make the virtual environment and install everything the tests need
 
 $(STAMP): pyproject.toml
-	PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ./scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' ./scripts/setup.sh
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## the real Triton Server, one prompt with speculation and without
