@@ -15,6 +15,7 @@ c   bf16, Triton-language kernels, free-running: share of texts that are the sam
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -76,9 +77,11 @@ def float32(args: argparse.Namespace) -> Report:
         ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool,
     ):
         parts: dict[Future[list[Text]], tuple[Case, list[int]]] = {}
-        for (temperature, k), indices in cases.items():
-            for first in range(0, len(indices), args.shard):
-                ours = indices[first : first + args.shard]
+        # All cases of a shard before the next shard, so that a run that is cut off has whole comparisons.
+        shards = range(0, len(args.token_ids), args.shard)
+        for first, ((temperature, k), indices) in itertools.product(shards, cases.items()):
+            ours = [i for i in indices if first <= i < first + args.shard]
+            if ours:
                 prompts = [args.token_ids[i] for i in ours]
                 part = pool.submit(run_alone, settings, prompts, ours, k, temperature, args.num_tokens)
                 parts[part] = ((temperature, k), ours)

@@ -1,5 +1,6 @@
 """Whole texts by the engine, in process: for each k and temperature, all prompts together."""
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,12 +77,18 @@ def run_alone(
     temperature: float,
     num_tokens: int,
 ) -> list[Text]:
-    """In a process of its own: load both models, make the texts. Products of float32 numbers are ieee products."""
+    """In a process of its own, which loads both models once. Products of float32 numbers are ieee products."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
-    target, draft = load_pair(settings)
+    target, draft = _pair(settings)
     return texts(target, draft, settings, prompts, k, temperature, num_tokens, seeds)[0]
+
+
+@functools.cache
+def _pair(settings: ServingSettings) -> tuple[TargetModel, DraftModel | None]:
+    """Loaded once a process, which makes the texts of several cases."""
+    return load_pair(settings)
 
 
 def num_identical(expected: Sequence[Text], found: Sequence[Text]) -> int:

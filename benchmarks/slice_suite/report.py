@@ -84,7 +84,9 @@ def row(case: Case) -> str:
     if "floor_ms" in case:
         cells.append(f"floor {case['floor_ms']:.2f} ({case['of_floor']}x)")
     if "gpu" in case:
-        cells.append(f"gpu busy {case['gpu']['busy_us'] / 1e3:.3f} (covered {case['gpu']['covered_us'] / 1e3:.3f}) in {case['gpu']['num_kernels']:.0f} kernels")
+        gpu = case["gpu"]
+        busy = f"gpu busy {gpu['busy_us'] / 1e3:.3f} (covered {gpu['covered_us'] / 1e3:.3f})"
+        cells.append(f"{busy} in {gpu['num_kernels']:.0f} kernels")
     if peer is not None:
         cells.append(f"vLLM {peer}")
     cells.append(f"prefill {case.get('prefill_ms')} ms")
