@@ -155,12 +155,13 @@ def measure_served_depth(
     log_file = (options.out or folder) / f"server-{num_layers}-layers.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    with running_server(settings, log_file) as server:
-        print(f"{num_layers} layers served after {time.perf_counter() - started:.1f} s", flush=True)
+    with running_server(settings, log_file) as served:
+        document["seconds_to_ready"] = round(time.perf_counter() - started, 1)
+        print(f"{num_layers} layers served after {document['seconds_to_ready']} s", flush=True)
         for case in cases(options):
             about = {"preset": options.preset.value, "num_layers": num_layers}
             try:
-                result = measure_served(server, vocab_size(options.preset), num_output_tokens=options.tokens, **case)
+                result = measure_served(served, vocab_size(options.preset), num_output_tokens=options.tokens, **case)
             except RuntimeError as problem:
                 result = case | {"error": str(problem)}
             document["cases"].append(about | result)

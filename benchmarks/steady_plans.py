@@ -8,36 +8,6 @@ BLOCK_SIZE = 64
 CONTEXT = 128
 
 
-def plain_sampling(count: int, temperature: float = 1.0, first_seed: int = 0) -> SamplingPlan:
-    """A temperature and nothing else, as the served requests ask for."""
-    empty, offsets = np.empty(0, np.int32), np.zeros(count + 1, np.int32)
-    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
-    return SamplingPlan(
-        temperature=np.full(count, temperature, np.float32),
-        top_k=np.zeros(count, np.int32),
-        top_p=ones,
-        min_p=zeros,
-        seed=first_seed + np.arange(count, dtype=np.int64),
-        repetition_penalty=ones,
-        frequency_penalty=zeros,
-        presence_penalty=zeros,
-        penalty_offsets=offsets,
-        penalty_ids=empty,
-        penalty_counts=empty,
-        penalty_in_prompt=np.empty(0, np.bool_),
-        bias_offsets=offsets,
-        bias_ids=empty,
-        bias_values=np.empty(0, np.float32),
-        ban_offsets=offsets,
-        ban_ids=empty,
-        ban_until=np.empty(0, np.int64),
-        bad_word_offsets=offsets,
-        bad_word_token_offsets=np.zeros(1, np.int32),
-        bad_word_tokens=empty,
-        history_tail=np.full((count, 1), -1, np.int32),
-    )
-
-
 def steady_plans(count: int, k: int, region: int | None = None) -> tuple[TargetPlan, DraftPlan]:
     """A verify of `count` sequences of CONTEXT tokens and the draft step after it, with half of the drafts accepted.
 
@@ -56,7 +26,7 @@ def steady_plans(count: int, k: int, region: int | None = None) -> tuple[TargetP
             block_table=table,
         ),
         num_sampled_rows=np.full(count, k + 1, np.int32),
-        sampling=plain_sampling(count),
+        sampling=SamplingPlan.plain(count, temperature=1.0, seed=np.arange(count, dtype=np.int64)),
         num_logprobs=None,
         wants_aux=np.ones(count, np.bool_),
     )
@@ -74,7 +44,7 @@ def steady_plans(count: int, k: int, region: int | None = None) -> tuple[TargetP
         aux_rows=(first + np.arange(rows)).reshape(-1).astype(np.int64),
         num_proposals=np.full(count, k, np.int32),
         greedy=np.zeros(count, np.bool_),
-        sampling=plain_sampling(count),
+        sampling=SamplingPlan.plain(count, temperature=1.0, seed=np.arange(count, dtype=np.int64)),
         output_index=np.full(count, CONTEXT + rows + 1, np.int64),
     )
     return target, draft

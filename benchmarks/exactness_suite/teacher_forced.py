@@ -19,9 +19,9 @@ from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
-from kimi_backend.types.plan import RowPlan, TargetPlan
+from kimi_backend.types.plan import RowPlan, SamplingPlan, TargetPlan
 from kimi_kernels.kernel_set import KernelSet
-from steady_plans import BLOCK_SIZE, plain_sampling
+from steady_plans import BLOCK_SIZE
 
 Prompt = tuple[int, ...]
 
@@ -103,7 +103,6 @@ class ForcedTarget:
         count = len(tokens)
         owners = first_sequence + np.arange(count)
         table = owners[:, None] * self._blocks_each + np.arange(self._blocks_each)
-        sampling = plain_sampling(count, temperature=temperature, first_seed=first_sequence)
         plan = TargetPlan(
             step_id=0,
             rows=RowPlan(
@@ -113,7 +112,7 @@ class ForcedTarget:
                 block_table=table.astype(np.int32),
             ),
             num_sampled_rows=np.full(count, num_sampled, np.int32),
-            sampling=sampling,
+            sampling=SamplingPlan.plain(count, temperature=temperature, seed=owners),
             num_logprobs=None,
             wants_aux=np.zeros(count, np.bool_),
         )

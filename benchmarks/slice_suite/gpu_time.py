@@ -64,7 +64,7 @@ def profile_rounds(run: Callable[[], object], num_rounds: int) -> GpuTime:
         num_kernels=sum(kernel["times"] for kernel in kernels),
         by_kind={kind: round(us, 1) for kind, us in sorted(by_kind.items(), key=lambda item: -item[1])},
         kernels=kernels[:NUM_LISTED],
-        **_coverage(_intervals(profiler), num_rounds),
+        **coverage(_intervals(profiler), num_rounds),
     )
 
 
@@ -77,7 +77,7 @@ def _intervals(profiler: Any) -> list[tuple[float, float, str]]:
     ]
 
 
-def _coverage(intervals: list[tuple[float, float, str]], num_rounds: int) -> dict[str, Any]:
+def coverage(intervals: list[tuple[float, float, str]], num_rounds: int) -> dict[str, Any]:
     """GpuTime's `covered_us` and `idle` of kernels given by start, end and name."""
     covered, end, last = 0.0, float("-inf"), ""
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -4,41 +4,74 @@ import asyncio
 import itertools
 import re
 import statistics
+import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tritonclient.grpc as grpcclient
 
-from kimi_backend.cli.serve import make_server
+from kimi_backend.cli.serve import find_model_repository, make_server, maybe_mps
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving.embedded_server import EmbeddedServer
+from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
+from kimi_backend.types import codec
 from kimi_client.load import LoadResult, run_load
 from slice_suite.in_process import FIRST_PROMPT_TOKEN
+from steady_plans import steady_plans
 
 _SAMPLE = re.compile(r"^(kimi_step_seconds_total|kimi_runner_seconds_total|kimi_steps_total)(\{.*\})? (\S+)$")
 _LABEL = re.compile(r'(phase|runner)="(\w+)"')
 WARM_UP_TOKENS = 12
 NUM_WARM_GAPS = 3
+NUM_CALLS = 200
+CALL_MODELS = ("bare_callee", "bare_loop")
+"""Measure what a call costs that does nothing (benchmarks/models)."""
+ALLOWED_BEYOND_CALLS_MS = 0.4
+SHARED = "aux hidden states stay on the GPU"
+"""What a server logs that hands them over in a buffer."""
+LOG_END = 4000
+"""Characters of a failed server's log that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that answers, and how its runners share the GPU."""
+
+    server: EmbeddedServer
+    has_mps: bool
+    shares_aux: bool
 
 
 @contextmanager
-def running_server(settings: ServingSettings, log_file: Path) -> Iterator[EmbeddedServer]:
-    """A server over these settings that answers."""
-    server = make_server(settings, log_file=log_file)
-    server.start()
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
+def running_server(settings: ServingSettings, log_file: Path) -> Iterator[Served]:
+    """A server over these settings that answers, under the MPS daemon where the settings allow and there is one."""
+    with tempfile.TemporaryDirectory() as folder, maybe_mps(settings, print) as variables:
+        repository = Path(folder)
+        own = [Path(__file__).parents[1] / "models" / name for name in CALL_MODELS]
+        for model in [find_model_repository() / name for name in MODELS] + own:
+            (repository / model.name).symlink_to(model.resolve())
+        server = make_server(settings, model_repository=repository, log_file=log_file, variables=variables)
+        for name in CALL_MODELS:
+            server.load_too(name)
+        server.start()
+        try:
+            server.wait_until_ready()
+            yield Served(server, bool(variables), SHARED in log_file.read_text(errors="replace"))
+        except Exception:
+            sys.stderr.write(log_file.read_text(errors="replace")[-LOG_END:])
+            raise
+        finally:
+            server.stop()
 
 
 def measure_served(
-    server: EmbeddedServer,
+    served: Served,
     vocab_size: int,
     *,
     batch_size: int,
@@ -51,6 +84,7 @@ def measure_served(
     Raises:
         RuntimeError: a request ended by an error.
     """
+    server = served.server
     shape = {
         "batch_size": batch_size,
         "prompt_len": prompt_len,
@@ -69,16 +103,60 @@ def measure_served(
     spent = {name: after[name] - before.get(name, 0.0) for name in after}
     num_steps = max(1.0, spent.pop("kimi_steps_total", 1.0))
     a_step = {name: round(1e3 * seconds / num_steps, 4) for name, seconds in spent.items()}
+    call_ms = call_round_trip_ms(server, batch_size, num_speculative_tokens)
     speculation = result.summary()["speculation"]
     return shape | {
+        "mps": served.has_mps,
+        "aux": "buffer" if served.shares_aux else "tensor",
         "served_round_ms": round(statistics.median(gaps), 4),
         "served_round_p90_ms": round(statistics.quantiles(gaps, n=10)[-1], 4) if len(gaps) > 10 else None,
         "tokens_per_s": round(result.output_tokens_per_second, 1),
         "num_steps": num_steps,
         "mean_step_ms": a_step,
+        "call_ms": round(call_ms, 4),
+        **server_share(a_step, call_ms, num_calls=2 if num_speculative_tokens else 1),
         "pretences": result.summary().get("pretences", []),
         "acceptance_length": speculation["acceptance_length"] if speculation else None,
     }
+
+
+def server_share(step_ms: dict[str, float], call_ms: float, num_calls: int) -> dict[str, Any]:
+    """What a step takes beside its runners, by cause, and what is allowed: bare calls and 0.4 ms.
+
+    Args:
+        step_ms: mean of a step, `phase NAME` and `runner NAME`. Steps over prompts are among them, whose runners take
+            longer; what is beside the runners hardly differs.
+    """
+    phases = {name.split()[1]: ms for name, ms in step_ms.items() if name.startswith("phase ")}
+    runners = {name.split()[1]: ms for name, ms in step_ms.items() if name.startswith("runner ")}
+    by_cause = {
+        (f"way to the {name}" if name in runners else name): round(ms - runners.get(name, 0.0), 4)
+        for name, ms in phases.items()
+    }
+    return {
+        "server_ms": round(sum(by_cause.values()), 4),
+        "server_ms_by_cause": by_cause,
+        "allowed_server_ms": round(num_calls * call_ms + ALLOWED_BEYOND_CALLS_MS, 4),
+    }
+
+
+def call_round_trip_ms(server: EmbeddedServer, batch_size: int, num_speculative_tokens: int) -> float:
+    """Median of calls to a model that only answers, with a plan of the batch's size."""
+    values: dict[str, tuple[str, Any]] = {
+        "TARGET_PLAN": ("UINT8", codec.encode(steady_plans(batch_size, num_speculative_tokens)[0])),
+        "ROUNDS": ("INT32", np.array([NUM_CALLS], np.int32)),
+        "TAKES_TENSOR": ("BOOL", np.array([False])),
+    }
+    inputs = []
+    for name, (datatype, array) in values.items():
+        tensor = grpcclient.InferInput(name, list(array.shape), datatype)
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    client = grpcclient.InferenceServerClient(f"localhost:{server.ports.grpc}")
+    try:
+        return float(np.median(client.infer("bare_loop", inputs).as_numpy("SECONDS"))) * 1e3
+    finally:
+        client.close()
 
 
 def _run(

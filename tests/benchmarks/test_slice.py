@@ -16,8 +16,9 @@ from kimi_backend.config.model_config import KimiModelConfig  # noqa: E402
 from kimi_backend.config.settings import ServingSettings  # noqa: E402
 from slice_suite.configs import write_slice  # noqa: E402
 from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
-from slice_suite.gpu_time import kind_of  # noqa: E402
+from slice_suite.gpu_time import coverage, kind_of  # noqa: E402
 from slice_suite.report import per_layer  # noqa: E402
+from slice_suite.served import server_share  # noqa: E402
 
 H, EXPERT = 7168, 3 * 7168 * 2048
 MLA = 1536 * H + 64 * 192 * 1536 + 576 * H + 64 * 256 * 512 + H * 64 * 128
@@ -102,6 +103,21 @@ def test_two_depths_give_a_layers_time_and_the_rest() -> None:
 )
 def test_kernels_are_sorted_into_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+def test_time_without_a_kernel_is_told_by_the_kernels_around_it() -> None:
+    """The second kernel starts early, the third runs inside the first, the fourth comes 2 us late."""
+    intervals = [(0.0, 2.0, "first"), (1.0, 3.0, "second"), (0.5, 0.7, "inside"), (5.0, 6.0, "late")]
+    found = coverage(intervals, num_rounds=2)
+    assert found["covered_us"] == 2.0
+    assert found["idle"] == [{"before": "second", "after": "late", "times": 0.5, "us": 1.0}]
+
+
+def test_the_servers_share_is_what_its_runners_do_not_take() -> None:
+    step = {"phase target": 3.5, "phase draft": 4.75, "phase commit": 0.25, "runner target": 3.0, "runner draft": 4.0}
+    found = server_share(step, call_ms=0.25, num_calls=2)
+    assert found["server_ms_by_cause"] == {"way to the target": 0.5, "way to the draft": 0.75, "commit": 0.25}
+    assert (found["server_ms"], found["allowed_server_ms"]) == (1.5, 0.9)
 
 
 @pytest.mark.slow
