@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RowPlan, TargetPlan, TargetReply
-from support.step_plans import sampling_plan
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RowPlan, SamplingPlan, TargetPlan, TargetReply
 
 UNUSED_BLOCK_ID = 2**30
 
@@ -174,7 +173,7 @@ def _block_table(blocks: list[list[int]]) -> np.ndarray[Any, np.dtype[np.int32]]
 
 
 def _sampling(sequences: list[LoopSequence]) -> Any:
-    return sampling_plan(
+    return SamplingPlan.plain(
         len(sequences),
         temperature=np.array([s.temperature for s in sequences], np.float32),
         seed=np.array([s.seed for s in sequences], np.int64),

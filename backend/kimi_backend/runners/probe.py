@@ -104,7 +104,7 @@ def _write_text(target: TargetRunner, token_ids: list[int], num_tokens: int) -> 
                 step_id=done,
                 rows=_rows(rows, [len(rows)], [done], [_block_ids(0, described.max_model_len, described.block_size)]),
                 num_sampled_rows=np.array([int(is_last_chunk)], np.int32),
-                sampling=_greedy_sampling(int(is_last_chunk)),
+                sampling=SamplingPlan.plain(int(is_last_chunk)),
                 num_logprobs=None,
                 wants_aux=np.array([True]),
             )
@@ -160,7 +160,7 @@ def _draft_plan(
         aux_rows=np.arange(stop - start, dtype=np.int64),
         num_proposals=np.array([num_proposals], np.int32),
         greedy=np.ones(count, np.bool_),
-        sampling=_greedy_sampling(count),
+        sampling=SamplingPlan.plain(count),
         output_index=np.full(count, stop + 1, np.int64),
     )
 
@@ -176,37 +176,6 @@ def _rows(token_ids: Sequence[int], query_lens: list[int], seq_lens: list[int], 
 
 def _block_ids(first: int, num_tokens: int, block_size: int) -> Int32Array:
     return np.arange(first, first - (-num_tokens // block_size), dtype=np.int32)
-
-
-def _greedy_sampling(count: int) -> SamplingPlan:
-    def full(value: float, dtype: type) -> np.ndarray:  # type: ignore[type-arg]
-        return np.full(count, value, dtype)
-
-    offsets, ids = np.zeros(count + 1, np.int32), np.empty(0, np.int32)
-    return SamplingPlan(
-        temperature=full(0, np.float32),
-        top_k=full(0, np.int32),
-        top_p=full(1, np.float32),
-        min_p=full(0, np.float32),
-        seed=full(0, np.int64),
-        repetition_penalty=full(1, np.float32),
-        frequency_penalty=full(0, np.float32),
-        presence_penalty=full(0, np.float32),
-        penalty_offsets=offsets,
-        penalty_ids=ids,
-        penalty_counts=ids,
-        penalty_in_prompt=np.empty(0, np.bool_),
-        bias_offsets=offsets,
-        bias_ids=ids,
-        bias_values=np.empty(0, np.float32),
-        ban_offsets=offsets,
-        ban_ids=ids,
-        ban_until=np.empty(0, np.int64),
-        bad_word_offsets=offsets,
-        bad_word_token_offsets=np.zeros(1, np.int32),
-        bad_word_tokens=ids,
-        history_tail=np.full((count, 1), -1, np.int32),
-    )
 
 
 LoadDraft = Callable[[DraftOverrides], DraftRunner]

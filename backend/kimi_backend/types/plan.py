@@ -48,6 +48,43 @@ class SamplingPlan:
     bad_word_tokens: Int32Array
     history_tail: Int32Array
 
+    @classmethod
+    def plain(cls, count: int, **fields: Any) -> "SamplingPlan":
+        """Greedy, seed 0 and nothing else set, for `count` sequences.
+
+        Args:
+            fields: replace arrays; a scalar stands for every sequence.
+        """
+        offsets, ids = np.zeros(count + 1, np.int32), np.empty(0, np.int32)
+        zeros, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "temperature": zeros,
+            "top_k": np.zeros(count, np.int32),
+            "top_p": ones,
+            "min_p": zeros,
+            "seed": np.zeros(count, np.int64),
+            "repetition_penalty": ones,
+            "frequency_penalty": zeros,
+            "presence_penalty": zeros,
+            "penalty_offsets": offsets,
+            "penalty_ids": ids,
+            "penalty_counts": ids,
+            "penalty_in_prompt": np.empty(0, np.bool_),
+            "bias_offsets": offsets,
+            "bias_ids": ids,
+            "bias_values": np.empty(0, np.float32),
+            "ban_offsets": offsets,
+            "ban_ids": ids,
+            "ban_until": np.empty(0, np.int64),
+            "bad_word_offsets": offsets,
+            "bad_word_token_offsets": np.zeros(1, np.int32),
+            "bad_word_tokens": ids,
+            "history_tail": np.full((count, 1), PLACEHOLDER_TOKEN_ID, np.int32),
+        }
+        for name, value in fields.items():
+            arrays[name] = np.full(count, value, arrays[name].dtype) if np.isscalar(value) else value
+        return cls(**arrays)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan:

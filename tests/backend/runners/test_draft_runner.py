@@ -12,7 +12,6 @@ from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE, SamplingInputs, SamplingRows, VocabularyMap
 from support.naive_eagle3 import NaiveDraft
-from support.step_plans import sampling_plan
 from support.tiny_checkpoints import random_draft
 from support.tiny_configs import draft_config, target_config
 from support.tiny_runners import BLOCK_SIZE, OwnedDraftRunner, draft_runner
@@ -63,7 +62,7 @@ class Harness:
             aux_rows=torch.randperm(num_rows + 2, generator=self.generator)[:num_rows].numpy(),
             num_proposals=proposals,
             greedy=np.zeros(num_proposing, np.bool_),
-            sampling=sampling or sampling_plan(num_proposing),
+            sampling=sampling or SamplingPlan.plain(num_proposing),
             output_index=(self.lengths[proposals > 0] + 1).astype(np.int64),
         )
 
@@ -130,7 +129,7 @@ def test_coupled_proposals_draw_with_the_targets_noise(case: str) -> None:
     harness = Harness(*CASES[case])
     known = harness.token_id_of_column.tolist()
     for seed in range(6):
-        sampling = sampling_plan(
+        sampling = SamplingPlan.plain(
             2,
             temperature=np.array([1.0, 0.7], np.float32),
             seed=np.array([seed, -1 - seed], np.int64),
@@ -158,7 +157,7 @@ def test_coupled_proposals_draw_with_the_targets_noise(case: str) -> None:
 
 def test_processors_apply_to_greedy_proposals() -> None:
     harness = Harness(*CASES["MLA"])
-    sampling = sampling_plan(
+    sampling = SamplingPlan.plain(
         1,
         ban_offsets=np.array([0, 96 - 3], np.int32),
         ban_ids=np.array([token for token in range(96) if token not in (8, 40, 77)], np.int32),
@@ -181,10 +180,10 @@ def test_a_sequence_that_stops_proposing_at_the_end_of_its_last_block() -> None:
 
 def test_a_greedy_sequence_takes_the_argmax_at_any_temperature() -> None:
     harness = Harness(*CASES["MLA"])
-    sampling = sampling_plan(2, temperature=1.0, seed=7)
+    sampling = SamplingPlan.plain(2, temperature=1.0, seed=7)
     plan = replace(harness.plan([3, 3, 3], [4, 4, 0], sampling), greedy=np.array([True, False]))
     reply = harness.owned.runner.propose(plan)
-    greedy = sampling_plan(2, temperature=np.array([0.0, 1.0], np.float32), seed=7)
+    greedy = SamplingPlan.plain(2, temperature=np.array([0.0, 1.0], np.float32), seed=7)
     assert reply.draft_token_ids.tolist() == harness.naive_proposals(plan, greedy)
 
 
@@ -209,7 +208,7 @@ def test_a_sequence_whose_kv_is_not_finite_fails_alone(poisoned: int, temperatur
         each.owned.runner.propose(each.plan([20, 20, 20], [0, 0, 0]))
         if each is harness:
             each.owned.pool.tensor[0, BLOCKS[poisoned, 0], 5, 3] = float("nan")
-        plan = each.plan([2, 2, 2], [3, 0, 4], sampling_plan(2, temperature=temperature))
+        plan = each.plan([2, 2, 2], [3, 0, 4], SamplingPlan.plain(2, temperature=temperature))
         replies.append(each.owned.runner.propose(plan))
     assert replies[0].seq_status.tolist() == [0, 0, 0]
     assert replies[1].seq_status.tolist() == np.where(np.arange(3) == poisoned, STATUS_NOT_FINITE, 0).tolist()

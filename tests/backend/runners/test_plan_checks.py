@@ -9,8 +9,7 @@ import torch
 
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
-from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, TargetPlan
-from support.step_plans import sampling_plan
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
 
 LIMITS = RunnerLimits(max_num_batched_tokens=24, max_num_seqs=3, max_model_len=40)
 CHECKER = PlanChecker(limits=LIMITS, vocab_size=50, num_blocks=10, block_size=16)
@@ -31,7 +30,7 @@ TARGET_PLAN = TargetPlan(
     step_id=0,
     rows=ROWS,
     num_sampled_rows=int32(4, 1),
-    sampling=sampling_plan(2),
+    sampling=SamplingPlan.plain(2),
     num_logprobs=None,
     wants_aux=np.array([True, False]),
 )
@@ -42,7 +41,7 @@ DRAFT_PLAN = DraftPlan(
     aux_rows=np.arange(14),
     num_proposals=int32(0, 3),
     greedy=np.array([True]),
-    sampling=sampling_plan(1),
+    sampling=SamplingPlan.plain(1),
     output_index=np.array([34]),
 )
 
@@ -51,7 +50,7 @@ def test_the_plans_that_the_cases_break_are_right() -> None:
     CHECKER.check_target(TARGET_PLAN)
     CHECKER.check_target(replace(TARGET_PLAN, num_logprobs=5, logit_mask=np.zeros((5, 2), np.int32)))
     CHECKER.check_draft(DRAFT_PLAN, NUM_AUX_ROWS)
-    one_word = sampling_plan(
+    one_word = SamplingPlan.plain(
         2,
         bad_word_offsets=int32(0, 0, 1),
         bad_word_token_offsets=int32(0, 2),
@@ -107,24 +106,27 @@ def test_more_rows_than_a_step_takes() -> None:
         ({"num_logprobs": -1}, "num_logprobs: -1 given, 0 to 50 allowed"),
         ({"num_logprobs": 51}, "num_logprobs: 51 given, 0 to 50 allowed"),
         ({"logit_mask": np.zeros((4, 2), np.int32)}, r"logit_mask: shape \[4, 2\] given, \[5, 2\] allowed"),
-        ({"sampling": sampling_plan(3)}, "sampling.temperature: 3 sequences given, 2 sample"),
-        ({"sampling": sampling_plan(2, seed=np.zeros(1, np.int64))}, "sampling.seed: 1 sequences given, 2 sample"),
-        ({"sampling": sampling_plan(2, ban_offsets=int32(0, 0))}, r"sampling.ban_offsets: \[0, 0\] given, 3 offsets"),
-        ({"sampling": sampling_plan(2, bias_offsets=int32(0, 2, 1))}, r"sampling.bias_offsets: \[0, 2, 1\] given"),
+        ({"sampling": SamplingPlan.plain(3)}, "sampling.temperature: 3 sequences given, 2 sample"),
+        ({"sampling": SamplingPlan.plain(2, seed=np.zeros(1, np.int64))}, "sampling.seed: 1 sequences given, 2 sample"),
         (
-            {"sampling": sampling_plan(2, penalty_offsets=int32(0, 0, 1))},
+            {"sampling": SamplingPlan.plain(2, ban_offsets=int32(0, 0))},
+            r"sampling.ban_offsets: \[0, 0\] given, 3 offsets",
+        ),
+        ({"sampling": SamplingPlan.plain(2, bias_offsets=int32(0, 2, 1))}, r"sampling.bias_offsets: \[0, 2, 1\] given"),
+        (
+            {"sampling": SamplingPlan.plain(2, penalty_offsets=int32(0, 0, 1))},
             r"penalty_offsets: .* rise from 0 to 0, the entries of penalty_ids",
         ),
         (
             {
-                "sampling": sampling_plan(
+                "sampling": SamplingPlan.plain(
                     2, bias_offsets=int32(0, 0, 1), bias_ids=int32(50), bias_values=np.ones(1, np.float32)
                 )
             },
             r"sampling.bias_ids\[0\]: 50 given, 0 to 49 allowed",
         ),
         (
-            {"sampling": sampling_plan(2, bad_word_offsets=int32(0, 0, 1))},
+            {"sampling": SamplingPlan.plain(2, bad_word_offsets=int32(0, 0, 1))},
             "sampling.bad_word_offsets: .* entries of bad_word_token_offsets",
         ),
     ],
@@ -143,7 +145,7 @@ def test_what_a_target_step_samples(fields: dict[str, Any], message: str) -> Non
         ({"aux_rows": np.arange(1, 15)}, r"aux_rows\[13\]: 14 given, 0 to 13 allowed"),
         ({"greedy": np.array([True, True])}, r"greedy: shape \[2\] given, \[1\] allowed"),
         ({"output_index": np.array([33])}, r"output_index\[0\]: 33 given, 34 \(seq_len \+ 1\) is allowed"),
-        ({"sampling": sampling_plan(2)}, "sampling.temperature: 2 sequences given, 1 sample"),
+        ({"sampling": SamplingPlan.plain(2)}, "sampling.temperature: 2 sequences given, 1 sample"),
         ({"rows": replace(ROWS, seq_lens=int32(20, 39))}, r"slots needed .*\[1\]: 41 given, 1 to 40"),
         ({"rows": replace(ROWS, block_table=ROWS.block_table[:, :2])}, r"block_table: shape \[2, 2\] given"),
     ],

@@ -9,10 +9,9 @@ from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
-from kimi_backend.types.plan import RowPlan, TargetPlan, TargetReply
+from kimi_backend.types.plan import RowPlan, SamplingPlan, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
-from support.step_plans import sampling_plan
 from support.target_steps import TargetSteps, build_target
 from support.tiny_checkpoints import random_target
 from support.tiny_configs import target_config
@@ -50,7 +49,7 @@ def plan(chunks: list[tuple[int, int, list[int], int]], **fields: object) -> Tar
         step_id=17,
         rows=rows,
         num_sampled_rows=sampled,
-        sampling=sampling_plan(int((sampled > 0).sum())),
+        sampling=SamplingPlan.plain(int((sampled > 0).sum())),
         num_logprobs=None,
         wants_aux=np.zeros(len(chunks), np.bool_),
     )
@@ -146,7 +145,7 @@ def test_a_sequence_with_nothing_left_to_draw_fails_alone(
 def test_draft_tokens_count_for_the_penalties_of_later_rows(owned: OwnedRunner) -> None:
     """Token 37 is biased to win every row, and penalised once it stands in the output, be it as a draft token."""
     prefill(owned)
-    sampling = sampling_plan(
+    sampling = SamplingPlan.plain(
         1,
         presence_penalty=200.0,
         penalty_offsets=np.array([0, 1], np.int32),
