@@ -21,7 +21,9 @@ from kimi_backend.types.plan import (
     SamplingPlan,
     TargetPlan,
     TargetReply,
+    TokenHandle,
 )
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
 from support.scripted_logits import Hashes, LogitScript, mix
@@ -104,7 +106,7 @@ class ScriptedTarget(ScriptedRunner):
             return self._verify(plan) if self._is_known else self._garbage(plan)
 
     def _verify(self, plan: TargetPlan) -> TargetReply:
-        rows, store = RowGrid(plan.rows), self.store
+        rows, store = RowGrid(plan.rows, plan.draft_tokens.tensor, plan.draft_columns), self.store
         last = store.read_prefixes(plan.rows.block_table, rows.starts)
         hashes = rows.chain(last)
         slots = store.slots(plan.rows.block_table, rows.positions)
@@ -133,6 +135,7 @@ class ScriptedTarget(ScriptedRunner):
             output_token_ids=verified.output_token_ids.numpy(),
             num_accepted_tokens=num_accepted,
             aux=AuxHandle(tensor=np.where(plan.wants_aux[:, None], hashes, NO_AUX)[rows.real]),
+            draft_status=_draft_status(plan),
             **_logprobs(samples, first_row, num_drafts),
         )
 
@@ -145,6 +148,7 @@ class ScriptedTarget(ScriptedRunner):
             output_token_ids=np.zeros((len(counts), int(counts.max(initial=1))), np.int64),
             num_accepted_tokens=np.zeros(len(counts), np.int32),
             aux=AuxHandle(),
+            draft_status=_draft_status(plan),
         )
 
     def _sample(
@@ -184,9 +188,11 @@ class ScriptedDraft(ScriptedRunner):
         script: LogitScript,
         agreement: float = 0.7,
         token_id_of_column: npt.NDArray[np.int64] | None = None,
+        leaves_tokens: bool = True,
     ) -> None:
         """
         Args:
+            leaves_tokens: whether it leaves its tokens for the target when it may.
             agreement: share of prefixes at which the draft's distribution is the target's.
             token_id_of_column: [num_columns] target ids in the draft's order; None: the target's own order.
         """
@@ -195,6 +201,7 @@ class ScriptedDraft(ScriptedRunner):
         self._other = LogitScript(script.vocab_size, script.salt + 1, script.scales)
         self.vocabulary_map = None if token_id_of_column is None else _vocabulary_map(token_id_of_column, script)
         self.nan_token_id: int | None = None
+        self._leaves_tokens = leaves_tokens
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         with self._lock:
@@ -223,11 +230,26 @@ class ScriptedDraft(ScriptedRunner):
         )
         last = hashes[np.arange(len(hashes)), plan.rows.query_lens - 1]
         proposals, status = self._propose_all(plan, last)
+        if plan.leaves_tokens and self._leaves_tokens:
+            return self._left(plan, proposals, status)
         return DraftReply(
             step_id=plan.step_id,
             runner_epoch=self.description.runner_epoch,
             seq_status=status,
             draft_token_ids=proposals,
+        )
+
+    def _left(self, plan: DraftPlan, proposals: npt.NDArray[np.int64], status: npt.NDArray[np.int32]) -> DraftReply:
+        left = np.full((1 + MAX_SPECULATIVE_TOKENS, len(status)), -1, np.int32)
+        left[0] = status
+        left[1 : 1 + proposals.shape[1], plan.num_proposals > 0] = proposals.T
+        left[1:, status != 0] = -1
+        return DraftReply(
+            step_id=plan.step_id,
+            runner_epoch=self.description.runner_epoch,
+            seq_status=np.zeros_like(status),
+            draft_token_ids=np.empty((0, 0), np.int64),
+            tokens=TokenHandle(num_seqs=len(status), tensor=left),
         )
 
     def _garbage(self, plan: DraftPlan) -> DraftReply:
@@ -289,7 +311,10 @@ class ScriptedDraft(ScriptedRunner):
 class RowGrid:
     """A plan's ragged rows as [S, longest] arrays; `real` marks the rows that exist."""
 
-    def __init__(self, rows: RowPlan) -> None:
+    def __init__(
+        self, rows: RowPlan, left: npt.NDArray[np.int32] | None = None, columns: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        """left, columns: of a target's plan whose draft tokens the draft has left for it."""
         query_lens = rows.query_lens.astype(np.int64)
         self.starts = rows.seq_lens.astype(np.int64) - query_lens
         self.columns = np.broadcast_to(np.arange(query_lens.max()), (len(query_lens), query_lens.max()))
@@ -297,6 +322,12 @@ class RowGrid:
         self.positions = np.where(self.real, self.starts[:, None] + self.columns, 0)
         self.tokens = np.zeros(self.real.shape, np.int64)
         self.tokens[self.real] = rows.token_ids
+        self._checked = self.tokens.copy()
+        if left is not None and columns is not None:
+            for sequence in np.flatnonzero(columns >= 0).tolist():
+                count = int(query_lens[sequence]) - 1
+                self._checked[sequence, 1 : 1 + count] = left[1 : 1 + count, columns[sequence]]
+            self.tokens = np.maximum(self._checked, 0)
 
     def chain(self, last: Hashes) -> Hashes:
         """[S, longest] hash of each row's prefix, given that of the prefix before the rows."""
@@ -314,7 +345,7 @@ class RowGrid:
             count = int(num_sampled[sequence]) - 1
             if count:
                 end = int(self.real[sequence].sum())
-                window[index, :count] = self.tokens[sequence, end - count : end]
+                window[index, :count] = self._checked[sequence, end - count : end]
         return window
 
 
@@ -324,6 +355,11 @@ def sampling_inputs(plan: SamplingPlan, greedy: npt.NDArray[np.bool_] | None = N
     if greedy is not None:
         values["temperature"] = values["temperature"].masked_fill(torch.from_numpy(greedy), 0.0)
     return SamplingInputs(**values)
+
+
+def _draft_status(plan: TargetPlan) -> npt.NDArray[np.int32] | None:
+    handle = plan.draft_tokens
+    return handle.tensor[0].copy() if handle.tensor is not None else None
 
 
 def _vocabulary_map(token_id_of_column: npt.NDArray[np.int64], script: LogitScript) -> VocabularyMap:

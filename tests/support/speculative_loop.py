@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RowPlan, SamplingPlan, TargetPlan, TargetReply
+from kimi_backend.types.plan import (
+    AuxHandle,
+    DraftPlan,
+    DraftReply,
+    RowPlan,
+    SamplingPlan,
+    TargetPlan,
+    TargetReply,
+    TokenHandle,
+)
 
 UNUSED_BLOCK_ID = 2**30
 
@@ -29,6 +38,8 @@ class LoopSequence:
     accepted: list[int] = field(default_factory=list)
     """Draft tokens accepted, in each verify that had some."""
     status: int = 0
+    draft_column: int = -1
+    """Where its draft tokens stand on the device; `draft_token_ids` are stand-ins then."""
 
     @property
     def is_decoding(self) -> bool:
@@ -54,16 +65,26 @@ class SpeculativeLoop:
     """Steps all its sequences together: verify rows of those that decode, prefill chunks of the others."""
 
     def __init__(
-        self, target: TargetModel, draft: DraftModel | None, prompts: list[list[int]], k: int | list[int], **fields: Any
+        self,
+        target: TargetModel,
+        draft: DraftModel | None,
+        prompts: list[list[int]],
+        k: int | list[int],
+        *,
+        launch_ahead: bool = False,
+        **fields: Any,
     ) -> None:
         """
         Args:
+            launch_ahead: whether the draft may leave its tokens on the device.
             k: draft tokens a step, of each sequence or of all; without a draft, 0.
             fields: of every `LoopSequence`.
         """
         self._target = target
         self._draft = draft
         self._step_id = 0
+        self._launch_ahead = launch_ahead
+        self._left = TokenHandle()
         ks = k if isinstance(k, list) else [k] * len(prompts)
         num_blocks = target.describe().num_blocks
         order = np.random.default_rng(len(prompts)).permutation(num_blocks).tolist()
@@ -98,11 +119,19 @@ class SpeculativeLoop:
             return Step(plan, reply, None, None)
         draft_plan = self._draft_plan(rows, starts, plan.num_sampled_rows.tolist(), reply.aux)
         draft_reply = self._draft.propose(draft_plan)
-        proposals = iter(draft_reply.draft_token_ids.tolist())
-        for sequence, count in zip(self.sequences, draft_plan.num_proposals.tolist(), strict=True):
-            sequence.draft_len = sequence.target_len
-            sequence.draft_token_ids = next(proposals)[:count] if count else []
+        self._keep(draft_plan, draft_reply)
         return Step(plan, reply, draft_plan, draft_reply)
+
+    def _keep(self, plan: DraftPlan, reply: DraftReply) -> None:
+        self._left = reply.tokens
+        proposals = iter(reply.draft_token_ids.tolist())
+        for index, (sequence, count) in enumerate(zip(self.sequences, plan.num_proposals.tolist(), strict=True)):
+            sequence.draft_len = sequence.target_len
+            sequence.draft_column = index if count and reply.tokens.num_seqs else -1
+            if reply.tokens.num_seqs:
+                sequence.draft_token_ids = [0] * count
+            else:
+                sequence.draft_token_ids = next(proposals)[:count] if count else []
 
     def _target_plan(self, rows: list[list[int]]) -> TargetPlan:
         sampled = []
@@ -122,6 +151,8 @@ class SpeculativeLoop:
             sampling=_sampling(sampling),
             num_logprobs=None,
             wants_aux=np.full(len(rows), self._draft is not None),
+            draft_tokens=self._left,
+            draft_columns=np.array([s.draft_column for s in self.sequences], np.int32) if self._left.num_seqs else None,
         )
 
     def _commit(self, rows: list[list[int]], plan: TargetPlan, reply: TargetReply) -> None:
@@ -162,6 +193,7 @@ class SpeculativeLoop:
             greedy=np.array([s.greedy_draft for s in proposing], np.bool_),
             sampling=_sampling(proposing),
             output_index=np.array([s.target_len + 1 for s in proposing], np.int64),
+            leaves_tokens=self._launch_ahead,
         )
 
 

@@ -73,6 +73,12 @@ class ServingSettings:
     enforce_eager: str = _setting(
         "false", "`true` captures no CUDA graphs: a faster start, slower steps.", choices=("false", "true")
     )
+    launch_ahead: str = _setting(
+        "true",
+        "Whether the target's step is launched before the host has the draft's tokens, which then stay on the GPU."
+        " Changes speed, never text.",
+        choices=("true", "false"),
+    )
     capture_batch_sizes: str = _setting(
         "", "Comma-separated numbers of sequences that steps are captured for; empty: 1, 2, 3, 4, 6, 8, 12, and so on."
     )

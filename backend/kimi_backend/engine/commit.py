@@ -86,7 +86,7 @@ def _append(
     """Returns how many of the rows hold accepted tokens, and the output.
 
     Where the last row failed, the tokens accepted before it still count, as they would without speculation; if one of
-    them ends the sequence, nobody needed the row.
+    them ends the sequence, nobody needed the row. Rows of tokens that the draft failed to propose checked nothing.
     """
     num_accepted = len(token_ids) - 1
     num_valid_rows = num_rows - num_draft_tokens + num_accepted
@@ -98,12 +98,10 @@ def _append(
     if status != 0 and sequence.finish is None:
         sequence.finish = _bad_logits(status)
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
-    sequence.num_draft_tokens = 0
-    if num_draft_tokens:
-        sequence.speculation.record(num_draft_tokens, num_accepted)
-    return num_valid_rows, StepOutput(
-        sequence, time_s, token_ids, num_draft_tokens, num_accepted, finish=sequence.finish
-    )
+    num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
+    if num_proposed:
+        sequence.speculation.record(num_proposed, num_accepted)
+    return num_valid_rows, StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, finish=sequence.finish)
 
 
 def _logprob_rows(sequence: Sequence, reply: TargetReply, index: int) -> LogprobRows | None:

@@ -1,6 +1,8 @@
 """One round for all running sequences: schedule → verify → commit → emit → draft → publish.
 
-Runs on one thread, with one step in flight. Knows nothing of strings, clients or threads.
+Runs on one thread, with one step of each model in flight: a draft may answer before its step is done, and the verify
+that reads its tokens on the device tells how it went (docs/decisions/0016). Knows nothing of strings, clients or
+threads.
 """
 
 import logging
@@ -12,6 +14,7 @@ from kimi_backend.engine.commit import StepOutput, commit_step
 from kimi_backend.engine.handshake import Geometry, check_limits, check_pair, check_runner, check_same_model
 from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.engine.step_times import StepTimes
+from kimi_backend.engine.unread_draft import UnreadDraft
 from kimi_backend.errors import ConfigError, KimiError, ModelUnavailableError
 from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_proposals
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
@@ -48,6 +51,8 @@ class EngineCore:
         self._clock = clock
         self._step_id = 0
         self._num_failed_steps = 0
+        self._unread: UnreadDraft | None = None
+        """The draft step whose tokens the next verify reads."""
         self.times = StepTimes()
         self.geometry = geometry
         self.kv = KvManager(
@@ -57,7 +62,12 @@ class EngineCore:
             enable_prefix_cache=geometry.settings.enable_prefix_cache,
         )
         self.scheduler = Scheduler(geometry.settings, self.kv, geometry.max_model_len, clock)
-        self._plans = PlanBuilder(self.scheduler.table, geometry.block_size, geometry.vocab_size)
+        self._plans = PlanBuilder(
+            self.scheduler.table,
+            geometry.block_size,
+            geometry.vocab_size,
+            launch_ahead=geometry.settings.launch_ahead,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -89,14 +99,17 @@ class EngineCore:
         self.times.start()
         batch = self.scheduler.schedule()
         if not batch.sequences:
+            self._unread = None
             return False
         self._step_id += 1
-        plan = self._plans.target_plan(self._step_id, batch)
+        left = None if self._unread is None else self._unread.tokens
+        plan = self._plans.target_plan(self._step_id, batch, left)
         self.times.lap("schedule")
         reply = self._verify(plan, batch)
         self.times.lap("target")
         if reply is None:
             return True
+        self._read_draft(reply)
         commit = commit_step(batch, plan, reply, self._clock())
         self._settle(commit.outputs)
         draft_plan = self._plan_draft(commit.draft_work, reply.aux)
@@ -164,19 +177,34 @@ class EngineCore:
         except Exception as error:
             self._lose_draft(f"{type(error).__name__}: {error}")
             return
-        for item in work:
-            item.sequence.draft_len += item.num_rows
         self._draft_link.note_success()
-        if reply.seq_status.any():
-            for sequence, status in zip(sequences, reply.seq_status.tolist(), strict=True):
-                if status:
-                    logger.warning(
-                        "request_id=%s draft status=%d, goes on without", sequence.request.request_id, status
-                    )
-                    assert sequence.blocks is not None
-                    self.kv.withdraw_draft(sequence.blocks)
-                    self.scheduler.drop_draft(sequence)
-                    sequence.wants_draft = False
+        if reply.tokens.num_seqs:
+            self._unread = UnreadDraft.of(reply.tokens, work)
+            return
+        for item, status in zip(work, reply.seq_status.tolist(), strict=True):
+            self._settle_draft(item, status)
+
+    def _read_draft(self, reply: TargetReply) -> None:
+        """What the verify says of the draft step whose tokens it read, before any of that counts."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        if reply.draft_status is None or len(reply.draft_status) != len(unread.work):
+            given = None if reply.draft_status is None else len(reply.draft_status)
+            raise KimiError(f"target replied with draft_status of {given} sequences, {len(unread.work)} were asked")
+        for item, status in unread.still_there(reply.draft_status.tolist()):
+            self._settle_draft(item, status)
+
+    def _settle_draft(self, item: DraftWork, status: int) -> None:
+        """The draft's rows are valid, or the sequence goes on without it."""
+        sequence = item.sequence
+        sequence.draft_len += item.num_rows
+        if status:
+            logger.warning("request_id=%s draft status=%d, goes on without", sequence.request.request_id, status)
+            assert sequence.blocks is not None
+            self.kv.withdraw_draft(sequence.blocks)
+            self.scheduler.drop_draft(sequence)
+            sequence.wants_draft = False
 
     def _publish(self, sequences: Iterable[Sequence]) -> None:
         """Offer the blocks that this step made full and valid to the prefix cache."""
@@ -228,12 +256,14 @@ class EngineCore:
         link.accept(description)
 
     def _lose_target(self, problem: str) -> None:
+        self._unread = None
         self._target_link.lose(problem)
         for sequence in self.scheduler.running.copy():
             self.scheduler.preempt(sequence)
 
     def _lose_draft(self, problem: str) -> None:
         assert self._draft_link is not None
+        self._unread = None
         self._draft_link.lose(problem)
         logger.warning("speculation is off until the draft answers again")
         self.scheduler.is_drafting = False

@@ -22,7 +22,7 @@ from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
-from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription
+from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TokenHandle
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE, STATUS_OK
 
@@ -129,8 +129,9 @@ class DraftRunner:
 
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> DraftReply:
-        """See `DraftModel.propose`. Only the extended rows' KV is to be counted: the slots after them hold what the
-        single-row steps wrote, and the next extension overwrites it.
+        """See `DraftModel.propose`. A captured step leaves its tokens on the device where the plan lets it, and is not waited
+        for. Only the extended rows' KV is to be counted: the slots after them hold what the single-row steps wrote, and
+        the next extension overwrites it.
 
         Raises:
             InvalidRequestError: a field of the plan is wrong; nothing was run.
@@ -149,7 +150,17 @@ class DraftRunner:
             graphs.extend(extension, plan, self._region(plan, aux))
         else:
             graphs.take_extension(*self._extend(plan, aux, to_device(_extension_arrays(plan), self._device)))
-        draft_token_ids, seq_status = graphs.propose(bucket, plan)
+        graphs.propose(bucket, plan)
+        if plan.leaves_tokens:
+            num_seqs = len(plan.num_proposals)
+            return DraftReply(
+                step_id=plan.step_id,
+                runner_epoch=self._epoch,
+                seq_status=np.zeros(num_seqs, np.int32),
+                draft_token_ids=np.empty((0, 0), np.int64),
+                tokens=TokenHandle(num_seqs=num_seqs, tensor=graphs.left),
+            )
+        draft_token_ids, seq_status = graphs.drawn(bucket, plan)
         return DraftReply(
             step_id=plan.step_id,
             runner_epoch=self._epoch,

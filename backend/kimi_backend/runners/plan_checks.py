@@ -78,8 +78,20 @@ class PlanChecker:
         self._check_sampling(plan.sampling, int(np.count_nonzero(sampled)))
         if plan.num_logprobs is not None and not 0 <= plan.num_logprobs <= self.vocab_size:
             raise InvalidRequestError(f"plan num_logprobs: {plan.num_logprobs} given, 0 to {self.vocab_size} allowed")
+        self._check_draft_tokens(plan)
         if plan.logit_mask is not None:
             _expect_shape("logit_mask", plan.logit_mask, (int(sampled.sum()), -(-self.vocab_size // 32)))
+
+    def _check_draft_tokens(self, plan: TargetPlan) -> None:
+        num_left, columns = plan.draft_tokens.num_seqs, plan.draft_columns
+        if (columns is None) != (num_left == 0) or num_left < 0:
+            given = "none" if columns is None else "some"
+            raise InvalidRequestError(
+                f"plan draft_columns: {given} given, draft_tokens of {num_left} sequences; one needs the other"
+            )
+        if columns is not None:
+            _expect_shape("draft_columns", columns, plan.rows.query_lens.shape)
+            _expect_within("draft_columns", columns, -1, num_left - 1)
 
     def check_draft(self, plan: DraftPlan, num_aux_rows: int) -> None:
         """Raises InvalidRequestError unless the plan can run. num_aux_rows: rows of the aux hidden states given."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kimi_backend.runners.host_transfer import Arrays
+from kimi_backend.runners.left_tokens import window_rows
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, Int32Array, Int64Array, TargetPlan
 
 
@@ -36,12 +37,8 @@ class SampledRows:
         first_row = np.cumsum(counts) - counts
         sequence = np.repeat(np.arange(len(counts)), counts)
         place = np.arange(len(sequence)) - first_row[sequence]
-        width = int(counts.max(initial=1)) - 1
-        columns = np.arange(width)
-        is_draft = columns < (counts - 1)[:, None]
-        # Clipped where a sequence has fewer draft tokens; masked right after.
-        rows = np.minimum((ends - counts + 1)[:, None] + columns, len(plan.rows.token_ids) - 1)
-        window = np.where(is_draft, plan.rows.token_ids[rows], PLACEHOLDER_TOKEN_ID)
+        rows = window_rows(plan, int(counts.max(initial=1)) - 1)
+        window = np.where(rows >= 0, plan.rows.token_ids[rows], PLACEHOLDER_TOKEN_ID)
         seq_lens = plan.rows.seq_lens[is_sampling]
         return cls(
             sampled_rows=(ends - counts)[sequence] + place,

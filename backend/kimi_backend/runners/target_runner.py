@@ -16,6 +16,7 @@ from kimi_backend.runners.graphs.recorder import Recorder
 from kimi_backend.runners.graphs.target_graphs import TargetGraphs
 from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.left_tokens import as_input, left_places, resolve_left, take_left, window_rows
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampled_rows import SampledRows
@@ -149,18 +150,23 @@ class TargetRunner:
             InvalidRequestError: a field of the plan is wrong; nothing was run.
         """
         self._checker.check_target(plan)
+        left = resolve_left(plan, self._device)
         bucket = self._graphs.bucket_of(plan) if self._graphs is not None else None
         if self._graphs is None or bucket is None:
-            return self._verify_eagerly(plan)
-        return self._verify_captured(self._graphs, bucket, plan)
+            return self._verify_eagerly(plan, None if left is None else left.clone())
+        return self._verify_captured(self._graphs, bucket, plan, left)
 
-    def _verify_captured(self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan) -> TargetReply:
+    def _verify_captured(
+        self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan, left: torch.Tensor | None
+    ) -> TargetReply:
         region = self._aux_buffer.take_region() if self._aux_buffer is not None else 0
-        graphs.forward(bucket, plan, region)
+        graphs.forward(bucket, plan, region, left)
         aux = self._aux_handle(region, len(plan.rows.token_ids)) if plan.wants_aux.any() else AuxHandle()
         if plan.num_logprobs is not None or plan.logit_mask is not None or has_processors(plan.sampling):
-            tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan)), self._device)
-            return self._reply(plan, aux, self._sample(plan, graphs.hidden, tensors))
+            copied = None if left is None else graphs.left(bucket)
+            tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan), copied), self._device)
+            results = self._sample(plan, graphs.hidden, tensors, copied)
+            return self._reply(plan, aux, results | _draft_status(plan, copied))
         drawn = graphs.sample(bucket, plan)
         return TargetReply(
             step_id=plan.step_id,
@@ -169,9 +175,11 @@ class TargetRunner:
             output_token_ids=drawn.output_token_ids,
             num_accepted_tokens=drawn.num_accepted_tokens,
             aux=aux,
+            draft_status=drawn.draft_status,
         )
 
-    def _verify_eagerly(self, plan: TargetPlan) -> TargetReply:
+    def _verify_eagerly(self, plan: TargetPlan, left: torch.Tensor | None) -> TargetReply:
+        """left: a copy of the plan's `draft_tokens`."""
         rows, sampled = plan.rows, SampledRows.of(plan)
         tensors = to_device(
             {
@@ -180,15 +188,19 @@ class TargetRunner:
                 "seq_lens": rows.seq_lens,
                 "block_table": rows.block_table,
                 "last_rows": np.cumsum(rows.query_lens, dtype=np.int64) - 1,
-                **_sampling_arrays(plan, sampled),
+                **({} if left is None else {"token_places": left_places(plan, left.shape[1])}),
+                **_sampling_arrays(plan, sampled, left),
             },
             self._device,
         )
         metadata = self._builder.build(
             tensors["query_lens"], tensors["seq_lens"], tensors["block_table"], rows.query_lens, rows.seq_lens
         )
+        token_ids = tensors["token_ids"]
+        if left is not None:
+            token_ids = as_input(take_left(token_ids, left, tensors["token_places"]), self._model.config.vocab_size)
         hidden, aux = self._model.forward(
-            tensors["token_ids"],
+            token_ids,
             metadata,
             self._pool.tensor,
             self._pool.scale,
@@ -197,8 +209,8 @@ class TargetRunner:
         is_finite = hidden[tensors["last_rows"]].isfinite().all(dim=1)
         results = {"seq_status": torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)}
         if sampled.num_rows:
-            results |= self._sample(plan, hidden, tensors)
-        return self._reply(plan, self._hand_over(aux), results)
+            results |= self._sample(plan, hidden, tensors, left)
+        return self._reply(plan, self._hand_over(aux), results | _draft_status(plan, left))
 
     def _hand_over(self, aux: torch.Tensor | None) -> AuxHandle:
         """Into the buffer, where there is one."""
@@ -213,13 +225,16 @@ class TargetRunner:
             return AuxHandle()
         return AuxHandle(tensor=self._aux_buffer.region(region)[:num_rows], region=region)
 
-    def _sample(self, plan: TargetPlan, hidden: torch.Tensor, tensors: Tensors) -> Tensors:
+    def _sample(self, plan: TargetPlan, hidden: torch.Tensor, tensors: Tensors, left: torch.Tensor | None) -> Tensors:
         """Draw every sampled row, compare with the draft tokens; entries of `TargetReply`."""
+        window = tensors["window_token_ids"]
+        if left is not None:
+            window = take_left(window, left, tensors["window_places"])
         logits = self._model.compute_logits(hidden[tensors["sampled_rows"]])
         sampling_rows = SamplingRows(
             sequence=tensors["sequence"],
             token_index=tensors["token_index"],
-            window_token_ids=tensors["window_token_ids"],
+            window_token_ids=window,
             window_len=tensors["window_len"],
             logit_mask=tensors.get("logit_mask"),
         )
@@ -230,7 +245,7 @@ class TargetRunner:
             drawn.token_ids,
             drawn.status,
             tensors["first_row"],
-            tensors["window_token_ids"],
+            window,
             tensors["num_draft_tokens"],
         )
         results = {
@@ -259,13 +274,23 @@ class TargetRunner:
             logprobs=arrays.get("logprobs"),
             top_logprob_ids=arrays.get("top_logprob_ids"),
             top_logprobs=arrays.get("top_logprobs"),
+            draft_status=arrays.get("draft_status"),
         )
 
 
-def _sampling_arrays(plan: TargetPlan, sampled: SampledRows) -> Arrays:
+def _sampling_arrays(plan: TargetPlan, sampled: SampledRows, left: torch.Tensor | None) -> Arrays:
     """What `_sample` reads, by name."""
-    mask = {} if plan.logit_mask is None else {"logit_mask": plan.logit_mask}
-    return {**sampled.arrays(), **sampling_arrays(plan.sampling), **mask}
+    arrays = {**sampled.arrays(), **sampling_arrays(plan.sampling)}
+    if plan.logit_mask is not None:
+        arrays["logit_mask"] = plan.logit_mask
+    if left is not None:
+        rows = window_rows(plan, sampled.window_token_ids.shape[1])
+        arrays["window_places"] = np.where(rows >= 0, left_places(plan, left.shape[1])[rows], -1)
+    return arrays
+
+
+def _draft_status(plan: TargetPlan, left: torch.Tensor | None) -> Tensors:
+    return {} if left is None else {"draft_status": left[0, : plan.draft_tokens.num_seqs]}
 
 
 def _logprobs_by_output(drawn: SampleOutput, verified: VerifyOutput, first_row: torch.Tensor) -> Tensors:

@@ -14,7 +14,9 @@ class BatchTable:
         """max_blocks: of one sequence of the largest length."""
         self.sampling = SamplingTable(num_rows)
         self.pending_token_ids = np.zeros((num_rows, MAX_SPECULATIVE_TOKENS + 1), np.int32)
-        """[num_rows, 8] the last token, then the draft tokens in flight."""
+        """[num_rows, 8] the last token, then the draft tokens in flight, those that the host has."""
+        self.draft_columns = np.full(num_rows, -1, np.int32)
+        """[num_rows] where draft tokens in flight stand on the device (`TargetPlan.draft_columns`); -1: not there."""
         self.target_blocks = np.zeros((num_rows, max_blocks), np.int32)
         self.draft_blocks = np.zeros((num_rows, max_blocks), np.int32)
         self._free_rows = list(range(num_rows - 1, -1, -1))

@@ -20,6 +20,7 @@ from kimi_backend.types.plan import (
     RowPlan,
     TargetPlan,
     TargetReply,
+    TokenHandle,
 )
 
 
@@ -38,15 +39,17 @@ class DraftWork:
 class PlanBuilder:
     """Builds plans over one batch table."""
 
-    def __init__(self, table: BatchTable, block_size: int, vocab_size: int) -> None:
+    def __init__(self, table: BatchTable, block_size: int, vocab_size: int, *, launch_ahead: bool = False) -> None:
+        """launch_ahead: the setting of that name."""
+        self._launch_ahead = launch_ahead
         self._table = table
         self._block_size = block_size
         self._mask_words = -(-vocab_size // 32)
         self._target_sampling = SamplingPlanBuilder(table.sampling)
         self._draft_sampling = SamplingPlanBuilder(table.sampling)
 
-    def target_plan(self, step_id: int, batch: StepBatch) -> TargetPlan:
-        """The verify rows and prefill chunks of a scheduled step."""
+    def target_plan(self, step_id: int, batch: StepBatch, draft_tokens: TokenHandle | None = None) -> TargetPlan:
+        """The verify rows and prefill chunks of a scheduled step. draft_tokens: what the last draft step left."""
         sequences, num_rows, num_decodes = batch.sequences, batch.num_rows, batch.num_decodes
         rows = _int64([s.row for s in sequences])
         query_lens = np.array(num_rows, np.int32)
@@ -75,7 +78,14 @@ class PlanBuilder:
             num_logprobs=_most_logprobs(sampling_sequences),
             wants_aux=np.array([s.uses_draft for s in sequences], np.bool_),
             logit_mask=self._logit_mask(sampling_sequences, num_sampled[num_sampled > 0]),
+            draft_tokens=draft_tokens or TokenHandle(),
+            draft_columns=None if draft_tokens is None else self._draft_columns(rows, query_lens, num_decodes),
         )
+
+    def _draft_columns(self, rows: Int64Array, query_lens: Int32Array, num_decodes: int) -> Int32Array:
+        columns = np.where(query_lens > 1, self._table.draft_columns[rows], -1)
+        columns[num_decodes:] = -1
+        return columns
 
     def draft_plan(self, step_id: int, work: list[DraftWork], aux: AuxHandle) -> DraftPlan:
         """Extend over verified rows, then propose. Call it after the step's tokens were appended."""
@@ -108,6 +118,7 @@ class PlanBuilder:
             greedy=np.array([s.speculation.is_greedy for s in proposing], np.bool_),
             sampling=self._draft_sampling.build(rows[is_proposing], proposing),
             output_index=seq_lens[is_proposing].astype(np.int64) + 1,
+            leaves_tokens=self._launch_ahead,
         )
 
     def _block_table(self, blocks: Int32Array, rows: Int64Array, num_slots: int) -> Int32Array:
@@ -126,7 +137,7 @@ class PlanBuilder:
 def store_proposals(
     table: BatchTable, sequences: list[Sequence], plan: DraftPlan, reply: DraftReply, vocab_size: int
 ) -> None:
-    """Keep the draft's tokens for the next verify.
+    """Keep the draft's tokens for the next verify, or where they stand on the device.
 
     Args:
         sequences: [S] those of the plan.
@@ -134,17 +145,26 @@ def store_proposals(
     Raises:
         ValueError: a proposal is no token of the target's vocabulary; nothing has changed then.
     """
-    proposals = reply.draft_token_ids
     is_proposing = plan.num_proposals > 0
+    rows = _int64([s.row for s in sequences])[is_proposing]
+    if reply.tokens.num_seqs:
+        table.pending_token_ids[rows, 1:] = 0
+        table.draft_columns[rows] = np.flatnonzero(is_proposing)
+    else:
+        _store_token_ids(table, rows, plan, reply, vocab_size)
+        table.draft_columns[rows] = -1
+    for sequence, count in zip(sequences, plan.num_proposals.tolist(), strict=True):
+        sequence.num_draft_tokens = count
+
+
+def _store_token_ids(table: BatchTable, rows: Int64Array, plan: DraftPlan, reply: DraftReply, vocab_size: int) -> None:
+    proposals, is_proposing = reply.draft_token_ids, plan.num_proposals > 0
     is_wanted = np.arange(proposals.shape[1]) < plan.num_proposals[is_proposing][:, None]
     is_wanted &= reply.seq_status[is_proposing][:, None] == 0
     wrong = proposals[is_wanted & ((proposals < 0) | (proposals >= vocab_size))]
     if wrong.size:
         raise ValueError(f"the draft proposed token {wrong[0]}, 0 to {vocab_size - 1} is allowed")
-    rows = _int64([s.row for s in sequences])[is_proposing]
     table.pending_token_ids[rows, 1 : 1 + proposals.shape[1]] = proposals
-    for sequence, count in zip(sequences, plan.num_proposals.tolist(), strict=True):
-        sequence.num_draft_tokens = count
 
 
 def first_rows(plan: TargetPlan) -> list[int]:

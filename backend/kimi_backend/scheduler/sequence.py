@@ -27,7 +27,8 @@ class Sequence:
     """Owned by the engine thread. A running sequence has a table row and blocks; a waiting one has neither.
 
     `target_len` and `draft_len` are valid KV lengths; `num_draft_tokens` are in flight behind the last token. For
-    a sequence that uses the draft both lengths are equal between steps.
+    a sequence that uses the draft both lengths are equal between steps, but for the rows of a draft step that nobody
+    has read yet.
     After a preemption all tokens are input again; the border between prompt and output stays where it was.
     """
 

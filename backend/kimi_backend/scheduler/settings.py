@@ -24,6 +24,8 @@ class SchedulerSettings:
     max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     """Largest k that a request may ask for."""
     enable_prefix_cache: bool = True
+    launch_ahead: bool = True
+    """Whether a verify is sent before the host has the draft's tokens, where the draft can leave them on the device."""
 
     def __post_init__(self) -> None:
         _require("max_num_seqs", self.max_num_seqs, 1)

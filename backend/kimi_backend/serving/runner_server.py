@@ -151,7 +151,8 @@ class RunnerServer:
         else:
             # What the step reads of it: whoever copies the tensor need not copy a region.
             tensor = self._receiver.resolve(plan.aux, max(int(plan.aux_rows.max(initial=-1)), 0) + 1)
-        plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor))
+        # The target's process cannot read what this one would leave on the device.
+        plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor), leaves_tokens=False)
         reply = self._runner.propose(plan)
         return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))})
 

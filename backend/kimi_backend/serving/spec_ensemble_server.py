@@ -39,6 +39,7 @@ def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
         max_queue_size=settings.max_queue_size,
         num_speculative_tokens=min(settings.num_speculative_tokens, settings.max_speculative_tokens),
         max_speculative_tokens=settings.max_speculative_tokens,
+        launch_ahead=settings.launch_ahead == "true",
     )
 
 

@@ -33,7 +33,8 @@ class DraftModel(Protocol):
         ...
 
     def propose(self, plan: DraftPlan) -> DraftReply:
-        """Extend over the plan's rows, then take the single-row steps that the proposals need.
+        """Extend over the plan's rows, then take the single-row steps that the proposals need. A plan that
+        `leaves_tokens` may be answered before that is done.
 
         Raises:
             ModelUnavailableError: the runner is gone. Never fails a request: speculation goes off.

@@ -6,8 +6,8 @@ more than the step's whole scheduling. Layout, in native byte order (both ends r
     int64 header   [magic, number of fields, then for each field: number of dimensions, dim 0, dim 1, dim 2]
     data           each array's bytes in field order, every one starting at a multiple of 8
 
-Fields stand in the order of the dataclass, nested dataclasses in place. An int is an array of no dimensions; an absent
-optional field has -1 dimensions and no data. Decoded arrays are read-only views of the buffer.
+Fields stand in the order of the dataclass, nested dataclasses in place. An int or bool is an array of no dimensions; an
+absent optional field has -1 dimensions and no data. Decoded arrays are read-only views of the buffer.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ def _array_dtype(annotation: Any) -> np.dtype[Any]:
 def _describe(name: str, annotation: Any) -> _Field | None:
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in annotation.__args__ if a is not types.NoneType)
-    if annotation is int:
-        return _Field(name, np.dtype(np.int64), None, True)
+    if annotation in (int, bool):
+        return _Field(name, np.dtype(np.int64 if annotation is int else np.bool_), None, True)
     if typing.get_origin(annotation) is np.ndarray:
         return _Field(name, _array_dtype(annotation), None, False)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
@@ -137,7 +137,7 @@ def _build(cls: Any, reader: _Reader, beside: dict[str, Any]) -> Any:
             continue
         assert field.dtype is not None
         array = reader.next_array(field.dtype)
-        values[field.name] = int(array) if field.is_scalar and array is not None else array
+        values[field.name] = array.item() if field.is_scalar and array is not None else array
     return cls(**values)
 
 

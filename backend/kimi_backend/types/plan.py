@@ -101,6 +101,23 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenHandle:
+    """Draft tokens that the device has or will have, for a target that reads them there (docs/decisions/0016).
+
+    They lie in an int32 array [1 + longest proposal, at least num_seqs]: row 0 is what `DraftReply.seq_status` would
+    say of each sequence of the draft's step, row 1 + j its draft token j, PLACEHOLDER_TOKEN_ID where there is none. A
+    sequence of which anything failed has no token at all.
+    """
+
+    num_seqs: int = 0
+    """Sequences of the draft's step; 0 where nothing is handed over."""
+    tensor: Any | None = None
+    """The array, in one process."""
+    region: int | None = None
+    """Across processes, the part of the draft's shared buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPlan:
     """Verify rows and prefill chunks for the target.
 
@@ -119,6 +136,11 @@ class TargetPlan:
     """[S] whether the draft will read this sequence's aux hidden states."""
     logit_mask: Int32Array | None = None
     """[R, ceil(vocab_size / 32)] over all R sampled rows, see `SamplingRows.logit_mask`."""
+    draft_tokens: TokenHandle = TokenHandle()
+    """Where the draft tokens are that `rows.token_ids` does not have."""
+    draft_columns: Int32Array | None = None
+    """[S] column of `draft_tokens` that a sequence's draft tokens stand in, from row 1 on; `rows.token_ids` holds any
+    valid token in their place. -1 where `rows.token_ids` has them, or there are none. None without a handle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +173,8 @@ class TargetReply:
     top_logprob_ids: Int64Array | None = None
     """[B, W + 1, num_logprobs]."""
     top_logprobs: FloatArray | None = None
+    draft_status: Int32Array | None = None
+    """[num_seqs of the plan's draft_tokens] what they say of the draft's step; None without a handle."""
     runner_us: int = 0
     """Microseconds that the runner took, where a process border lies between; 0 in the same process."""
 
@@ -177,6 +201,8 @@ class DraftPlan:
     """Of the B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
     output_index: Int64Array
     """[B] index of the first token to be proposed (the last extended row's position + 2)."""
+    leaves_tokens: bool = False
+    """Whether the draft may answer before its step is done, with a handle in place of ids and status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +214,10 @@ class DraftReply:
     seq_status: Int32Array
     """[S]"""
     draft_token_ids: Int64Array
-    """[B, W] target ids, PLACEHOLDER_TOKEN_ID after each sequence's num_proposals."""
+    """[B, W] target ids, PLACEHOLDER_TOKEN_ID after each sequence's num_proposals; empty where `tokens` has them."""
+    tokens: TokenHandle = TokenHandle()
+    """If it has sequences: where the tokens will be. Then `seq_status` says nothing yet; the verify that reads the
+    tokens brings it."""
     runner_us: int = 0
     """As in `TargetReply`."""
 

@@ -84,7 +84,7 @@ class AcceptsTopTwo(ScriptedTarget):
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         reply = super().verify(plan)
-        rows = RowGrid(plan.rows)
+        rows = RowGrid(plan.rows, plan.draft_tokens.tensor, plan.draft_columns)
         hashes = rows.chain(self.store.read_prefixes(plan.rows.block_table, rows.starts))
         tokens, accepted = reply.output_token_ids.copy(), reply.num_accepted_tokens.copy()
         sampling = np.flatnonzero(plan.num_sampled_rows)
@@ -94,14 +94,7 @@ class AcceptsTopTwo(ScriptedTarget):
                 if rows.tokens[sequence, 1] in top:
                     tokens[index, :2] = rows.tokens[sequence, 1], 0
                     accepted[index] = 1
-        return TargetReply(
-            step_id=reply.step_id,
-            runner_epoch=reply.runner_epoch,
-            seq_status=reply.seq_status,
-            output_token_ids=tokens,
-            num_accepted_tokens=accepted,
-            aux=reply.aux,
-        )
+        return replace(reply, output_token_ids=tokens, num_accepted_tokens=accepted)
 
 
 def test_the_test_sees_a_lossy_acceptance_rule() -> None:

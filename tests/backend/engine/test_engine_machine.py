@@ -41,6 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
         agreement=st.sampled_from([0.0, 0.7, 1.0]),
         rows=st.sampled_from([8, 16, 64]),
         prefix_cache=st.booleans(),
+        launch_ahead=st.booleans(),
     )
     def create(
         self,
@@ -52,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
         agreement: float,
         rows: int,
         prefix_cache: bool,
+        launch_ahead: bool,
     ) -> None:
         smallest = MAX_LEN // block_size
         self.rng = random.Random(seed)
@@ -63,7 +65,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness = EngineHarness(
             self.target,
             self.draft,
-            SchedulerSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=rows, enable_prefix_cache=prefix_cache),
+            SchedulerSettings(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=rows,
+                enable_prefix_cache=prefix_cache,
+                launch_ahead=launch_ahead,
+            ),
             EOS,
         )
         self.scheduler = self.harness.core.scheduler
@@ -140,6 +147,9 @@ class EngineMachine(RuleBasedStateMachine):
     def kv_is_valid_wherever_lengths_say_so(self) -> None:
         if not hasattr(self, "harness"):
             return
+        unread = self.harness.core._unread
+        still_there = [] if unread is None else unread.still_there([0] * len(unread.work))
+        unread_rows = {item.sequence.uid: item.num_rows for item, _ in still_there}
         for sequence in self.scheduler.running:
             tokens = sequence.token_ids.tolist()
             table = self.scheduler.table
@@ -150,7 +160,8 @@ class EngineMachine(RuleBasedStateMachine):
                 if length and runner._is_known:
                     found = runner.store.read_prefixes(blocks[[sequence.row]], np.array([length]))
                     assert int(found[0]) == prefix_hash(tokens[:num_tokens])
-            assert sequence.draft_len == (sequence.target_len if sequence.uses_draft else 0)
+            lag = unread_rows.get(sequence.uid, 0)
+            assert sequence.draft_len == (sequence.target_len - lag if sequence.uses_draft else 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):

@@ -155,7 +155,7 @@ def test_a_draft_key_without_the_successor(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(PrefixCache, "publish_draft", lambda self, key, block: publish_draft(self, cut(key), block))
     monkeypatch.setattr(PrefixCache, "find_draft", lambda self, keys: find_draft(self, [cut(key) for key in keys]))
-    with pytest.raises(AssertionError, match="aux hidden state is not that of its own prefix"):
+    with pytest.raises(AssertionError, match=r"aux hidden state is not that of its own prefix|continues another"):
         check_tokens()
 
 

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.types import codec
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RowPlan, SamplingPlan, TargetPlan, TargetReply
+from kimi_backend.types.plan import (
+    AuxHandle,
+    DraftPlan,
+    DraftReply,
+    RowPlan,
+    SamplingPlan,
+    TargetPlan,
+    TargetReply,
+    TokenHandle,
+)
 
 MESSAGES = [TargetPlan, TargetReply, DraftPlan, DraftReply]
 
@@ -25,8 +34,12 @@ def random_message(cls: type, rng: np.random.Generator) -> typing.Any:
             values[name] = None
         elif kind is int:
             values[name] = int(rng.integers(-(2**62), 2**62))
+        elif kind is bool:
+            values[name] = bool(rng.integers(2))
         elif kind is AuxHandle:
             values[name] = AuxHandle(region=3)
+        elif kind is TokenHandle:
+            values[name] = TokenHandle(num_seqs=5, region=1)
         elif kind in (RowPlan, SamplingPlan):
             values[name] = random_message(kind, rng)
         else:

@@ -27,6 +27,7 @@ from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, HostArrays, StaticArrays, StaticBlockTable, StaticResults
 from kimi_backend.runners.graphs.target_inputs import static_sampling_inputs
 from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.left_tokens import left_shape
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.row_arrays import RowArrays
@@ -86,6 +87,10 @@ class DraftGraphs:
         num_columns = -(-limits.max_model_len // pool.block_size)
         self._table = StaticBlockTable(limits.max_num_seqs, num_columns, device)
         self._results = StaticResults(3 * limits.max_num_seqs * most_proposals, device)
+        self.left = torch.full(left_shape(limits), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=device)
+        """[1 + longest proposal, max_num_seqs] what the last proposals left for the target, see `left_tokens`."""
+        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """After the last upload: before it, the arrays on the host must stay as they are."""
         states = torch.zeros((2, limits.max_num_seqs, model.config.hidden_size), dtype=aux_buffer.dtype, device=device)
         self._normed, self._feedback = states
         """[max_num_seqs, H] of each sequence's last extended row."""
@@ -123,6 +128,7 @@ class DraftGraphs:
 
     def extend(self, bucket: Bucket, plan: DraftPlan, region: int) -> None:
         """Queue the extension of a checked plan. region: of the aux buffer, which the plan's `aux_rows` count in."""
+        self._wait_for_upload()
         arrays = self._extensions[bucket].arrays
         rows = RowArrays.of(plan.rows, self._pool.block_size)
         fill_extension(arrays.host, plan, rows, region * self._aux_buffer.rows)
@@ -135,21 +141,31 @@ class DraftGraphs:
         self._normed[: len(normed)].copy_(normed)
         self._feedback[: len(feedback)].copy_(feedback)
 
-    def propose(self, bucket: Bucket, plan: DraftPlan) -> tuple[Int64Array, Int32Array]:
-        """Draw after `extend` or `take_extension`; waits for the device.
-
-        Returns:
-            draft_token_ids: [number of proposing sequences, W]. seq_status: [S]. As in `DraftReply`.
-        """
+    def propose(self, bucket: Bucket, plan: DraftPlan) -> None:
+        """Queue the draws, after `extend` or `take_extension`; they leave their tokens in `left` too."""
+        self._wait_for_upload()
         arrays = self._proposals[bucket].arrays
         fill_proposals(arrays.host, plan, self._pool.block_size)
         self._upload_table(plan)
         arrays.upload()
+        if self._uploaded is not None:
+            self._uploaded.record()
         self._proposals[bucket].run()
+
+    def drawn(self, bucket: Bucket, plan: DraftPlan) -> tuple[Int64Array, Int32Array]:
+        """What `propose` drew; waits for the device.
+
+        Returns:
+            draft_token_ids: [number of proposing sequences, W]. seq_status: [S]. As in `DraftReply`.
+        """
         size = bucket.num_proposals * bucket.num_seqs
         words = self._results.fetch(3 * size)
         drawn = words[: 2 * size].view(np.int64).reshape(bucket.num_proposals, bucket.num_seqs)
         return _wanted(plan, drawn, words[2 * size :].reshape(drawn.shape))
+
+    def _wait_for_upload(self) -> None:
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
 
     def _upload_table(self, plan: DraftPlan) -> None:
         longest = int((plan.rows.seq_lens + np.maximum(plan.num_proposals - 1, 0)).max())
@@ -197,8 +213,20 @@ class DraftGraphs:
                 )
                 drawn.append(self._draw(normed, sampling, rows))
             self._results.store([*(each.token_ids for each in drawn), *(each.status for each in drawn)])
+            self._leave(bucket, tensors)
 
         return _Step(arrays, partial(pad_proposals, num_seqs=0), run)
+
+    def _leave(self, bucket: Bucket, tensors: Tensors) -> None:
+        """The stored draws to `left`: what `_wanted` keeps of them, but nothing of a sequence that failed."""
+        size, shape = bucket.num_proposals * bucket.num_seqs, (bucket.num_proposals, bucket.num_seqs)
+        words = self._results.words[: 3 * size]
+        drawn, status = words[: 2 * size].view(torch.int64).view(shape), words[2 * size :].view(shape)
+        failed = self.left[0, : bucket.num_seqs]
+        torch.amax(status * tensors["counts"], 0, out=failed)
+        is_kept = tensors["is_wanted"] > failed  # 1 against 0: wanted, and nothing failed
+        kept = torch.where(is_kept, drawn, PLACEHOLDER_TOKEN_ID)
+        self.left[1 : 1 + bucket.num_proposals, : bucket.num_seqs].copy_(kept)
 
     def _metadata(self, bucket: Bucket, tensors: Tensors, cu_seqlens: torch.Tensor) -> AttentionMetadata:
         batch = AttentionBatch(

@@ -64,6 +64,8 @@ def proposal_layout(bucket: Bucket) -> ArrayLayout:
             "positions": (steps, np.int64),
             "slots": (steps, np.int64),
             "token_index": ((bucket.num_proposals, bucket.num_seqs), np.int64),
+            "is_wanted": ((bucket.num_proposals, bucket.num_seqs), np.int32),
+            "counts": ((bucket.num_proposals, bucket.num_seqs), np.int32),
             **{name: (seqs, dtype) for name, (dtype, _) in SAMPLING_SPECS.items()},
         }
     )
@@ -72,14 +74,15 @@ def proposal_layout(bucket: Bucket) -> ArrayLayout:
 def pad_proposals(arrays: HostArrays, num_seqs: int) -> None:
     """Sequences from `num_seqs` on: they write nothing and have no key."""
     if num_seqs < arrays["token_index"].shape[1]:
-        for name in ("seq_lens", "positions", "token_index"):
+        for name in ("seq_lens", "positions", "token_index", "is_wanted", "counts"):
             arrays[name][:, num_seqs:] = 0
         arrays["slots"][:, num_seqs:] = -1
         pad_sampling(arrays, num_seqs)
 
 
 def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None:
-    """Write a checked plan, all its sequences.
+    """Write a checked plan, all its sequences. `is_wanted`: draws to propose; `counts`: draws whose failure counts, of
+    which the first tells whether the extension was finite, of a sequence that proposes nothing too.
 
     A sequence that wants fewer proposals, or none, stays in the batch: its further rows write nothing, see only slots
     that it owns, and what they draw is dropped.
@@ -88,7 +91,10 @@ def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None
     proposing = np.flatnonzero(plan.num_proposals)
     _fill_steps(arrays, plan, block_size)
     first_index = plan.rows.seq_lens.astype(np.int64) + 1
-    arrays["token_index"][:, :num_seqs] = first_index + np.arange(len(arrays["token_index"]))[:, None]
+    step = np.arange(len(arrays["token_index"]))[:, None]
+    arrays["token_index"][:, :num_seqs] = first_index + step
+    arrays["is_wanted"][:, :num_seqs] = step < plan.num_proposals
+    arrays["counts"][:, :num_seqs] = step < np.maximum(plan.num_proposals, 1)
     if len(proposing) < num_seqs:
         pad_sampling(arrays, 0)
     fill_sampling(arrays, plan.sampling, proposing)

@@ -113,6 +113,11 @@ class StaticResults:
         words = [part.contiguous().view(-1).view(torch.int32) for part in parts]
         torch.cat(words, out=self._device[: sum(len(part) for part in words)])
 
+    @property
+    def words(self) -> torch.Tensor:
+        """[num_words] int32 on the device: what was stored last."""
+        return self._device
+
     def fetch(self, num_words: int) -> npt.NDArray[np.int32]:
         """The first words, a copy. Waits for the device: the only time in a step."""
         self._host[:num_words].copy_(self._device[:num_words], non_blocking=True)

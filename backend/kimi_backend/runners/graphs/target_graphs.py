@@ -24,6 +24,7 @@ from kimi_backend.runners.graphs.target_inputs import (
     target_layout,
 )
 from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.left_tokens import as_input, left_shape
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.row_arrays import RowArrays
@@ -41,6 +42,8 @@ class VerifyResult:
     """[B, W + 1]"""
     num_accepted_tokens: Int32Array
     status: Int32Array
+    draft_status: Int32Array | None
+    """As in `TargetReply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class TargetGraphs:
         sizes = chosen_batch_sizes(limits.max_num_seqs, limits.capture_batch_sizes)
         self._buckets = row_buckets(sizes, limits.max_speculative_tokens + 1, limits.max_num_batched_tokens)
         self._choice = BucketChoice(self._buckets)
-        self._layouts = {bucket: target_layout(bucket) for bucket in self._buckets}
+        self._left_shape = left_shape(limits)
+        self._layouts = {bucket: target_layout(bucket, self._left_shape) for bucket in self._buckets}
         self._arena = Arena(self._layouts.values(), device)
         num_columns = -(-limits.max_model_len // pool.block_size)
         self._table = StaticBlockTable(limits.max_num_seqs, num_columns, device)
@@ -88,7 +92,7 @@ class TargetGraphs:
         self.hidden = torch.zeros((most_rows, model.config.hidden_size), dtype=model.dtype, device=device)
         """[most rows of a bucket, hidden_size] normed hidden states of the last step's rows, in its order."""
         self._results = StaticResults(
-            max(bucket.num_seqs * (2 * bucket.query_len + 2) for bucket in self._buckets), device
+            max(bucket.num_seqs * (2 * bucket.query_len + 2) for bucket in self._buckets) + self._left_shape[1], device
         )
         self._steps: dict[Bucket, _Step] = {}
 
@@ -125,30 +129,55 @@ class TargetGraphs:
         bucket = self._choice.smallest(len(lengths), int(lengths.max()), len(plan.rows.token_ids))
         return bucket if bucket in self._steps else None
 
-    def forward(self, bucket: Bucket, plan: TargetPlan, region: int) -> None:
-        """Queue the layers over a checked plan. region: of the aux buffer."""
+    def forward(self, bucket: Bucket, plan: TargetPlan, region: int, left: torch.Tensor | None = None) -> None:
+        """Queue the layers over a checked plan.
+
+        Args:
+            region: of the aux buffer.
+            left: the plan's `draft_tokens`.
+        """
         arrays = self._steps[bucket].arrays
         first_aux_row = region * self._aux_buffer.rows if self._aux_buffer else 0
-        fill_target(arrays.host, plan, RowArrays.of(plan.rows, self._pool.block_size), first_aux_row)
+        rows = RowArrays.of(plan.rows, self._pool.block_size)
+        fill_target(arrays.host, plan, rows, first_aux_row, self._left_shape[1])
         num_columns = -(-int(plan.rows.seq_lens.max()) // self._pool.block_size)
         self._table.upload(plan.rows.block_table, num_columns)
         arrays.upload()
+        if left is not None:
+            self._copy_left(self.left(bucket), left, plan.draft_tokens.num_seqs)
         self._steps[bucket].forward()
+
+    def left(self, bucket: Bucket) -> torch.Tensor:
+        """[1 + longest proposal, max_num_seqs] int32: this runner's own copy of what the draft left for the step."""
+        return self._left(bucket, self._steps[bucket].arrays.device)
+
+    def _left(self, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return tensors["tokens"][1 + bucket.num_rows :].view(self._left_shape)
+
+    def _copy_left(self, target: torch.Tensor, source: torch.Tensor, num_seqs: int) -> None:
+        if source.shape == target.shape:
+            target.copy_(source)
+        else:
+            rows = min(len(source), len(target))
+            target[:rows, :num_seqs].copy_(source[:rows, :num_seqs])
 
     def sample(self, bucket: Bucket, plan: TargetPlan) -> VerifyResult:
         """Draw and verify after `forward`; waits for the device."""
         self._steps[bucket].sample()
         num_seqs, width = bucket.num_seqs, bucket.query_len
-        words = self._results.fetch(num_seqs * (2 * width + 2))
+        num_words = num_seqs * (2 * width + 2)
+        words = self._results.fetch(num_words + self._left_shape[1])
         count = len(plan.num_sampled_rows)
         token_ids = words[: 2 * num_seqs * width].view(np.int64).reshape(num_seqs, width)
-        accepted, status = words[2 * num_seqs * width :].reshape(2, num_seqs)
+        accepted, status = words[2 * num_seqs * width : num_words].reshape(2, num_seqs)
+        num_left = plan.draft_tokens.num_seqs
         # A bucket may be wider than the plan's longest verify.
         longest = int(plan.num_sampled_rows.max())
         return VerifyResult(
             output_token_ids=token_ids[:count, :longest],
             num_accepted_tokens=accepted[:count],
             status=status[:count],
+            draft_status=words[num_words : num_words + num_left] if num_left else None,
         )
 
     def _step(self, bucket: Bucket) -> _Step:
@@ -158,17 +187,21 @@ class TargetGraphs:
 
         def sample() -> None:
             tensors = arrays.device
-            rows = SamplingRows(**{name: tensors[name] for name in _ROW_FIELDS})
+            window = tensors["tokens"][tensors["window_places"]]
+            rows = SamplingRows(**{name: tensors[name] for name in _ROW_FIELDS}, window_token_ids=window)
             logits = self._model.compute_logits(self.hidden[: bucket.num_rows])
             drawn = self._kernels.sample_tokens(logits, inputs, rows)
             verified = self._kernels.verify_draft_tokens(
                 drawn.token_ids,
                 drawn.status,
                 tensors["first_row"],
-                tensors["window_token_ids"],
+                window,
                 tensors["num_draft_tokens"],
             )
-            self._results.store([verified.output_token_ids, verified.num_accepted_tokens, verified.status])
+            draft_status = self._left(bucket, tensors)[0]
+            self._results.store(
+                [verified.output_token_ids, verified.num_accepted_tokens, verified.status, draft_status]
+            )
 
         return _Step(arrays, partial(self._run_forward, bucket, arrays.device), sample)
 
@@ -187,12 +220,11 @@ class TargetGraphs:
             decode=self._builder.planned(batch),
             prefill=None,
         )
-        hidden, aux = self._model.forward(
-            tensors["token_ids"], metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids
-        )
+        token_ids = as_input(tensors["tokens"][tensors["token_places"]], self._model.config.vocab_size)
+        hidden, aux = self._model.forward(token_ids, metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids)
         self.hidden[: bucket.num_rows].copy_(hidden)
         if self._aux_buffer is not None and aux is not None:
             self._aux_buffer.all_rows.index_copy_(0, tensors["aux_rows"], aux)
 
 
-_ROW_FIELDS = ("sequence", "token_index", "window_token_ids", "window_len")
+_ROW_FIELDS = ("sequence", "token_index", "window_len")
