@@ -11,3 +11,8 @@ import torch
 def starts_early(device: torch.device) -> bool:
     """Whether kernels on this device are launched so; False on a CPU, in Triton-language's interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel whose constant PDL says whether it has to wait."""
+    return {"PDL": True, "launch_pdl": True} if starts_early(device) else {"PDL": False}

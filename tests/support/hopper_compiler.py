@@ -30,13 +30,19 @@ class CompiledKernel:
 
 
 def compile_for_hopper(
-    function: Any, types: dict[str, str], constants: dict[str, Any], divisible: set[str], num_warps: int
+    function: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    divisible: set[str],
+    num_warps: int,
+    **options: Any,
 ) -> CompiledKernel:
     """Compile with these argument types.
 
     Args:
         types: Triton's type of each argument by name, i32 if absent.
         divisible: integer arguments that are multiples of 16; pointers always are.
+        options: more of the compiler's, by name.
     """
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -54,7 +60,7 @@ def compile_for_hopper(
             attrs=attributes,
         ),
         target=HOPPER,
-        options={"num_warps": num_warps},
+        options={"num_warps": num_warps} | options,
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

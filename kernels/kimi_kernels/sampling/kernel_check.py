@@ -1,22 +1,26 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""Second pass, for rows that filter by mass or by rank.
+"""Second pass, for rows whose first candidate may fall to top-p, and for rows of which few tokens are to be listed.
 
-top-p without top-k: which candidate is the first that survives? One reading of the row sums its weights, and the
-weights above each candidate: in float32, which decides as integers would where it leaves no doubt with room for every
-rounding; in integers for rows with min-p. A row in doubt, or whose four candidates all fall, is left to
-`kernel_select`.
+top-p without top-k: which candidate is the first that survives? The draw knows the row's mass; what lies above each
+candidate is summed here, from the tiles with a logit above the first candidate's: if that one falls, all below it do.
+The sums are float32, which decide as integers would where they leave no doubt with room for every rounding; rows with
+min-p are counted in integers. A row in doubt, or whose four candidates all fall, is left to `kernel_select`.
 
-top-k: the tokens that reach the row's threshold are listed, so that `kernel_select` need not read whole rows.
+top-k, min-p alone: the tokens that reach the row's threshold are listed, so that `kernel_select` need not read whole
+rows.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from kimi_kernels.sampling.kernel_noise import (
     LOG2_E,
     NO_TOKEN,
+    from_signed_key,
     inverse_temperature,
+    likelihood,
     min_weight,
     order_key,
     token_weight,
@@ -31,13 +35,12 @@ from kimi_kernels.sampling.kernel_rows import (
     STATE_SELECT,
     candidate_logit,
     load_tile,
+    room_for_doubt,
     tile_columns,
 )
 
-DOUBT = tl.constexpr(2e-4)
-"""Of the whole mass: what float32 sums and dropped fractions of integer weights may be off by, twice."""
-DOUBT_A_LOGIT = tl.constexpr(2.0**-20)
-"""More for each unit of the largest logit: the exponent's argument is rounded at its size."""
+MAX_TILES = tl.constexpr(62)
+"""Tiles of a split: they are the bits of a number."""
 
 
 @triton.jit
@@ -53,6 +56,8 @@ def check_kernel(
     COLUMN_OF_TOKEN,
     CANDIDATE,
     ROW_BEST,
+    ROW_MASS,
+    TILE_BEST,
     STATE,
     PART_MASS,
     THRESHOLD,
@@ -69,17 +74,22 @@ def check_kernel(
     STAGES: tl.constexpr,
     SPLITS_P2: tl.constexpr,
     EVEN: tl.constexpr,
+    DRAW_COLUMNS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_WORK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One split of one row; the row's last program decides.
 
     Args:
-        as `draw_kernel`; CANDIDATE [R, 4], ROW_BEST [R], STATE [R], THRESHOLD [R] from it.
-        PART_MASS: [R, SPLITS, 5] float64: all, above each candidate; integers in it are exact.
+        as `draw_kernel`; CANDIDATE [R, 4], ROW_BEST [R], ROW_MASS [R], TILE_BEST, STATE [R], THRESHOLD [R] from it.
+        PART_MASS: [R, SPLITS, 5] float64: all, where it is counted; above each candidate. Integers in it are exact.
+        DRAW_COLUMNS: columns of the draw's tiles.
         LIST: [R, LISTED] int32, in any order. NUM_LISTED: [R] int32, zeros: how many there are, also beyond LISTED.
         TICKETS: [R] int32, zeros.
     """
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     state = tl.load(STATE + row)
@@ -92,9 +102,12 @@ def check_kernel(
         if HAS_WORK:
             uses_work = tl.load(USES_WORK + row) != 0
         source = (LOGITS, WORK, COLUMN_OF_TOKEN, row, row_stride, num_columns, uses_work)
+        tiles = TILE_BEST + (row * SPLITS + split) * (SPLIT_COLUMNS // DRAW_COLUMNS)
         if state == STATE_LIST:
+            threshold = tl.load(THRESHOLD + row)
+            wanted = _tiles_from(tiles, threshold, inverse, stop - start, SPLIT_COLUMNS, BLOCKS, DRAW_COLUMNS)
             _list_split(
-                source, TOKEN_OF_COLUMN, tl.load(THRESHOLD + row), LIST, NUM_LISTED, start, stop, inverse,
+                source, TOKEN_OF_COLUMN, threshold, LIST, NUM_LISTED, start, stop, inverse, wanted,
                 BLOCKS, STAGES, EVEN, HAS_MAP, HAS_WORK,
             )  # fmt: skip
         else:
@@ -102,15 +115,23 @@ def check_kernel(
             candidates = load_candidates(source, CANDIDATE, first_token, inverse, HAS_MAP, HAS_WORK)
             place = PART_MASS + (row * SPLITS + split) * 5
             if state == STATE_COUNT:
-                masses = sum_masses(source, start, stop, rules, candidates, BLOCKS, STAGES, EVEN, HAS_WORK, True)
-                _store_masses(place, masses)
+                store_masses(
+                    place, count_masses(source, start, stop, rules, candidates, BLOCKS, STAGES, EVEN, HAS_WORK)
+                )
             else:
-                masses = sum_masses(source, start, stop, rules, candidates, BLOCKS, STAGES, EVEN, HAS_WORK, False)
-                _store_masses(place, masses)
+                above = order_key(candidates[4]) + 1
+                wanted = _tiles_from(tiles, above, inverse, stop - start, SPLIT_COLUMNS, BLOCKS, DRAW_COLUMNS)
+                store_masses(
+                    place, _sum_above(source, wanted, start, stop, rules, candidates, BLOCKS, STAGES, EVEN, HAS_WORK)
+                )
             tl.debug_barrier()
             if tl.atomic_add(TICKETS + row, 1) == SPLITS - 1:
-                masses = _load_masses(PART_MASS, row, SPLITS, SPLITS_P2)
-                room = tl.where(state == STATE_COUNT, 0.0, DOUBT + (tl.abs(rules[1]) + 64.0) * DOUBT_A_LOGIT)
+                mass, a0, a1, a2, a3 = _load_masses(PART_MASS, row, SPLITS, SPLITS_P2)
+                room = tl.full((), 0.0, tl.float32)
+                if state == STATE_ESTIMATE:
+                    mass = tl.load(ROW_MASS + row)
+                    room = room_for_doubt(rules[1], mass, num_columns)
+                masses = (mass, a0, a1, a2, a3)
                 drawn, verdict = judge(masses, candidates, rules, tl.load(TOP_P + sequence), room)
                 tl.store(TOKEN_IDS + row, drawn.to(tl.int64))
                 tl.store(STATE + row, verdict)
@@ -118,12 +139,15 @@ def check_kernel(
 
 @triton.jit
 def _list_split(
-    source, TOKEN_OF_COLUMN, threshold, LIST, NUM_LISTED, start, stop, inverse,
+    source, TOKEN_OF_COLUMN, threshold, LIST, NUM_LISTED, start, stop, inverse, wanted,
     BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
-    """Append the split's tokens that reach the threshold to the row's list."""
+    """Append the split's tokens that reach the threshold to the row's list; they are in the wanted tiles."""
     row = source[3]
-    for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
+    bits, num_wanted = wanted
+    for _ in tl.range(0, num_wanted, num_stages=STAGES):
+        tile, bits = _next_tile(bits)
+        at = start + tile * (BLOCKS * 4)
         column = tile_columns(at, BLOCKS)
         y = load_tile(source, at, stop, BLOCKS, EVEN, HAS_WORK) * inverse
         is_listed = ((y > -float("inf")) & (order_key(y) >= threshold)).to(tl.int32)
@@ -152,42 +176,87 @@ def load_candidates(source, CANDIDATE, first_token, inverse, HAS_MAP: tl.constex
 
 
 @triton.jit
-def sum_masses(
+def count_masses(
     source, start, stop, rules, candidates,
-    BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_WORK: tl.constexpr, EXACT: tl.constexpr,
+    BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
-    """(mass, mass above each candidate) of columns start to stop, float64. rules: (inverse, best, least)."""
+    """Integer (mass, mass above each candidate) of columns start to stop, float64. rules: (inverse, best, least)."""
     inverse, best, least = rules
     _, _, _, _, y0, y1, y2, y3 = candidates
-    mass = tl.zeros((BLOCKS,), tl.int64 if EXACT else tl.float32)
+    mass = tl.zeros((BLOCKS,), tl.int64)
     above_0, above_1, above_2, above_3 = mass, mass, mass, mass
-    scale = inverse * LOG2_E
-    offset = 0.0 - best * LOG2_E
     for at in tl.range(start, stop, BLOCKS * 4, num_stages=STAGES):
-        raw = load_tile(source, at, stop, BLOCKS, EVEN, HAS_WORK)
-        y = raw * inverse
-        if EXACT:
-            weight = token_weight(y, best)
-            weight = tl.where(weight >= least, weight, 0).to(tl.int64)
-        else:
-            weight = tl.exp2(tl.fma(raw, scale, offset))
+        y = load_tile(source, at, stop, BLOCKS, EVEN, HAS_WORK) * inverse
+        weight = token_weight(y, best)
+        weight = tl.where(weight >= least, weight, 0).to(tl.int64)
         mass += tl.sum(weight, 1)
         above_0 += tl.sum(tl.where(y > y0, weight, 0), 1)
         above_1 += tl.sum(tl.where(y > y1, weight, 0), 1)
         above_2 += tl.sum(tl.where(y > y2, weight, 0), 1)
         above_3 += tl.sum(tl.where(y > y3, weight, 0), 1)
-    masses = (
+    return (
         tl.sum(mass).to(tl.float64),
         tl.sum(above_0).to(tl.float64),
         tl.sum(above_1).to(tl.float64),
         tl.sum(above_2).to(tl.float64),
         tl.sum(above_3).to(tl.float64),
     )
-    return masses
 
 
 @triton.jit
-def _store_masses(place, masses):
+def _tiles_from(
+    TILE_BEST, least_key, inverse, num_columns,
+    SPLIT_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, DRAW_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """(int64 whose bit i says that the split's tile i holds an `order_key` of at least this, how many are set)."""
+    RATIO: tl.constexpr = BLOCKS * 4 // DRAW_COLUMNS
+    tile = tl.arange(0, 64)[:, None] * RATIO + tl.arange(0, RATIO)[None, :]
+    is_tile = (tile < SPLIT_COLUMNS // DRAW_COLUMNS) & (tile * DRAW_COLUMNS < num_columns)
+    key = tl.load(TILE_BEST + tile, mask=is_tile, other=0, cache_modifier=".cg")
+    is_wanted = tl.max((is_tile & (order_key(from_signed_key(key) * inverse) >= least_key)).to(tl.int64), 1)
+    return tl.sum(is_wanted << tl.arange(0, 64).to(tl.int64)), tl.sum(is_wanted.to(tl.int32))
+
+
+@triton.jit
+def _next_tile(bits):
+    """(place of the lowest bit, the others)."""
+    lowest = bits & (0 - bits)
+    # The exponent of a power of two is the place of its bit.
+    return (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, bits ^ lowest
+
+
+@triton.jit
+def _sum_above(
+    source, wanted, start, stop, rules, candidates,
+    BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_WORK: tl.constexpr,
+):  # fmt: skip
+    """(0, mass above each candidate) in float32, from the wanted tiles: (their bits, how many)."""
+    inverse, best, _ = rules
+    _, _, _, _, y0, y1, y2, y3 = candidates
+    bits, num_wanted = wanted
+    above_0 = tl.zeros((BLOCKS,), tl.float32)
+    above_1, above_2, above_3 = above_0, above_0, above_0
+    scale = inverse * LOG2_E
+    for _ in tl.range(0, num_wanted, num_stages=STAGES):
+        tile, bits = _next_tile(bits)
+        raw = load_tile(source, start + tile * (BLOCKS * 4), stop, BLOCKS, EVEN, HAS_WORK)
+        y = raw * inverse
+        weight = likelihood(raw, scale, best)
+        above_0 += tl.sum(tl.where(y > y0, weight, 0.0), 1)
+        above_1 += tl.sum(tl.where(y > y1, weight, 0.0), 1)
+        above_2 += tl.sum(tl.where(y > y2, weight, 0.0), 1)
+        above_3 += tl.sum(tl.where(y > y3, weight, 0.0), 1)
+    return (
+        tl.full((), 0.0, tl.float64),
+        tl.sum(above_0).to(tl.float64),
+        tl.sum(above_1).to(tl.float64),
+        tl.sum(above_2).to(tl.float64),
+        tl.sum(above_3).to(tl.float64),
+    )
+
+
+@triton.jit
+def store_masses(place, masses):
     for which in tl.static_range(5):
         tl.store(place + which, masses[which])
 

@@ -4,61 +4,19 @@ Launches depend on shapes alone, so a CUDA graph may hold them: which rows are g
 read on the device, and a row that needs nothing of a kernel leaves it at once.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_shape
+from kimi_kernels.early_start import early_launch
 from kimi_kernels.sampling.kernel_check import check_kernel
 from kimi_kernels.sampling.kernel_draw import draw_kernel
 from kimi_kernels.sampling.kernel_process import copy_kernel, process_kernel
 from kimi_kernels.sampling.kernel_rows import CANDIDATES, LISTED
 from kimi_kernels.sampling.kernel_select import select_kernel
+from kimi_kernels.sampling.kernel_tuning import TUNING, Splits, Tuning
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows, VocabularyMap
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Sizes that change the time and nothing else."""
-
-    draw_columns: int = 512
-    draw_warps: int = 2
-    draw_registers: int | None = None
-    """The compiler is held to this many a thread, so that more programs fit."""
-    read_columns: int = 1024
-    read_warps: int = 4
-    stages: int = 4
-    wanted_programs: int = 1024
-    """A row is cut until there are about this many programs: eight a multiprocessor of an H100."""
-    max_splits: int = 64
-    select_columns: int = 1024
-    select_warps: int = 4
-    process_entries: int = 256
-
-
-TUNING = Tuning()
-if INTERPRETED:  # small, so that tests cross every border with small vocabularies
-    TUNING = Tuning(draw_columns=32, read_columns=32, wanted_programs=8, select_columns=64, process_entries=8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Splits:
-    """How rows are cut."""
-
-    count: int
-    columns: int
-
-    @staticmethod
-    def of(num_rows: int, num_columns: int) -> "_Splits":
-        tile_columns = max(TUNING.draw_columns, TUNING.read_columns)
-        tiles = triton.cdiv(num_columns, tile_columns)
-        count = min(triton.next_power_of_2(triton.cdiv(TUNING.wanted_programs, num_rows)), TUNING.max_splits, tiles)
-        columns = triton.cdiv(tiles, count) * tile_columns
-        return _Splits(triton.cdiv(num_columns, columns), columns)
 
 
 class SamplingCall:
@@ -71,11 +29,13 @@ class SamplingCall:
         rows: SamplingRows,
         vocabulary_map: VocabularyMap | None,
         first_token: int = 0,
+        tuning: Tuning = TUNING,
     ) -> None:
         self.first_token = first_token
+        self.tuning = tuning
         self.logits, self.inputs, self.rows, self.vocabulary_map = logits, inputs, rows, vocabulary_map
         self.num_rows, self.num_columns = logits.shape
-        self.splits = _Splits.of(self.num_rows, self.num_columns)
+        self.splits = Splits.of(self.num_rows, self.num_columns, tuning)
         self.uses_work = rows.logit_mask is not None or any(
             entries.numel() for entries in (inputs.penalty_ids, inputs.bias_ids, inputs.ban_ids, inputs.bad_word_tokens)
         )
@@ -87,11 +47,14 @@ class SamplingCall:
         self.part_token = self._new(num_parts, CANDIDATES.value)
         self.part_best = self._new(num_parts, dtype=torch.float32)
         self.part_bad = self._new(num_parts)
+        self.part_sums = self._new(num_parts, 4, dtype=torch.float32)
+        self.tile_best = self._new(num_parts, self.splits.columns // tuning.draw_columns)
         self.part_mass = self._new(num_parts, 1 + CANDIDATES.value, dtype=torch.float64)
-        self.maxima = self._new(num_parts, TUNING.draw_columns // 4, dtype=torch.float32)
+        self.maxima = self._new(num_parts, tuning.draw_columns // 4, dtype=torch.float32)
         self.threshold = self._new(self.num_rows)
         self.candidate = self._new(self.num_rows, CANDIDATES.value)
         self.row_best = self._new(self.num_rows, dtype=torch.float32)
+        self.row_mass = self._new(self.num_rows, dtype=torch.float64)
         self.state = self._new(self.num_rows)
         self.list = self._new(self.num_rows, LISTED.value)
         self.token_ids = self._new(self.num_rows, dtype=torch.int64)
@@ -123,14 +86,15 @@ class SamplingCall:
             "SPLIT_COLUMNS": self.splits.columns,
             "EVEN": self.num_columns == self.splits.count * self.splits.columns,
             "SPLITS_P2": triton.next_power_of_2(self.splits.count),
-            "BLOCKS": TUNING.read_columns // 4,
-            "STAGES": TUNING.stages,
-            "num_warps": TUNING.read_warps,
+            "BLOCKS": self.tuning.read_columns // 4,
+            "STAGES": self.tuning.stages,
+            "num_warps": self.tuning.read_warps,
         }
 
     @property
     def _kind(self) -> dict[str, bool]:
-        return {"HAS_MAP": self.vocabulary_map is not None, "HAS_WORK": self.uses_work, "enable_fp_fusion": False}
+        kind = {"HAS_MAP": self.vocabulary_map is not None, "HAS_WORK": self.uses_work, "enable_fp_fusion": False}
+        return kind | early_launch(self.logits.device)
 
     def process(self) -> None:
         if not self.uses_work:
@@ -160,7 +124,7 @@ class SamplingCall:
             logit_mask.stride(0),
             SPLITS=self.splits.count,
             SPLIT_COLUMNS=self.splits.columns,
-            BLOCK=TUNING.read_columns,
+            BLOCK=self.tuning.read_columns,
             HAS_MAP=self.vocabulary_map is not None,
             HAS_MASK=has_mask,
         )
@@ -194,7 +158,7 @@ class SamplingCall:
             self.first_token,
             window_width,
             inputs.history_tail.shape[1],
-            BLOCK=TUNING.process_entries,
+            BLOCK=self.tuning.process_entries,
             WINDOW_P2=triton.next_power_of_2(max(window_width, 1)),
             HAS_MAP=self.vocabulary_map is not None,
             enable_fp_fusion=False,
@@ -220,11 +184,14 @@ class SamplingCall:
             self.part_token,
             self.part_best,
             self.part_bad,
+            self.part_sums,
+            self.tile_best,
             self.maxima,
             self.threshold.view(torch.uint32),
             self.zeros[3].view(torch.uint32),
             self.candidate,
             self.row_best,
+            self.row_mass,
             self.state,
             self.zeros[0],
             self.token_ids,
@@ -232,9 +199,9 @@ class SamplingCall:
             self.logits.stride(0),
             self.num_columns,
             self.first_token,
-            **(self.cut | {"BLOCKS": TUNING.draw_columns // 4, "num_warps": TUNING.draw_warps}),
+            **(self.cut | {"BLOCKS": self.tuning.draw_columns // 4, "num_warps": self.tuning.draw_warps}),
             **self._kind,
-            maxnreg=TUNING.draw_registers,
+            maxnreg=self.tuning.draw_registers,
         )
 
     def check(self) -> None:
@@ -250,6 +217,8 @@ class SamplingCall:
             self._column_of_token,
             self.candidate,
             self.row_best,
+            self.row_mass,
+            self.tile_best,
             self.state,
             self.part_mass,
             self.threshold.view(torch.uint32),
@@ -260,6 +229,7 @@ class SamplingCall:
             self.logits.stride(0),
             self.num_columns,
             self.first_token,
+            DRAW_COLUMNS=self.tuning.draw_columns,
             **self.cut,
             **self._kind,
         )
@@ -287,7 +257,7 @@ class SamplingCall:
             self.logits.stride(0),
             self.num_columns,
             self._num_tokens,
-            BLOCK=TUNING.select_columns,
-            num_warps=TUNING.select_warps,
+            BLOCK=self.tuning.select_columns,
+            num_warps=self.tuning.select_warps,
             **self._kind,
         )

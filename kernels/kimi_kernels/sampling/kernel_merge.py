@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from kimi_kernels.sampling.kernel_noise import NO_TOKEN, min_weight, order_key, token_weight
+from kimi_kernels.sampling.kernel_noise import LOG2_E, NO_TOKEN, min_weight, order_key, token_weight
 from kimi_kernels.sampling.kernel_rows import (
     LISTED,
     NEVER,
@@ -20,7 +20,12 @@ from kimi_kernels.sampling.kernel_rows import (
     best_of,
     candidate_logit,
     next_digit,
+    room_for_doubt,
 )
+
+MIN_P_MARGIN = tl.constexpr(1e-3)
+"""What the logit at which min-p cuts may be off by, and so much more for each unit of the largest logit."""
+MIN_P_MARGIN_A_LOGIT = tl.constexpr(2.0**-20)
 
 
 @triton.jit
@@ -50,13 +55,50 @@ def _list_threshold(ROW_MAXIMA, top_k, NUM_MAXIMA: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def _with_min_p(threshold, best_y, min_p):
+    """The threshold of a list that holds all that min-p leaves, or enough of it for top-k.
+
+    min-p ranks by weight, whose order may differ from that of y by a unit. So a list for top-k is good only if it ends
+    clearly above where min-p cuts; else it must hold all that min-p may leave.
+    """
+    margin = MIN_P_MARGIN + tl.abs(best_y) * MIN_P_MARGIN_A_LOGIT
+    cut = best_y + tl.log(min_p)
+    is_clear = (threshold != NEVER) & (threshold > order_key(cut + margin))
+    return tl.where(is_clear, threshold, order_key(cut - margin))
+
+
+@triton.jit
+def _survives_for_certain(
+    PART_SUMS, row, num_columns, first_y, best_y, top_p, is_first, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr
+):
+    """(whether the best candidate survives top-p whatever the exact sums are, the mass in units of exp(best_y))."""
+    split = tl.arange(0, SPLITS_P2)
+    is_split = split < SPLITS
+    at = PART_SUMS + (row * SPLITS + split) * 4
+    mass = tl.load(at, mask=is_split, other=0.0, cache_modifier=".cg")
+    above = tl.load(at + 1, mask=is_split, other=0.0, cache_modifier=".cg")
+    high = tl.load(at + 2, mask=is_split, other=0.0, cache_modifier=".cg")
+    base = tl.load(at + 3, mask=is_split, other=-float("inf"), cache_modifier=".cg")
+    unit = tl.where(mass > 0.0, tl.exp2((base - best_y) * LOG2_E), 0.0).to(tl.float64)
+    total = tl.sum(mass.to(tl.float64) * unit)
+    # At most this lies above the candidate: all but itself, or what lies above logits below it.
+    own = tl.exp2((first_y - best_y) * LOG2_E).to(tl.float64)
+    most = tl.sum(tl.where(first_y >= high, above, mass).to(tl.float64) * unit)
+    most = tl.minimum(most, total - own)
+    is_certain = (first_y >= best_y) | (
+        most < (top_p - room_for_doubt(best_y, total, num_columns)).to(tl.float64) * total
+    )
+    return is_first & is_certain, total
+
+
+@triton.jit
 def merge_row(
     source, parts, out, rules, first_token,
     SPLITS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
     """Candidates, status and state of a row whose splits are all written."""
-    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, WORK_BAD, MAXIMA = parts
-    CANDIDATE, ROW_BEST, STATE, THRESHOLD, TOKEN_IDS, STATUS = out
+    PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, PART_SUMS, WORK_BAD, MAXIMA = parts
+    CANDIDATE, ROW_BEST, ROW_MASS, STATE, THRESHOLD, TOKEN_IDS, STATUS = out
     inverse, filters, top_k, top_p, min_p = rules
     row = source[3]
     split = tl.arange(0, SPLITS_P2)
@@ -73,23 +115,38 @@ def merge_row(
     is_ok = (bad == 0) & (best_y > -float("inf")) & (best_y < float("inf"))
     only_min_p = filters & (top_k <= 0) & (top_p >= 1.0)
     drawn = tl.full((), NO_TOKEN, tl.int32)
+    first_candidate = drawn
     for rank in tl.static_range(4):
         best, first = best_of(score, token)
         first = tl.where(best > -float("inf"), first, NO_TOKEN)
         tl.store(CANDIDATE + row * 4 + rank, first)
         score = tl.where(token == first, -float("inf"), score)
         survives = first != NO_TOKEN
+        if rank == 0:
+            first_candidate = first
         if only_min_p & is_ok:
             y = candidate_logit(source, first, first_token, inverse, HAS_MAP, HAS_WORK)
             survives = survives & (token_weight(y, best_y) >= min_weight(min_p))
         drawn = tl.where(survives & (drawn == NO_TOKEN), first, drawn)
-    next_state = tl.where(min_p > 0.0, STATE_COUNT, STATE_ESTIMATE)
-    next_state = tl.where(only_min_p, tl.where(drawn == NO_TOKEN, STATE_SELECT, STATE_DONE), next_state)
-    if (top_k > 0) & is_ok:
-        threshold = _list_threshold(MAXIMA + row * SPLITS * BLOCKS, top_k, SPLITS * BLOCKS, BLOCKS)
+    next_state = tl.full((), STATE_COUNT, tl.int32)
+    if filters & is_ok & (top_k <= 0) & (min_p <= 0.0):
+        y = candidate_logit(source, first_candidate, first_token, inverse, HAS_MAP, HAS_WORK)
+        is_certain, mass = _survives_for_certain(
+            PART_SUMS, row, source[5], y, best_y, top_p, first_candidate != NO_TOKEN, SPLITS, SPLITS_P2
+        )
+        is_sum = (mass > 0.0) & (mass < float("inf"))
+        next_state = tl.where(is_certain, STATE_DONE, tl.where(is_sum, STATE_ESTIMATE, STATE_COUNT))
+        tl.store(ROW_MASS + row, mass)
+    if (only_min_p & (drawn == NO_TOKEN) | (top_k > 0)) & is_ok:
+        threshold = tl.full((), NEVER, tl.uint32)
+        if top_k > 0:
+            threshold = _list_threshold(MAXIMA + row * SPLITS * BLOCKS, top_k, SPLITS * BLOCKS, BLOCKS)
+        if min_p > 0.0:
+            threshold = _with_min_p(threshold, best_y, min_p)
         tl.store(THRESHOLD + row, threshold)
-        # min-p ranks by weight, which may differ from the order of y by a unit: not from a list.
-        next_state = tl.where((threshold == NEVER) | (min_p > 0.0), STATE_SELECT, STATE_LIST)
+        next_state = tl.where(threshold == NEVER, STATE_SELECT, STATE_LIST)
+    elif only_min_p:
+        next_state = tl.full((), STATE_DONE, tl.int32)
     tl.store(ROW_BEST + row, best_y)
     tl.store(STATUS + row, tl.where(is_ok, OK, NOT_FINITE))
     tl.store(TOKEN_IDS + row, tl.where(is_ok, drawn, PLACEHOLDER).to(tl.int64))

@@ -25,14 +25,15 @@ LN2_HIGH = tl.constexpr(constants.LN2_HIGH)
 LN2_LOW = tl.constexpr(constants.LN2_LOW)
 L0, L1, L2, L3, L4, L5, L6, L7 = map(tl.constexpr, constants.LOG_COEFFICIENTS)
 LOG2_E = tl.constexpr(constants.LOG2_E)
-LN_2 = tl.constexpr(1.0 / constants.LOG2_E)
-EXPONENT_UNIT = tl.constexpr(2.0**-23)
 E0, E1, E2, E3, E4 = map(tl.constexpr, constants.EXP2_COEFFICIENTS)
 MIN_EXP2_ARGUMENT = tl.constexpr(constants.MIN_EXP2_ARGUMENT)
 WEIGHT_SHIFT = tl.constexpr(constants.WEIGHT_BITS - 23)
 WEIGHT_ONE = tl.constexpr(2.0**constants.WEIGHT_BITS)
 BOUND_MARGIN = tl.constexpr(1e-3)
 BOUND_ULPS = tl.constexpr(2.0**-21)
+SCALE_OF_BITS = tl.constexpr(2.0**32)
+REACH_SLACK = tl.constexpr(1024.0)
+"""More than bits and the sum lose to float32: 128 each."""
 
 
 @triton.jit
@@ -51,9 +52,9 @@ def philox_words(index, block, key_low, key_high):
         product_1 = c2.to(tl.uint64) * MULTIPLIER_1
         high_0, low_0 = (product_0 >> 32).to(tl.uint32), product_0.to(tl.uint32)
         high_1, low_1 = (product_1 >> 32).to(tl.uint32), product_1.to(tl.uint32)
-        c0 = high_1 ^ c1 ^ key_low
+        c0 = high_1 ^ (c1 ^ key_low)
         c1 = low_1
-        c2 = high_0 ^ c3 ^ key_high
+        c2 = high_0 ^ (c3 ^ key_high)
         c3 = low_0
         key_low += KEY_STEP_0
         key_high += KEY_STEP_1
@@ -117,34 +118,27 @@ def gumbel(bits):
 
 @triton.jit
 def lowered_bound(bound):
-    """A little below: covers the rounding of `reach` and of `gumbel_floor`, also beside large logits."""
+    """A little below: covers the rounding of `reach`, also beside large logits."""
     return (bound - tl.abs(bound) * BOUND_ULPS) - BOUND_MARGIN
 
 
 @triton.jit
-def reach(bits, raw, scale, lowered):
-    """Not below 0 if raw * inverse temperature + gumbel(bits) may be at least the bound: too often, never too rarely.
-
-    -log(-log(u)) <= -log(1 - u), so the score reaches the bound only if 1 - u <= exp(y - bound). The left side is cut
-    to 23 bits from below. A fifth of the work of `gumbel`.
-
-    Args:
-        scale: inverse temperature * log2(e). lowered: `lowered_bound` of the bound.
-    """
-    above = (bits >> 9) ^ 0x3FFFFFFF  # the complement's upper 23 bits, under the exponent of 1
-    return tl.exp2(tl.fma(raw, scale, 0.0 - lowered * LOG2_E)) - (above.to(tl.float32, bitcast=True) - 1.0)
+def likelihood(raw, scale, bound):
+    """exp(raw * inverse temperature - bound), a few units of 2^-22 off. scale: inverse temperature * log2(e)."""
+    return tl.exp2(tl.fma(raw, scale, 0.0 - bound * LOG2_E))
 
 
 @triton.jit
-def gumbel_floor(bits):
-    """At most gumbel(bits), less than 0.07 below it where it is large.
+def reach(bits, likelihood, factor):
+    """Not below 0 if y + gumbel(bits) may be at least the bound: too often, never too rarely.
 
-    With a = 1 - u at most one half: -log(-log(u)) >= log(1 - a) - log(a), log(1 - a) >= -2 log(2) a, and the bits of a
-    float32 read as a number are its logarithm, at most 0.0861 too low. Above one half: the least that gumbel gives.
+    -log(-log(u)) <= -log(1 - u), so the score reaches the bound only if 1 - u <= exp(y - bound). Both sides are scaled
+    by 2^32. A sixth of the work of `gumbel`.
+
+    Args:
+        likelihood: exp(y - base). factor: exp(base - bound), for the `lowered_bound` of the bound.
     """
-    above = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * TO_UNIT
-    log2_above = above.to(tl.int32, bitcast=True).to(tl.float32) * EXPONENT_UNIT - 126.9138
-    return tl.where(above <= 0.5, 0.0 - log2_above * LN_2 - above * (2.0 * LN_2), -3.1300)
+    return tl.fma(likelihood, factor * SCALE_OF_BITS, REACH_SLACK - SCALE_OF_BITS) + bits.to(tl.float32)
 
 
 @triton.jit
@@ -175,6 +169,19 @@ def order_key(y):
     """uint32 that orders like float32; y has no NaN. Adding 0 makes -0 equal to 0."""
     bits = (y + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def signed_key(y):
+    """int32 that orders like float32: its maximum is one instruction a warp."""
+    bits = y.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def from_signed_key(key):
+    """The float32 of a `signed_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from kimi_kernels.sampling.constants import WEIGHT_BITS
 from kimi_kernels.sampling.kernel_noise import NO_TOKEN, load_columns, load_tokens
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE, STATUS_OK
 
@@ -12,7 +13,7 @@ CANDIDATES = tl.constexpr(4)
 """Candidates a row keeps: a top-p row needs `kernel_select` only if none of them survives."""
 STATE_DONE = tl.constexpr(0)
 STATE_ESTIMATE = tl.constexpr(1)
-"""The second pass sums floats. STATE_COUNT: integers. STATE_LIST: it lists what top-k may keep."""
+"""The second pass sums floats. STATE_COUNT: integers. STATE_LIST: it lists what top-k or min-p may keep."""
 STATE_COUNT = tl.constexpr(2)
 STATE_LIST = tl.constexpr(3)
 STATE_SELECT = tl.constexpr(4)
@@ -22,9 +23,24 @@ LISTED = tl.constexpr(4096)
 """Tokens that fit a row's list; a row with more to list is selected from all tokens."""
 NEVER = tl.constexpr(0xFFFFFFFF)
 """A key above all."""
+DOUBT = tl.constexpr(8e-5)
+"""For the order of summation and for moving sums to another base."""
+DOUBT_A_LOGIT = tl.constexpr(2.0**-20)
+"""More for each unit of the largest logit: the exponent's argument is rounded at its size."""
+WEIGHT_UNIT = tl.constexpr(2.0**-WEIGHT_BITS)
+"""Each integer weight drops a fraction of it, in units of the largest weight."""
 PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 OK = tl.constexpr(STATUS_OK)
 NOT_FINITE = tl.constexpr(STATUS_NOT_FINITE)
+
+
+@triton.jit
+def room_for_doubt(best_y, mass, num_columns):
+    """The share of a row's mass by which float32 sums may be off from those of integer weights.
+
+    mass: in units of the largest weight.
+    """
+    return DOUBT + (tl.abs(best_y) + 32.0) * DOUBT_A_LOGIT + (num_columns * WEIGHT_UNIT / mass).to(tl.float32)
 
 
 @triton.jit

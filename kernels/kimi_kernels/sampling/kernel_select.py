@@ -1,16 +1,20 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""The general way, for rows with top-k and those whose candidates all fell: find the thresholds, then draw.
+"""The general way, for rows with top-k and those whose candidates all fell.
 
-One program a row. It looks at all tokens, or at the list that `kernel_check` made of the likely ones. top-k: radix
-selection of the k-th largest y, a byte at a time, and bisection for the last id among its equals. top-p: bisection
-over the keys of y, by integer mass. A row in doubt first counts its candidates' masses in integers.
+One program a row. A row in doubt first counts its candidates' masses in integers. Where all candidates fell to top-p,
+the survivors lie above them: the best four of those are the next candidates (`kernel_redraw`). Else thresholds are
+found, in the list that `kernel_check` made of the likely tokens (`kernel_few` if it is short) or among all tokens, and
+the best above them is drawn. top-k: radix selection of the k-th largest y, a byte at a time, and bisection for the last
+id among its equals. top-p then: bisection over the keys of y, by integer mass.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from kimi_kernels.sampling.kernel_check import judge, load_candidates, sum_masses
+from kimi_kernels.sampling.kernel_check import count_masses, judge, load_candidates
+from kimi_kernels.sampling.kernel_few import draw_of_few
 from kimi_kernels.sampling.kernel_noise import (
     NO_TOKEN,
     bits_of_tokens,
@@ -21,6 +25,7 @@ from kimi_kernels.sampling.kernel_noise import (
     order_key,
     token_weight,
 )
+from kimi_kernels.sampling.kernel_redraw import redraw
 from kimi_kernels.sampling.kernel_rows import (
     LISTED,
     STATE_DONE,
@@ -158,12 +163,15 @@ def select_kernel(
     BLOCK: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_WORK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row.
 
     Args:
         as `draw_kernel` and `check_kernel`; num_tokens: size of the target's vocabulary.
     """
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0)
     state = tl.load(STATE + row)
     if (state == STATE_SELECT) | (state == STATE_LIST) | (state == STATE_DOUBT):
@@ -176,28 +184,48 @@ def select_kernel(
             uses_work = tl.load(USES_WORK + row) != 0
         source = (LOGITS, WORK, COLUMN_OF_TOKEN, row, row_stride, num_columns, uses_work)
         rules = (inverse, tl.load(ROW_BEST + row), min_weight(tl.load(MIN_P + sequence)))
+        seed = tl.load(SEED + sequence)
+        noise_key = (tl.load(TOKEN_INDEX + row).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
         drawn = tl.full((), NO_TOKEN, tl.int32)
-        if state == STATE_DOUBT:
+        if (top_k <= 0) & (top_p < 1.0):
             candidates = load_candidates(source, CANDIDATE, 0, inverse, HAS_MAP, HAS_WORK)
-            masses = sum_masses(source, 0, num_columns, rules, candidates, BLOCK // 4, 2, False, HAS_WORK, True)
-            drawn, _ = judge(masses, candidates, rules, top_p, 0.0)
-        if drawn == NO_TOKEN:
+            if state == STATE_DOUBT:
+                masses = count_masses(source, 0, num_columns, rules, candidates, BLOCK // 4, 2, False, HAS_WORK)
+                drawn, _ = judge(masses, candidates, rules, top_p, 0.0)
+            if drawn == NO_TOKEN:
+                drawn = redraw(source, candidates, rules, noise_key, top_p, num_tokens, BLOCK, HAS_MAP, HAS_WORK)
+        else:
             num_listed = tl.load(NUM_LISTED + row)
             is_listed = (state == STATE_LIST) & (num_listed <= LISTED)
             entries = (LIST, tl.where(is_listed, num_listed, num_tokens), is_listed)
-            cut = (tl.full((), 0, tl.uint32), tl.full((), NO_TOKEN, tl.int32))
-            if top_k > 0:
-                key_k, num_equal = _kth_key(source, entries, rules, top_k, BLOCK, HAS_MAP, HAS_WORK)
-                last = _last_equal(source, entries, rules, key_k, num_equal, num_tokens, BLOCK, HAS_MAP, HAS_WORK)
-                cut = (key_k, last)
-            key_p = tl.full((), 0, tl.uint32)
-            if top_p < 1.0:
-                key_p = _top_p_key(source, entries, rules, cut, top_p, BLOCK, HAS_MAP, HAS_WORK)
-            seed = tl.load(SEED + sequence)
-            noise_key = (tl.load(TOKEN_INDEX + row).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
-            drawn = _draw_survivor(source, entries, rules, cut, key_p, noise_key, BLOCK, HAS_MAP, HAS_WORK)
+            all_kept = (tl.full((), 0, tl.uint32), tl.full((), NO_TOKEN, tl.int32))
+            if is_listed & (num_listed <= BLOCK):
+                tile = _load_survivors(source, entries, 0, rules, all_kept, BLOCK, HAS_MAP, HAS_WORK)
+                drawn = draw_of_few(tile, rules[1], (top_k, top_p), noise_key, num_tokens)
+            else:
+                drawn = _draw_of_many(
+                    source, entries, rules, (top_k, top_p), noise_key, num_tokens, BLOCK, HAS_MAP, HAS_WORK
+                )
         tl.store(TOKEN_IDS + row, drawn.to(tl.int64))
         tl.store(STATE + row, STATE_DONE)
+
+
+@triton.jit
+def _draw_of_many(
+    source, entries, rules, keeps, noise_key, num_tokens,
+    BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
+):  # fmt: skip
+    """From entries that do not fit one tile. keeps: (top_k, top_p)."""
+    top_k, top_p = keeps
+    cut = (tl.full((), 0, tl.uint32), tl.full((), NO_TOKEN, tl.int32))
+    if top_k > 0:
+        key_k, num_equal = _kth_key(source, entries, rules, top_k, BLOCK, HAS_MAP, HAS_WORK)
+        last = _last_equal(source, entries, rules, key_k, num_equal, num_tokens, BLOCK, HAS_MAP, HAS_WORK)
+        cut = (key_k, last)
+    key_p = tl.full((), 0, tl.uint32)
+    if top_p < 1.0:
+        key_p = _top_p_key(source, entries, rules, cut, top_p, BLOCK, HAS_MAP, HAS_WORK)
+    return _draw_survivor(source, entries, rules, cut, key_p, noise_key, BLOCK, HAS_MAP, HAS_WORK)
 
 
 @triton.jit

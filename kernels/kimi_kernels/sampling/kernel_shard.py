@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require
-from kimi_kernels.sampling.kernel_check import _store_masses, sum_masses
+from kimi_kernels.sampling.kernel_check import count_masses, store_masses
 from kimi_kernels.sampling.kernel_launch import SamplingCall
 from kimi_kernels.sampling.kernel_noise import inverse_temperature, min_weight
 from kimi_kernels.sampling.weights_reference import weights_below
@@ -91,8 +91,8 @@ def mass_kernel(
     candidates = (0, 0, 0, 0, tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     start = split * SPLIT_COLUMNS
     stop = tl.minimum(start + SPLIT_COLUMNS, num_columns)
-    masses = sum_masses(source, start, stop, rules, candidates, BLOCKS, STAGES, EVEN, HAS_WORK, True)
-    _store_masses(PART_MASS + (row * SPLITS + split) * 5, masses)
+    masses = count_masses(source, start, stop, rules, candidates, BLOCKS, STAGES, EVEN, HAS_WORK)
+    store_masses(PART_MASS + (row * SPLITS + split) * 5, masses)
 
 
 def draw_shard(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, first_token_id: int) -> ShardCandidates:

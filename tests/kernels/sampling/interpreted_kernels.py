@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kimi_kernels.sampling import kernel, kernel_launch, kernel_noise, reference
+from kimi_kernels.sampling import kernel, kernel_noise, kernel_tuning, reference
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.kernel_launch import SamplingCall
-from kimi_kernels.sampling.kernel_rows import STATE_DOUBT, STATE_LIST, STATE_SELECT
+from kimi_kernels.sampling.kernel_rows import STATE_DONE, STATE_DOUBT, STATE_ESTIMATE, STATE_LIST, STATE_SELECT
 from kimi_kernels.sampling.kernel_shard import draw_shard, finish_shards, merge_candidates, shard_masses
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logits
@@ -40,7 +40,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interpreted() -> None:
-    assert kernel_launch.INTERPRETED
+    assert kernel_tuning.INTERPRETED
 
 
 @triton.jit
@@ -75,11 +75,14 @@ def _values_kernel(BITS, NOISE, Y, WEIGHT, KEY, BOUNDS, best, N: tl.constexpr):
     tl.store(NOISE + at, noise)
     tl.store(WEIGHT + at, kernel_noise.token_weight(y, best).to(tl.int64))
     tl.store(KEY + at, kernel_noise.order_key(y).to(tl.int64))
-    # A score reaches itself as a bound, and is not below its floor.
+    # A score reaches itself as a bound.
     score = y + noise
     lowered = kernel_noise.lowered_bound(score)
-    is_right = (kernel_noise.reach(bits, y, kernel_noise.LOG2_E, lowered) >= 0.0) | (y == -float("inf"))
-    tl.store(BOUNDS + at, (is_right & (kernel_noise.lowered_bound(y + kernel_noise.gumbel_floor(bits)) <= score)))
+    base = lowered - 3.0
+    likelihood = kernel_noise.likelihood(y, kernel_noise.LOG2_E, base)
+    factor = kernel_noise.likelihood(base, kernel_noise.LOG2_E, lowered)
+    is_right = (kernel_noise.reach(bits, likelihood, factor) >= 0.0) | (y == -float("inf"))
+    tl.store(BOUNDS + at, is_right)
 
 
 def test_noise_weights_and_keys_at_the_edges() -> None:
@@ -140,6 +143,78 @@ def test_all_candidates_fall() -> None:
     assert expected in (77, 78)
 
 
+def test_candidates_fall_round_after_round() -> None:
+    """A flat row of which top-p keeps a few tokens: each round of four candidates ends a little higher."""
+    logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(2)).expand(12, 400) * 0.3
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.02, seed=seed) for seed in range(12)])
+    call = SamplingCall(logits.contiguous(), inputs, rows, None)
+    call.draw()
+    call.check()
+    assert (call.state == STATE_SELECT.value).sum() >= 6
+    call.select()
+    expected = reference.sample_tokens(logits, inputs, rows).token_ids
+    assert torch.equal(call.token_ids, expected)
+    assert len(set(expected.tolist())) > 2
+
+
+@pytest.mark.parametrize("spread", [1.0, 4.0], ids=["flat", "peaked"])
+def test_most_candidates_survive_for_certain(spread: float) -> None:
+    """Without a second reading: their own mass is enough, or they lie above a logit with little mass below."""
+    logits = torch.randn(24, 800, generator=torch.Generator().manual_seed(5)) * spread
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.9, seed=seed) for seed in range(24)])
+    call = SamplingCall(logits, inputs, rows, None)
+    call.draw()
+    is_done = call.state == STATE_DONE.value
+    assert 12 <= is_done.sum() < 24
+    expected = reference.sample_tokens(logits, inputs, rows).token_ids
+    assert torch.equal(call.token_ids[is_done], expected[is_done])
+    call.check()
+    call.select()
+    assert torch.equal(call.token_ids, expected)
+
+
+def test_tiles_below_the_first_candidate_are_not_read() -> None:
+    """They hold what would win if it were read: the sums come from the tiles above the first candidate alone."""
+    logits = torch.randn(6, 800, generator=torch.Generator().manual_seed(3)) * 1.5
+    logits[:, 640:] -= 30.0
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.6, seed=seed) for seed in range(6)])
+    expected = reference.sample_tokens(logits, inputs, rows).token_ids
+    call = SamplingCall(logits, inputs, rows, None)
+    call.draw()
+    assert (call.state == STATE_ESTIMATE.value).any()
+    logits[:, 640:] = float("nan")
+    call.check()
+    assert torch.equal(call.token_ids[call.state == STATE_DONE.value], expected[call.state == STATE_DONE.value])
+    assert not (call.state == STATE_DOUBT.value).any()
+
+
+@pytest.mark.parametrize("num_allowed", [1, 3, 5, 9])
+def test_few_tokens_are_allowed(num_allowed: int) -> None:
+    """As under a grammar: most tiles hold nothing, and a split may never have four candidates."""
+    generator = torch.Generator().manual_seed(num_allowed)
+    logits = torch.full((16, 600), float("-inf"))
+    for row in range(16):
+        allowed = torch.randperm(600, generator=generator)[:num_allowed]
+        logits[row, allowed] = torch.randn(num_allowed, generator=generator) * (0.5, 2.0)[row % 2]
+    settings = [(0.3, 0.0), (0.7, 0.0), (0.95, 0.0), (1.0, 0.1), (0.9, 0.1), (1.0, 0.0)]
+    cases = [SequenceCase(top_p=settings[seed % 6][0], min_p=settings[seed % 6][1], seed=seed) for seed in range(16)]
+    inputs, rows = sampling_tensors(cases)
+    drawn = kernel.sample_tokens(logits, inputs, rows).token_ids
+    assert torch.equal(drawn, reference.sample_tokens(logits, inputs, rows).token_ids)
+
+
+def test_min_p_alone_is_drawn_from_a_list() -> None:
+    """So flat that the four best by score are mostly too unlikely."""
+    logits = torch.randn(8, 600, generator=torch.Generator().manual_seed(7)) * 0.8
+    inputs, rows = sampling_tensors([SequenceCase(min_p=0.8, seed=seed) for seed in range(8)])
+    call = SamplingCall(logits, inputs, rows, None)
+    call.draw()
+    assert (call.state == STATE_LIST.value).any()
+    call.check()
+    call.select()
+    assert torch.equal(call.token_ids, reference.sample_tokens(logits, inputs, rows).token_ids)
+
+
 def test_sums_in_doubt_are_counted_in_integers() -> None:
     """Weights 4 : 2 : 1 : 1 with top-p 1/2: float32 cannot tell whether the second token survives."""
     logits = torch.tensor([0.0, -0.6931472, -1.3862944, -1.3862944]).expand(12, 4).contiguous()
@@ -167,7 +242,7 @@ def test_top_k_is_selected_from_a_list() -> None:
     assert torch.equal(call.token_ids, reference.sample_tokens(logits, inputs, rows).token_ids)
 
 
-@pytest.mark.parametrize("min_p", [0.0, 1e-6], ids=["from-a-list", "from-all"])
+@pytest.mark.parametrize("min_p", [0.0, 1e-6, 0.95], ids=["of-top-k", "far-from-min-p", "of-min-p"])
 def test_top_k_cuts_equals_by_id(min_p: float) -> None:
     logits = torch.zeros(6, 90)
     logits[:, 50] = 0.1
