@@ -37,7 +37,7 @@ BLOCK_SIZE = 64
 MAX_MODEL_LEN = 32_768
 
 
-def describe(role: str, num_sequences: int) -> RunnerDescription:
+def describe(role: str, num_sequences: int, vocab_size: int) -> RunnerDescription:
     return RunnerDescription(
         role=role,
         runner_epoch=1,
@@ -46,21 +46,21 @@ def describe(role: str, num_sequences: int) -> RunnerDescription:
         max_num_batched_tokens=8192,
         max_num_seqs=max(num_sequences, 1),
         max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
-        draft_vocab_size=VOCAB_SIZE if role == "draft" else None,
+        vocab_size=vocab_size,
+        draft_vocab_size=vocab_size if role == "draft" else None,
         aux_layer_ids=(2, 30, 58),
         hidden_size=7168,
         kv_cache_dtype="bf16",
-        device="none",
+        device="cpu",
     )
 
 
 class InstantTarget:
     """Answers from prepared random numbers; notes when it is asked and when it has answered."""
 
-    def __init__(self, num_sequences: int, wait_s: float) -> None:
+    def __init__(self, num_sequences: int, wait_s: float, vocab_size: int = VOCAB_SIZE) -> None:
         self.wait_s = wait_s
-        self.description = describe("target", num_sequences)
+        self.description = describe("target", num_sequences, vocab_size)
         self.random = np.random.default_rng(0)
         self.asked_s: list[float] = []
         self.answered_s: list[float] = []
@@ -79,7 +79,7 @@ class InstantTarget:
             step_id=plan.step_id,
             runner_epoch=1,
             seq_status=np.zeros(len(plan.rows.query_lens), np.int32),
-            output_token_ids=self.random.integers(1000, VOCAB_SIZE, (len(counts), width)),
+            output_token_ids=self.random.integers(1000, self.description.vocab_size, (len(counts), width)),
             num_accepted_tokens=(self.random.random(len(counts)) * (num_drafts + 1)).astype(np.int32),
             aux=AuxHandle(),
         )
@@ -91,9 +91,9 @@ class InstantTarget:
 class InstantDraft:
     """Likewise."""
 
-    def __init__(self, num_sequences: int, wait_s: float) -> None:
+    def __init__(self, num_sequences: int, wait_s: float, vocab_size: int = VOCAB_SIZE) -> None:
         self.wait_s = wait_s
-        self.description = describe("draft", num_sequences)
+        self.description = describe("draft", num_sequences, vocab_size)
         self.random = np.random.default_rng(1)
         self.asked_s: list[float] = []
         self.answered_s: list[float] = []
@@ -103,12 +103,12 @@ class InstantDraft:
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         self.asked_s.append(perf_counter())
-        count = int((plan.num_proposals > 0).sum())
+        shape = (int((plan.num_proposals > 0).sum()), int(plan.num_proposals.max(initial=0)))
         reply = DraftReply(
             step_id=plan.step_id,
             runner_epoch=1,
             seq_status=np.zeros(len(plan.num_proposals), np.int32),
-            draft_token_ids=self.random.integers(1000, VOCAB_SIZE, (count, int(plan.num_proposals.max(initial=0)))),
+            draft_token_ids=self.random.integers(1000, self.description.vocab_size, shape),
         )
         sleep(self.wait_s)
         self.answered_s.append(perf_counter())

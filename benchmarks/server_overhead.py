@@ -34,9 +34,11 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
 from kimi_backend.types import codec
 from kimi_client.load import run_load
+from paced_runners import write_model
 from steady_plans import steady_plans
 
 OWN_MODELS = ("bare_callee", "bare_loop")
+RUNNERS = {"kimi_target": "target", "eagle3_draft": "draft"}
 MAX_MODEL_LEN = 512
 METRICS_SETTLE_S = 0.8
 LOG_END = 4000
@@ -50,8 +52,8 @@ Row = dict[str, Any]
 
 def median_ms(
     client: grpcclient.InferenceServerClient, arrays: dict[str, Any], rounds: int, takes_tensor: bool
-) -> float:
-    """Median of the bare loop's rounds."""
+) -> tuple[float, float]:
+    """Median of the bare loop's rounds, and of what they were longer than their runners."""
     datatypes = {"ROUNDS": "INT32", "TAKES_TENSOR": "BOOL"}
     arrays = {**arrays, "ROUNDS": np.array([rounds], np.int32), "TAKES_TENSOR": np.array([takes_tensor])}
     inputs = []
@@ -59,7 +61,9 @@ def median_ms(
         tensor = grpcclient.InferInput(name, list(array.shape), datatypes.get(name, "UINT8"))
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
-    return float(np.median(client.infer("bare_loop", inputs).as_numpy("SECONDS"))) * 1e3
+    result = client.infer("bare_loop", inputs)
+    seconds, in_runners = result.as_numpy("SECONDS"), result.as_numpy("RUNNER_SECONDS")
+    return float(np.median(seconds)) * 1e3, float(np.median(seconds - in_runners)) * 1e3
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -140,6 +144,8 @@ def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Cons
         own = [Path(__file__).parent / "models" / name for name in OWN_MODELS]
         for model in [find_model_repository() / name for name in MODELS] + own:
             (repository / model.name).symlink_to(model.resolve())
+        if args.paced is not None:
+            put_paced_runners(repository, args)
         settings = settings_of(args, aux_transfer, mps)
         with maybe_mps(settings, said.append) as variables:
             server = make_server(
@@ -161,21 +167,42 @@ def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Cons
     return [{"aux": "ipc" if is_shared else "tensor", "mps": bool(variables), "mps_said": said, **row} for row in rows]
 
 
+def put_paced_runners(repository: Path, args: argparse.Namespace) -> None:
+    """In place of the runners: models that only wait."""
+    config = json.loads((args.checkpoint / "config.json").read_text())
+    vocab_size = config.get("text_config", config)["vocab_size"]
+    for (model, role), milliseconds in zip(RUNNERS.items(), args.paced, strict=True):
+        (repository / model).unlink()
+        config_file = find_model_repository() / model / "config.pbtxt"
+        write_model(repository / model, config_file, role, milliseconds / 1e3, vocab_size)
+
+
 def _row(args: argparse.Namespace, server: EmbeddedServer, count: int, is_shared: bool) -> Row:
     row = served(server, count, args.k, args.output_tokens, not args.no_stream)
     client = grpcclient.InferenceServerClient(f"localhost:{server.ports.grpc}")
     target, draft = map(codec.encode, steady_plans(count, args.k, 0 if is_shared else None))
-    call_ms = median_ms(client, {"TARGET_PLAN": target}, args.rounds, False)
+    call_ms, _ = median_ms(client, {"TARGET_PLAN": target}, args.rounds, False)
     plans = {"TARGET_PLAN": target, "DRAFT_PLAN": draft}
-    bare_ms = median_ms(client, plans, args.rounds, not is_shared)
+    bare_ms, bare_ways_ms = median_ms(client, plans, args.rounds, not is_shared)
     client.close()
     allowed = 2 * call_ms + 0.4
-    return {"streams": count, "call_ms": call_ms, "bare_round_ms": bare_ms, "allowed_ms": allowed, **row}
+    bare = {"call_ms": call_ms, "bare_round_ms": bare_ms, "bare_ways_ms": bare_ways_ms}
+    return {"streams": count, **bare, "allowed_ms": allowed, **row}
 
 
 def print_rows(rows: list[Row]) -> None:
     """The split, one line a row."""
-    columns = ("aux", "mps", "streams", "call_ms", "bare_round_ms", "round_ms", "target_runner_ms", "draft_runner_ms")
+    columns = (
+        "aux",
+        "mps",
+        "streams",
+        "call_ms",
+        "bare_round_ms",
+        "bare_ways_ms",
+        "round_ms",
+        "target_runner_ms",
+        "draft_runner_ms",
+    )
     columns += ("target_way_ms", "draft_way_ms", "schedule_ms", "commit_ms", "publish_ms", "server_ms", "allowed_ms")
     columns += ("round_at_client_ms", "output_tokens_per_second")
     print(" | ".join(column.removesuffix("_ms") for column in columns), flush=True)
@@ -214,6 +241,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=192)
     parser.add_argument("--no-stream", action="store_true", help="one response a request: what sending each step costs")
+    parser.add_argument(
+        "--paced",
+        type=float,
+        nargs=2,
+        metavar=("TARGET_MS", "DRAFT_MS"),
+        help="in place of both runners, ones that only wait so long: the server alone, without a GPU",
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -20,6 +20,10 @@ from kimi_backend.types.request import FinishReason, TokenDelta
 logger = logging.getLogger("kimi_backend.serving")
 
 CANCEL_POLL_S = 0.02
+POLLS_A_ROUND = 4
+"""A request is asked at least once in so many polls: asking is a message to the server and an answer."""
+MOST_POLLED_AT_ONCE = 4
+"""Up to so many requests are all asked every time."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,8 @@ class _Live:
     pending: list[TokenDelta] = field(default_factory=list)
     is_first: bool = True
     is_cancelled: bool = False
+    asked: int = 0
+    """When it was last asked whether its client has left; 0: never."""
 
 
 class ResponseSender:
@@ -48,6 +54,7 @@ class ResponseSender:
         self.is_draining = False
         """Set before a shutdown cancels what is live."""
         self._next_poll_s = 0.0
+        self._num_asked = 0
         self._thread = threading.Thread(target=self._run, name="response-sender", daemon=True)
         self._thread.start()
 
@@ -152,9 +159,20 @@ class ResponseSender:
         if now < self._next_poll_s:
             return
         self._next_poll_s = now + CANCEL_POLL_S
-        with self._changed:
-            running = [(i, live) for i, live in self._live.items() if not live.is_cancelled]
-        for request_id, live in running:
+        for request_id, live in self._next_to_ask():
             if live.sender.is_cancelled():
                 live.is_cancelled = True
                 self._cancel(request_id)
+
+    def _next_to_ask(self) -> list[tuple[str, _Live]]:
+        """Some of the live requests, those that were not asked for the longest time."""
+        with self._changed:
+            running = [(i, live) for i, live in self._live.items() if not live.is_cancelled]
+        count = max(MOST_POLLED_AT_ONCE, -(-len(running) // POLLS_A_ROUND))
+        if len(running) <= count:
+            return running
+        running.sort(key=lambda item: item[1].asked)
+        for _, live in running[:count]:
+            self._num_asked += 1
+            live.asked = self._num_asked
+        return running[:count]

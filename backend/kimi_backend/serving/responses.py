@@ -58,11 +58,20 @@ def logprobs_json(entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
     ]
 
 
+MOST_KEPT = 64
+"""Counts below it are kept, as is the empty text."""
+
+
 class ResponseBuilder:
-    """Builds the output tensors of one response."""
+    """Builds the output tensors of one response.
+
+    A tensor costs its making, an allocation of shared memory and a copy; five of the six of a usual delta say what
+    other deltas have said before. Those are made once and sent again and again: the server only reads them.
+    """
 
     def __init__(self, pb_utils: Any) -> None:
         self._pb = pb_utils
+        self._kept: dict[tuple[str, str | int], Any] = {}
 
     def build(self, delta: TokenDelta, *, num_input_tokens: int, return_token_ids: bool, with_logprobs: bool) -> Any:
         """
@@ -93,7 +102,21 @@ class ResponseBuilder:
         return self._pb.InferenceResponse(output_tensors=[], error=error)
 
     def _text(self, name: str, text: str) -> Any:
-        return self._pb.Tensor(name, np.array([[text.encode("utf-8")]], dtype=np.object_))
+        return self._kept_empty(name) if not text else self._make_text(name, text)
 
     def _count(self, name: str, number: int) -> Any:
-        return self._pb.Tensor(name, np.array([[number]], dtype=np.uint32))
+        kept = self._kept.get((name, number))
+        if kept is None:
+            kept = self._pb.Tensor(name, np.array([[number]], dtype=np.uint32))
+            if number < MOST_KEPT:
+                self._kept[name, number] = kept
+        return kept
+
+    def _kept_empty(self, name: str) -> Any:
+        kept = self._kept.get((name, ""))
+        if kept is None:
+            kept = self._kept[name, ""] = self._make_text(name, "")
+        return kept
+
+    def _make_text(self, name: str, text: str) -> Any:
+        return self._pb.Tensor(name, np.array([[text.encode("utf-8")]], dtype=np.object_))

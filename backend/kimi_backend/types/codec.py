@@ -6,15 +6,18 @@ more than the step's whole scheduling. Layout, in native byte order (both ends r
     int64 header   [magic, number of fields, then for each field: number of dimensions, dim 0, dim 1, dim 2]
     data           each array's bytes in field order, every one starting at a multiple of 8
 
-Fields stand in the order of the dataclass, nested dataclasses in place. An int or bool is an array of no dimensions; an
+Fields stand in the order of the dataclass, nested dataclasses in place. An int or bool is an int64 of no dimensions; an
 absent optional field has -1 dimensions and no data. Decoded arrays are read-only views of the buffer.
 """
 
 import dataclasses
 import functools
 import math
+import operator
+import struct
 import types
 import typing
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +33,8 @@ _WORDS_PER_FIELD = 4
 _ALIGNMENT = 8
 _ABSENT = -1
 _NO_DIMENSIONS = (0,) * (_WORDS_PER_FIELD - 1)
+_PADDING = tuple(bytes(-n % _ALIGNMENT) for n in range(_ALIGNMENT))
+_SCALAR = struct.Struct("=q")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +42,9 @@ class _Field:
     name: str
     dtype: np.dtype[Any] | None
     """None for a nested dataclass."""
-    nested: type | None
-    is_scalar: bool
+    nested: type | None = None
+    scalar: type[int] | None = None
+    """int or bool where the field is no array."""
 
 
 def _array_dtype(annotation: Any) -> np.dtype[Any]:
@@ -49,12 +55,12 @@ def _describe(name: str, annotation: Any) -> _Field | None:
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in annotation.__args__ if a is not types.NoneType)
     if annotation in (int, bool):
-        return _Field(name, np.dtype(np.int64 if annotation is int else np.bool_), None, True)
+        return _Field(name, np.dtype(np.int64), scalar=annotation)
     if typing.get_origin(annotation) is np.ndarray:
-        return _Field(name, _array_dtype(annotation), None, False)
+        return _Field(name, _array_dtype(annotation))
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         fields = _schema(annotation)
-        return _Field(name, None, annotation, False) if fields else None
+        return _Field(name, None, annotation) if fields else None
     return None  # a value that cannot cross a border, such as a tensor handle: sent beside the buffer
 
 
@@ -65,79 +71,91 @@ def _schema(cls: Any) -> tuple[_Field, ...]:
     return tuple(field for field in fields if field is not None)
 
 
-def _collect(message: Any, arrays: list[npt.NDArray[Any] | None]) -> None:
-    cls: Any = type(message)
+@functools.cache
+def _leaves(cls: Any) -> tuple[tuple[str, _Field], ...]:
+    """Every field that is packed, with its path from the message, nested ones in place."""
+    leaves: list[tuple[str, _Field]] = []
     for field in _schema(cls):
-        value = getattr(message, field.name)
-        if field.nested is not None:
-            _collect(value, arrays)
-        elif value is None or (isinstance(value, np.ndarray) and value.dtype == field.dtype):
-            arrays.append(value)
+        if field.nested is None:
+            leaves.append((field.name, field))
         else:
-            arrays.append(np.ascontiguousarray(value, dtype=field.dtype).reshape(np.shape(value)))
+            leaves += ((f"{field.name}.{path}", leaf) for path, leaf in _leaves(field.nested))
+    return tuple(leaves)
+
+
+@functools.cache
+def _packer(cls: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[_Field, ...]]:
+    """What gets all values of a message at once, and their fields."""
+    paths, fields = zip(*_leaves(cls), strict=True)
+    return operator.attrgetter(*paths), fields
 
 
 def encode(message: Any) -> Buffer:
     """Pack a plan or a reply; fields that hold tensor handles are left out."""
-    arrays: list[npt.NDArray[Any] | None] = []
-    _collect(message, arrays)
-    header = [_MAGIC, len(arrays)]
+    cls: Any = type(message)
+    values_of, fields = _packer(cls)
+    header = [_MAGIC, len(fields)]
     parts: list[bytes] = []
-    for array in arrays:
-        if array is None:
-            header += (_ABSENT, 0, 0, 0)
-            continue
-        header += (array.ndim, *array.shape, *_NO_DIMENSIONS[array.ndim :])
-        data = array.tobytes()
-        parts += (data, bytes(-len(data) % _ALIGNMENT))
-    packed = bytearray().join((np.array(header, dtype=np.int64).tobytes(), *parts))
+    for field, value in zip(fields, values_of(message), strict=True):
+        if value is None:
+            header += (_ABSENT, *_NO_DIMENSIONS)
+        elif field.scalar is not None:
+            header += (0, *_NO_DIMENSIONS)
+            parts.append(_SCALAR.pack(value))
+        else:
+            array = value
+            if type(value) is not np.ndarray or value.dtype != field.dtype:
+                array = np.ascontiguousarray(value, dtype=field.dtype).reshape(np.shape(value))
+            shape = array.shape
+            header += (len(shape), *shape, *_NO_DIMENSIONS[len(shape) :])
+            data = array.tobytes()
+            parts.append(data)
+            if padding := _PADDING[len(data) % _ALIGNMENT]:
+                parts.append(padding)
+    packed = bytearray().join((struct.pack(f"={len(header)}q", *header), *parts))
     return np.frombuffer(packed, dtype=np.uint8)
 
 
 class _Reader:
+    """The values of a packed message, one after another."""
+
     def __init__(self, buffer: Buffer) -> None:
         if buffer.nbytes < 2 * _ALIGNMENT:
             raise InvalidRequestError(f"plan: {buffer.nbytes} bytes given, at least {2 * _ALIGNMENT} needed")
         # A writable buffer must not make the decoded plan writable.
-        self._bytes = buffer.view()
-        self._bytes.flags.writeable = False
-        magic, self._num_fields = self._bytes[: 2 * _ALIGNMENT].view(np.int64).tolist()
+        self._bytes = buffer.data.toreadonly()
+        magic, self._num_fields = struct.unpack_from("=2q", self._bytes)
         if magic != _MAGIC:
             raise InvalidRequestError(f"plan: header {magic:#x} given, {_MAGIC:#x} expected: other version?")
-        self._offset = (2 + self._num_fields * _WORDS_PER_FIELD) * _ALIGNMENT
-        self._shapes = self._bytes[2 * _ALIGNMENT : self._offset].view(np.int64).reshape(-1, _WORDS_PER_FIELD).tolist()
-        self._field = 0
 
-    def check_field_count(self, expected: int) -> None:
-        if self._num_fields != expected:
-            raise InvalidRequestError(f"plan: {self._num_fields} fields given, {expected} expected: other version?")
+    def values(self, fields: tuple[_Field, ...]) -> Iterator[Any]:
+        """One value a field: an array, a number, or None."""
+        if self._num_fields != len(fields):
+            raise InvalidRequestError(f"plan: {self._num_fields} fields given, {len(fields)} expected: other version?")
+        data, num_words = self._bytes, self._num_fields * _WORDS_PER_FIELD
+        words = struct.unpack_from(f"={num_words}q", data, 2 * _ALIGNMENT)
+        offset = (2 + num_words) * _ALIGNMENT
+        for at, field in zip(range(0, num_words, _WORDS_PER_FIELD), fields, strict=True):
+            ndim = words[at]
+            if ndim == _ABSENT:
+                yield None
+            elif field.scalar is not None:
+                yield field.scalar(_SCALAR.unpack_from(data, offset)[0])
+                offset += _ALIGNMENT
+            else:
+                shape = words[at + 1 : at + 1 + ndim]
+                count = math.prod(shape)
+                if count < 0:
+                    raise ValueError(f"shape {shape}")
+                array = np.frombuffer(data, field.dtype, count, offset)
+                yield array if ndim == 1 else array.reshape(shape)
+                offset += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    def next_array(self, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-        ndim, *dims = self._shapes[self._field]
-        self._field += 1
-        if ndim == _ABSENT:
-            return None
-        shape = dims[:ndim]
-        end = self._offset + math.prod(shape) * dtype.itemsize
-        array = self._bytes[self._offset : end].view(dtype).reshape(shape)
-        self._offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return array
 
-
-@functools.cache
-def _num_fields(cls: Any) -> int:
-    return sum(1 if f.nested is None else _num_fields(f.nested) for f in _schema(cls))
-
-
-def _build(cls: Any, reader: _Reader, beside: dict[str, Any]) -> Any:
-    values: dict[str, Any] = dict(beside)
+def _build(cls: Any, arrived: Iterator[Any], beside: dict[str, Any]) -> Any:
+    values = dict(beside)
     for field in _schema(cls):
-        if field.nested is not None:
-            values[field.name] = _build(field.nested, reader, {})
-            continue
-        assert field.dtype is not None
-        array = reader.next_array(field.dtype)
-        values[field.name] = array.item() if field.is_scalar and array is not None else array
+        values[field.name] = next(arrived) if field.nested is None else _build(field.nested, arrived, {})
     return cls(**values)
 
 
@@ -152,9 +170,8 @@ def decode(cls: type[Message], buffer: Buffer, **beside: Any) -> Message:
         InvalidRequestError: not a message of this version.
     """
     try:
-        reader = _Reader(buffer)
         any_cls: Any = cls  # mypy does not see that a class hashes
-        reader.check_field_count(_num_fields(any_cls))
-        return typing.cast("Message", _build(any_cls, reader, beside))
-    except (ValueError, IndexError, OverflowError) as error:
+        arrived = _Reader(buffer).values(_packer(any_cls)[1])
+        return typing.cast("Message", _build(any_cls, arrived, beside))
+    except (ValueError, IndexError, OverflowError, struct.error) as error:
         raise InvalidRequestError(f"plan: {buffer.nbytes} bytes do not hold a {cls.__name__}: {error}") from error

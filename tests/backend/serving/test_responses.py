@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kimi_backend.serving.request_parser import ParsedRequest
-from kimi_backend.serving.response_sender import ResponseSender
-from kimi_backend.serving.responses import merge_deltas
+from kimi_backend.serving.response_sender import MOST_POLLED_AT_ONCE, POLLS_A_ROUND, ResponseSender
+from kimi_backend.serving.responses import MOST_KEPT, ResponseBuilder, merge_deltas
 from kimi_backend.types.request import FinishReason, GenerateRequest, TokenDelta
 from support import fake_pb_utils as pb
 
@@ -134,3 +134,44 @@ def test_merging_loses_nothing(pieces):
     merged = merge_deltas(deltas)
     assert merged.text == "".join(text for _, text in pieces)
     assert list(merged.token_ids) == [i for ids, _ in pieces for i in ids]
+
+
+def test_what_responses_have_in_common_is_made_once_and_what_differs_is_not():
+    builder = ResponseBuilder(pb)
+    deltas = [delta(1), delta(2), delta(3, FinishReason.STOP), TokenDelta(request_id="r", token_ids=(1, 2), text="")]
+    made = [
+        {
+            tensor.name(): tensor
+            for tensor in builder.build(
+                one, num_input_tokens=0, return_token_ids=False, with_logprobs=False
+            ).output_tensors()
+        }
+        for one in deltas
+    ]
+    values = [{name: tensor.as_numpy().reshape(-1)[0] for name, tensor in tensors.items()} for tensors in made]
+    assert [v["text_output"] for v in values] == [b"<1>", b"<2>", b"<3>", b""]
+    assert [v["finish_reason"] for v in values] == [b"", b"", b"stop", b""]
+    assert [v["num_output_tokens"] for v in values] == [1, 1, 1, 2]
+    assert all(v["stop_reason"] == v["statistics"] == b"" and v["num_input_tokens"] == 0 for v in values)
+    for name in ("finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens", "statistics"):
+        assert made[0][name] is made[1][name], name
+    assert made[0]["text_output"] is not made[1]["text_output"]
+
+
+def test_large_counts_are_not_kept():
+    builder = ResponseBuilder(pb)
+    for count in range(10_000):
+        builder.build(delta(1), num_input_tokens=count, return_token_ids=False, with_logprobs=False)
+    assert len(builder._kept) < 2 * MOST_KEPT
+
+
+@pytest.mark.parametrize("num_live", [1, 4, 5, 16, 67])
+def test_everyone_is_asked_within_a_few_polls(num_live, monkeypatch):
+    monkeypatch.setattr(ResponseSender, "_run", lambda self: None)
+    sender = ResponseSender(pb, lambda request_id: None)
+    for i in range(num_live):
+        sender.register(str(i), pb.RecordingSender(), parsed())
+    polls = [[request_id for request_id, _ in sender._next_to_ask()] for _ in range(2 * POLLS_A_ROUND)]
+    assert max(map(len, polls)) <= max(MOST_POLLED_AT_ONCE, -(-num_live // POLLS_A_ROUND))
+    for start in range(POLLS_A_ROUND):
+        assert len({i for poll in polls[start : start + POLLS_A_ROUND] for i in poll}) == num_live

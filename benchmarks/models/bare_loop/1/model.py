@@ -5,6 +5,9 @@ import time
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from kimi_backend.types import codec
+from kimi_backend.types.plan import AuxHandle, DraftReply, TargetReply
+
 
 def call(model_name, inputs, outputs):
     request = pb_utils.InferenceRequest(model_name=model_name, requested_output_names=outputs, inputs=inputs)
@@ -14,26 +17,36 @@ def call(model_name, inputs, outputs):
     return {tensor.name(): tensor for tensor in response.output_tensors()}
 
 
+def runner_s(reply, kind, **beside):
+    """What a runner says it took of its call."""
+    return codec.decode(kind, reply.as_numpy().copy(), **beside).runner_us / 1e6
+
+
 class TritonPythonModel:
     def execute(self, requests):
         return [self.run(request) for request in requests]
 
     def run(self, request):
         tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
-        seconds = np.zeros(int(tensors["ROUNDS"][0]))
+        seconds, in_runners = np.zeros((2, int(tensors["ROUNDS"][0])))
         for i in range(len(seconds)):
             start = time.perf_counter()
-            self.round(tensors["TARGET_PLAN"], tensors.get("DRAFT_PLAN"), bool(tensors["TAKES_TENSOR"][0]))
+            replies = self.round(tensors["TARGET_PLAN"], tensors.get("DRAFT_PLAN"), bool(tensors["TAKES_TENSOR"][0]))
             seconds[i] = time.perf_counter() - start
-        return pb_utils.InferenceResponse([pb_utils.Tensor("SECONDS", seconds)])
+            if replies:
+                verified, proposed = replies
+                in_runners[i] = runner_s(verified, TargetReply, aux=AuxHandle()) + runner_s(proposed, DraftReply)
+        outputs = {"SECONDS": seconds, "RUNNER_SECONDS": in_runners}
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
 
     def round(self, target_plan, draft_plan, takes_tensor):
+        """Both replies; nothing after a call of the model that only answers."""
         plan = [pb_utils.Tensor("PLAN", target_plan)]
         if draft_plan is None:
             call("bare_callee", plan, ["REPLY"])
-            return
+            return ()
         verified = call("kimi_target", plan, ["REPLY", "AUX_HIDDEN_STATES"] if takes_tensor else ["REPLY"])
         inputs = [pb_utils.Tensor("PLAN", draft_plan)]
         if takes_tensor:
             inputs.append(verified["AUX_HIDDEN_STATES"])
-        call("eagle3_draft", inputs, ["REPLY"])
+        return verified["REPLY"], call("eagle3_draft", inputs, ["REPLY"])["REPLY"]

@@ -1,0 +1,70 @@
+"""Runners that compute nothing behind the real server: they sleep as long as they are told and answer at random.
+
+What is left of a round is the server's: `server_overhead.py --paced TARGET_MS DRAFT_MS` needs no GPU, and two cores are
+enough. Sleeping lets go of the interpreter and of the core, as a process that waits for its GPU does.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_overhead import InstantDraft, InstantTarget
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.serving.boundary import forward_logs
+from kimi_backend.serving.descriptions import model_parameters
+from kimi_backend.serving.runner_server import RunnerServer
+from kimi_backend.types.plan import AuxHandle
+
+AUX_BUFFER = b"paced"
+"""In place of a handle: the draft "opens" it, and no aux tensor travels, as on one GPU."""
+
+MODEL = """
+import sys
+sys.path.insert(0, {folder!r})
+from paced_runners import make_server
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.server = make_server(args, {role!r}, {wait_s}, {vocab_size})
+
+    def execute(self, requests):
+        return self.server.run(requests)
+"""
+
+
+def write_model(folder: Path, config: Path, role: str, wait_s: float, vocab_size: int) -> None:
+    """A model of the repository that takes a runner's place, with that runner's own config.pbtxt."""
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").symlink_to(config.resolve())
+    values = {"folder": str(Path(__file__).parent), "role": role, "wait_s": wait_s, "vocab_size": vocab_size}
+    (folder / "1/model.py").write_text(MODEL.format(**values))
+
+
+class _NoReceiver:
+    def open(self, handle: bytes | None) -> bytes | None:
+        return handle
+
+    def resolve(self, aux: AuxHandle, num_rows: int) -> torch.Tensor:
+        return torch.empty(num_rows, 0)
+
+    def close(self) -> None:
+        return None
+
+
+def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int) -> Any:
+    """A `RunnerServer` over a paced runner."""
+    import triton_python_backend_utils as pb_utils
+
+    settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
+    forward_logs(pb_utils, settings.log_level)
+    kind = InstantTarget if role == "target" else InstantDraft
+    server = RunnerServer(kind(settings.max_num_seqs, wait_s, vocab_size), pb_utils)
+    if role == "target":
+        server._description = dataclasses.replace(server._description, aux_buffer=AUX_BUFFER)
+    else:
+        server._receiver = _NoReceiver()
+    return server
