@@ -15,6 +15,8 @@ from kimi_client import KimiClient, KimiClientError, RequestCancelled
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S
 
 ENDS_WITHIN_S = 15
+KILLED_ENDS_WITHIN_S = 30
+"""The server waits for live requests for as long as it was told at its start."""
 
 
 def processes_of_group(group):
@@ -64,13 +66,7 @@ def wait_until_ready(process, ports):
 def test_a_signal_under_load_leaves_nothing_behind(serve, number):
     process, ports = serve
     client = wait_until_ready(process, ports)
-    server_group = next(
-        int(p.name)
-        for p in Path("/proc").iterdir()
-        if p.name.isdigit()
-        and b"tritonserver" in _command(p)
-        and f"--http-port={ports['http']}".encode() in _command(p)
-    )
+    server_group = group_of_server(ports)
     fields = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
     streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(12)]
     for stream in streams:
@@ -86,6 +82,36 @@ def test_a_signal_under_load_leaves_nothing_behind(serve, number):
     assert list(Path("/dev/shm").glob(f"kimi_{ports['http']}_*")) == []
     with pytest.raises(KimiClientError):
         client.generate(text_input="x", max_tokens=1)
+
+
+def test_a_kill_under_load_leaves_no_process_behind(serve):
+    """Nobody is there to end the server then: it notices. Its shared memory goes too, as it ends in order."""
+    process, ports = serve
+    client = wait_until_ready(process, ports)
+    server_group = group_of_server(ports)
+    streams = [client.stream(text_input=f"tell {i}", max_tokens=MAX_MODEL_LEN - 16, ignore_eos=True) for i in range(4)]
+    for stream in streams:
+        next(iter(stream))
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + KILLED_ENDS_WITHIN_S
+    while processes_of_group(server_group):
+        assert time.monotonic() < deadline, "the server outlives the command"
+        time.sleep(0.1)
+    assert list(Path("/dev/shm").glob(f"kimi_{ports['http']}_*")) == []
+    for stream in streams:
+        stream.cancel()
+
+
+def group_of_server(ports):
+    """The server is the first of its process group."""
+    return next(
+        int(p.name)
+        for p in Path("/proc").iterdir()
+        if p.name.isdigit()
+        and b"tritonserver" in _command(p)
+        and f"--http-port={ports['http']}".encode() in _command(p)
+    )
 
 
 def _command(entry):

@@ -53,11 +53,13 @@ def make_server(
     log_file: Path | None = None,
     drain_folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    ends_with_parent: bool = False,
 ) -> EmbeddedServer:
     """An embedded server over these settings, not started yet.
 
     Args:
         variables: more of its environment.
+        ends_with_parent: see `EmbeddedServer`.
 
     Raises:
         ConfigError: no checkpoint is named, or the server is not installed.
@@ -74,6 +76,7 @@ def make_server(
         log_file=log_file,
         models=models_to_load(settings),
         exit_timeout_s=max(1, round(settings.drain_timeout_s)),
+        ends_with_parent=ends_with_parent,
     )
 
 
@@ -131,6 +134,7 @@ def serve(
             log_file=log_file,
             drain_folder=Path(folder),
             variables=variables,
+            ends_with_parent=True,
         )
         server.start()
         try:

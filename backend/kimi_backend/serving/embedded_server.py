@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kimi_backend.errors import ConfigError, ModelUnavailableError
+from kimi_backend.serving import with_parent
 
 SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
@@ -145,12 +146,14 @@ class EmbeddedServer:
         log_file: Path | None = None,
         models: tuple[str, ...] = MODELS,
         exit_timeout_s: int = 10,
+        ends_with_parent: bool = False,
     ) -> None:
         """
         Args:
             environment: variables for the models (`KIMI_*`), on top of this process's.
             shm_prefix: names of the shared-memory regions begin with it; regions of that prefix are swept at start.
             models: loaded in this order; the repository's others stay unloaded.
+            ends_with_parent: the server ends by itself if the thread that called `start` dies, as by SIGKILL.
         """
         self.ports = ports or ServerPorts()
         self.shm_prefix = shm_prefix or f"kimi_{self.ports.http}_"
@@ -160,6 +163,7 @@ class EmbeddedServer:
         self._log_file = log_file
         self._models = models
         self._exit_timeout_s = exit_timeout_s
+        self._ends_with_parent = ends_with_parent
         self._process: subprocess.Popen[bytes] | None = None
 
     def load_too(self, model: str) -> None:
@@ -239,7 +243,9 @@ class EmbeddedServer:
             return  # everyone has left already
 
     def _command(self) -> list[str]:
+        before = [sys.executable, "-S", with_parent.__file__, str(os.getpid())] if self._ends_with_parent else []
         return [
+            *before,
             str(self._installation.binary),
             f"--model-repository={self._repository}",
             f"--backend-directory={self._installation.backends}",
