@@ -35,6 +35,11 @@ repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
 models=(kimi_target spec_ensemble)
 [ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
 
+for port in "$http_port" "$grpc_port" "$metrics_port"; do
+  # Asked before the sweep below: the regions of a server that has the port are in use.
+  ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || fail "port $port is taken: does another server run here?"
+done
+
 work=$(mktemp -d /tmp/kimi.XXXXXX)
 export KIMI_DRAIN_FILE=$work/drain
 region_prefix=kimi_${http_port}_

@@ -14,6 +14,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from kimi_backend.serving.embedded_server import free_port
 from kimi_client import KimiClient, RequestCancelled
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, stub_pids
 from support.start_script import ROOT, START, started
@@ -68,6 +69,18 @@ def test_smoke_fails_where_nothing_answers(running):
 def test_health_says_that_it_speculates(running):
     done = running.health("--draft")
     assert (done.returncode, done.stdout) == (0, "healthy: it generates, with speculation\n"), done.stderr
+
+
+@pytest.mark.parametrize("as_container", [True, False])
+def test_a_second_server_on_the_same_port_is_refused_and_takes_nothing_from_the_first(
+    running, checkpoint, tmp_path, as_container
+):
+    regions = sorted(Path("/dev/shm").glob(f"kimi_{running.http}_*"))
+    again = {**variables(checkpoint), "KIMI_HTTP_PORT": str(running.http)}
+    with started(tmp_path, again, as_container=as_container) as second:
+        assert second.process.wait(60) == 2
+        assert re.search(rf"port:? {running.http} ", second.log.read_text())
+    assert sorted(Path("/dev/shm").glob(f"kimi_{running.http}_*")) == regions != []
 
 
 def test_admin_apis_need_the_secret(running):
@@ -150,6 +163,7 @@ def test_without_mps_the_script_says_why_and_goes_on(checkpoint, tmp_path):
     stand_in.chmod(0o755)
     python = Path(sys.executable).parent
     environment = {**variables(checkpoint), "KIMI_DEVICE": "auto", "PATH": f"{tmp_path}:{python}:/usr/bin:/bin"}
+    environment |= {f"KIMI_{name}_PORT": str(free_port()) for name in ("HTTP", "GRPC", "METRICS")}
     with subprocess.Popen([START], env=environment, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 30
         while not seen.exists() and time.monotonic() < deadline:

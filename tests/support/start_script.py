@@ -62,8 +62,8 @@ def started(folder: Path, variables: dict[str, str], *, as_container: bool = Tru
         _write_tritonserver(folder)
         path = f"{folder}:{path}"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KIMI_")}
-    environment |= {"PATH": path, **variables}
     environment |= {f"KIMI_{name.upper()}_PORT": str(port) for name, port in ports.items()}
+    environment |= {"PATH": path, **variables}
     log = folder / "start.log"
     with log.open("wb") as sink:
         process = subprocess.Popen([START], env=environment, stdout=sink, stderr=sink, start_new_session=True)

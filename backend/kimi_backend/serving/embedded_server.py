@@ -23,6 +23,7 @@ from pathlib import Path
 
 from kimi_backend.errors import ConfigError, ModelUnavailableError
 from kimi_backend.serving import with_parent
+from kimi_backend.serving.ports import check_ports
 
 SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
@@ -177,8 +178,14 @@ class EmbeddedServer:
         return self._process
 
     def start(self) -> None:
-        """Start the process; returns at once (see `wait_until_ready`)."""
+        """Start the process; returns at once (see `wait_until_ready`).
+
+        Raises:
+            ConfigError: a port cannot be taken, or there is too little shared memory.
+        """
         check_shared_memory()
+        # Before the sweep: the regions of a server that has the port are in use.
+        check_ports({"HTTP": self.ports.http, "gRPC": self.ports.grpc, "metrics": self.ports.metrics})
         sweep_regions(self.shm_prefix)
         environment = {**os.environ, **self._environment}
         folders = [str(folder) for folder in self._installation.library_folders]

@@ -1,10 +1,19 @@
 """What is checked before the embedded server starts, and what it must not leave behind."""
 
+import socket
+from pathlib import Path
+
 import pytest
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.serving import embedded_server
-from kimi_backend.serving.embedded_server import check_shared_memory, sweep_regions
+from kimi_backend.serving.embedded_server import (
+    EmbeddedServer,
+    ServerInstallation,
+    ServerPorts,
+    check_shared_memory,
+    sweep_regions,
+)
 
 
 def test_only_regions_of_the_prefix_are_swept(tmp_path):
@@ -38,3 +47,16 @@ def test_a_static_interpreter_is_told_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded_server.sysconfig, "get_config_var", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=r"libpython3\.\d+\.so\.1\.0"):
         embedded_server._libpython_folder()
+
+
+def test_a_taken_port_is_refused_before_its_owners_regions_are_swept(monkeypatch):
+    swept: list[str] = []
+    monkeypatch.setattr(embedded_server, "find_installation", lambda: ServerInstallation(Path("/none"), ()))
+    monkeypatch.setattr(embedded_server, "sweep_regions", swept.append)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        server = EmbeddedServer(Path("/none"), ports=ServerPorts(http=other.getsockname()[1]))
+        with pytest.raises(ConfigError, match=r"HTTP port: \d+ given, which cannot be taken"):
+            server.start()
+    assert swept == []

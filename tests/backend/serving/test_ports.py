@@ -1,0 +1,34 @@
+import socket
+
+import pytest
+
+from kimi_backend.errors import ConfigError
+from kimi_backend.serving.embedded_server import free_port
+from kimi_backend.serving.ports import check_ports
+
+
+def test_free_ports_pass():
+    check_ports({"http": free_port(), "gRPC": free_port()})
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65_536, 99_999])
+def test_what_is_no_port_is_refused(port):
+    with pytest.raises(ConfigError, match=rf"http port: {port} given, 1 to 65535 is allowed"):
+        check_ports({"http": port})
+
+
+def test_one_port_for_two_uses_is_refused():
+    with pytest.raises(ConfigError, match="gRPC port: 8000 given, which is the http port too"):
+        check_ports({"http": 8000, "gRPC": 8000})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", ""])
+@pytest.mark.parametrize("option", ["SO_REUSEADDR", "SO_REUSEPORT"])
+def test_a_taken_port_is_refused(address, option):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+        other.bind((address, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics port: {port} given, which cannot be taken: Address already"):
+            check_ports({"metrics": port})
