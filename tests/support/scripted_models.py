@@ -5,17 +5,20 @@ an aux hidden state of another position. S sequences, T rows, R sampled rows, B 
 """
 
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kimi_backend.errors import ModelUnavailableError
+from kimi_backend.runners.sampling_tensors import has_processors
+from kimi_backend.spec_decode.protocols import OnQueued
 from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
     DraftReply,
+    DrawnHandle,
     RowPlan,
     RunnerDescription,
     SamplingPlan,
@@ -100,10 +103,26 @@ class ScriptedRunner:
 class ScriptedTarget(ScriptedRunner):
     """`TargetModel` by script."""
 
+    launches = True
+    """Whether a draft may follow its verifies."""
+
     def verify(self, plan: TargetPlan) -> TargetReply:
         with self._lock:
             self._begin_step()
             return self._verify(plan) if self._is_known else self._garbage(plan)
+
+    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
+        with self._lock:
+            self._begin_step()
+            if not self._is_known:
+                return self._garbage(plan)
+            reply = self._verify(plan)
+            if self.launches and plan.num_logprobs is None and plan.logit_mask is None:
+                on_queued(
+                    reply.aux,
+                    DrawnHandle(output_token_ids=reply.output_token_ids, num_accepted_tokens=reply.num_accepted_tokens),
+                )
+            return reply
 
     def _verify(self, plan: TargetPlan) -> TargetReply:
         rows, store = RowGrid(plan.rows, plan.draft_tokens.tensor, plan.draft_columns), self.store
@@ -202,6 +221,7 @@ class ScriptedDraft(ScriptedRunner):
         self.vocabulary_map = None if token_id_of_column is None else _vocabulary_map(token_id_of_column, script)
         self.nan_token_id: int | None = None
         self._leaves_tokens = leaves_tokens
+        self.num_followed = 0
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         with self._lock:
@@ -213,6 +233,60 @@ class ScriptedDraft(ScriptedRunner):
             except StaleSlotError as error:
                 self.violation = self.violation or error
                 raise
+
+    def follow(self, plan: DraftPlan) -> DraftReply | None:
+        """What the runners do on the device: rejected rows write provisional slots, the others are those of a plan that
+        was made with the verify's results."""
+        if not self._leaves_tokens or has_processors(plan.sampling):
+            return None
+        with self._lock:
+            self._begin_step()
+            if not self._is_known:
+                return self._garbage(plan)
+            self.num_followed += 1
+            try:
+                return self._follow(plan)
+            except StaleSlotError as error:
+                self.violation = self.violation or error
+                raise
+
+    def _follow(self, plan: DraftPlan) -> DraftReply:
+        follow, rows = plan.follow, RowGrid(plan.rows)
+        accepted = follow.drawn.num_accepted_tokens[follow.drawn_rows]
+        is_kept = rows.columns <= accepted[:, None]
+        slots = self.store.slots(plan.rows.block_table, rows.positions)
+        rejected = rows.real & ~is_kept
+        self.store.write(
+            slots[rejected],
+            mix(np.uint64(1), slots[rejected]),
+            slots[rejected],
+            rows.positions[rejected],
+            SlotKind.PROVISIONAL,
+        )
+        wanted = np.clip(follow.room - accepted, 0, plan.num_proposals)
+        known = replace(
+            plan,
+            rows=replace(
+                plan.rows,
+                token_ids=np.concatenate(
+                    [
+                        follow.drawn.output_token_ids[r, : a + 1]
+                        for r, a in zip(follow.drawn_rows, accepted, strict=True)
+                    ]
+                ).astype(np.int32),
+                query_lens=(accepted + 1).astype(np.int32),
+                seq_lens=plan.rows.seq_lens - plan.rows.query_lens + accepted + 1,
+            ),
+            aux_rows=plan.aux_rows[(rows.real & is_kept)[rows.real]],
+            # One draw tells whether the extension was finite, of those too that want none any more.
+            num_proposals=np.where(plan.num_proposals > 0, np.maximum(wanted, 1), 0).astype(np.int32),
+            output_index=(plan.rows.seq_lens - plan.rows.query_lens + accepted + 2)[plan.num_proposals > 0],
+            follow=None,
+        )
+        reply = self._propose(known)
+        left = reply.tokens.tensor
+        left[1:][np.arange(len(left) - 1)[:, None] >= wanted] = -1
+        return reply
 
     def _propose(self, plan: DraftPlan) -> DraftReply:
         rows, store = RowGrid(plan.rows), self.store

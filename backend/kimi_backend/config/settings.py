@@ -75,8 +75,8 @@ class ServingSettings:
     )
     launch_ahead: str = _setting(
         "true",
-        "Whether the target's step is launched before the host has the draft's tokens, which then stay on the GPU."
-        " Changes speed, never text.",
+        "Whether target and draft are launched before the host knows what they read of each other, which then stays on"
+        " the GPU. Changes speed, never text.",
         choices=("true", "false"),
     )
     capture_batch_sizes: str = _setting(

@@ -1,8 +1,8 @@
 """One round for all running sequences: schedule → verify → commit → emit → draft → publish.
 
-Runs on one thread, with one step of each model in flight: a draft may answer before its step is done, and the verify
-that reads its tokens on the device tells how it went (docs/decisions/0016). Knows nothing of strings, clients or
-threads.
+Runs on one thread, with one step of each model in flight. A draft may be launched behind a verify before that is done,
+and may answer before its own step is done; the next verify reads its tokens on the device and tells how it went
+(docs/decisions/0016). Knows nothing of strings, clients or threads.
 """
 
 import logging
@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.engine.commit import StepOutput, commit_step
 from kimi_backend.engine.handshake import Geometry, check_limits, check_pair, check_runner, check_same_model
+from kimi_backend.engine.launched_draft import LaunchedDraft
 from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.engine.step_times import StepTimes
 from kimi_backend.engine.unread_draft import UnreadDraft
 from kimi_backend.errors import ConfigError, KimiError, ModelUnavailableError
-from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_proposals
+from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_followed, store_proposals
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
-from kimi_backend.types.plan import AuxHandle, DraftPlan, TargetPlan, TargetReply
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following, as_launching
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetPlan, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -45,6 +46,7 @@ class EngineCore:
         """emit: takes each step's outputs; must not block."""
         self._target = target
         self._draft = draft
+        self._launcher, self._follower = as_launching(target), as_following(draft)
         self._target_link = target_link
         self._draft_link = draft_link
         self._emit = emit
@@ -105,14 +107,16 @@ class EngineCore:
         left = None if self._unread is None else self._unread.tokens
         plan = self._plans.target_plan(self._step_id, batch, left)
         self.times.lap("schedule")
-        reply = self._verify(plan, batch)
+        launched = self._following_draft(batch, plan)
+        reply = self._verify(plan, batch, launched)
         self.times.lap("target")
         if reply is None:
             return True
         self._read_draft(reply)
         commit = commit_step(batch, plan, reply, self._clock())
         self._settle(commit.outputs)
-        draft_plan = self._plan_draft(commit.draft_work, reply.aux)
+        is_launched = launched is not None and self._keep_launched(launched, reply)
+        draft_plan = None if is_launched else self._plan_draft(commit.draft_work, reply.aux)
         self._emit(commit.outputs)  # last before the call, so that the emitter works while the draft does
         self.times.lap("commit")
         self._propose(draft_plan, commit.draft_work)
@@ -121,10 +125,22 @@ class EngineCore:
         self.times.lap("publish")
         return True
 
-    def _verify(self, plan: TargetPlan, batch: StepBatch) -> TargetReply | None:
+    def _following_draft(self, batch: StepBatch, plan: TargetPlan) -> LaunchedDraft | None:
+        """The draft's step, to be launched behind the verify; None where it has to wait for the verify's results."""
+        if not self.geometry.settings.launch_ahead or not self.scheduler.is_drafting:
+            return None
+        if self._follower is None or self._launcher is None:
+            return None
+        following = self._plans.following(batch, plan)
+        return None if following is None else LaunchedDraft(self._follower, following)
+
+    def _verify(self, plan: TargetPlan, batch: StepBatch, launched: LaunchedDraft | None) -> TargetReply | None:
         """The target's reply; None when the target was lost, its KV with it."""
         try:
-            reply = self._target.verify(plan)
+            if launched is not None and self._launcher is not None:
+                reply = self._launcher.verify_ahead(plan, launched.launch)
+            else:
+                reply = self._target.verify(plan)
         except ModelUnavailableError as error:
             self._num_failed_steps += 1
             self._lose_target(str(error))
@@ -168,9 +184,7 @@ class EngineCore:
         sequences = [w.sequence for w in work]
         try:
             reply = self._draft.propose(plan)
-            if reply.runner_epoch != self._draft_link.epoch:
-                self._lose_draft(f"it answers with epoch {reply.runner_epoch}, {self._draft_link.epoch} was expected")
-                self._draft_link.retry_now()
+            if not self._is_known_draft(reply):
                 return
             self.times.note_runner("draft", reply.runner_us)
             store_proposals(self.scheduler.table, sequences, plan, reply, self.geometry.vocab_size)
@@ -183,6 +197,33 @@ class EngineCore:
             return
         for item, status in zip(work, reply.seq_status.tolist(), strict=True):
             self._settle_draft(item, status)
+
+    def _keep_launched(self, launched: LaunchedDraft, reply: TargetReply) -> bool:
+        """Of a draft step launched behind the verify: where its tokens are. False if it is still to be proposed.
+
+        Call it when the step's tokens were appended.
+        """
+        assert self._draft_link is not None
+        if launched.problem is not None:
+            self._lose_draft(f"{type(launched.problem).__name__}: {launched.problem}")
+            return True
+        if launched.reply is None:
+            return False
+        if not self._is_known_draft(launched.reply):
+            return True
+        self._unread = launched.unread(reply.num_accepted_tokens)
+        store_followed(self.scheduler.table, self._unread.work)
+        self._draft_link.note_success()
+        return True
+
+    def _is_known_draft(self, reply: DraftReply) -> bool:
+        """Whether the draft is the one that was met; it is lost otherwise."""
+        assert self._draft_link is not None
+        if reply.runner_epoch == self._draft_link.epoch:
+            return True
+        self._lose_draft(f"it answers with epoch {reply.runner_epoch}, {self._draft_link.epoch} was expected")
+        self._draft_link.retry_now()
+        return False
 
     def _read_draft(self, reply: TargetReply) -> None:
         """What the verify says of the draft step whose tokens it read, before any of that counts."""

@@ -23,7 +23,7 @@ class UnreadDraft:
         return cls(tokens, work, [item.sequence.blocks for item in work])
 
     def still_there(self, status: list[int]) -> Iterator[tuple[DraftWork, int]]:
-        """Those that have run on since, each with its entry of `status`."""
+        """Those that have run on since with their draft, each with its entry of `status`."""
         for item, blocks, its_status in zip(self.work, self.blocks, status, strict=True):
-            if blocks is not None and item.sequence.blocks is blocks:
+            if blocks is not None and item.sequence.blocks is blocks and blocks.uses_draft:
                 yield item, its_status

@@ -129,9 +129,9 @@ class DraftRunner:
 
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> DraftReply:
-        """See `DraftModel.propose`. A captured step leaves its tokens on the device where the plan lets it, and is not waited
-        for. Only the extended rows' KV is to be counted: the slots after them hold what the single-row steps wrote, and
-        the next extension overwrites it.
+        """See `DraftModel.propose`. A captured step leaves its tokens on the device where the plan lets it, and is not
+        waited for. Only the extended rows' KV is to be counted: the slots after them hold what the single-row steps
+        wrote, and the next extension overwrites it.
 
         Raises:
             InvalidRequestError: a field of the plan is wrong; nothing was run.
@@ -144,6 +144,34 @@ class DraftRunner:
                 return self._propose_captured(self._graphs, bucket, plan, aux)
         return self._propose_eagerly(plan, aux)
 
+    @torch.inference_mode()
+    def follow(self, plan: DraftPlan) -> DraftReply | None:
+        """See `FollowingDraft.follow`.
+
+        Raises:
+            InvalidRequestError: a field of the plan is wrong; nothing was run.
+        """
+        if self._graphs is None or plan.follow is None or has_processors(plan.sampling):
+            return None
+        aux = self._aux(plan)
+        self._checker.check_draft(plan, aux.shape[0])
+        extension, proposal = self._graphs.extension_bucket(plan), self._graphs.proposal_bucket(plan)
+        if extension is None or proposal is None:
+            return None
+        self._graphs.follow(extension, proposal, plan, plan.follow, self._region(plan, aux))
+        return self._left(self._graphs, plan)
+
+    def _left(self, graphs: DraftGraphs, plan: DraftPlan) -> DraftReply:
+        """The reply to a step that was only queued."""
+        num_seqs = len(plan.num_proposals)
+        return DraftReply(
+            step_id=plan.step_id,
+            runner_epoch=self._epoch,
+            seq_status=np.zeros(num_seqs, np.int32),
+            draft_token_ids=np.empty((0, 0), np.int64),
+            tokens=TokenHandle(num_seqs=num_seqs, tensor=graphs.left),
+        )
+
     def _propose_captured(self, graphs: DraftGraphs, bucket: Bucket, plan: DraftPlan, aux: torch.Tensor) -> DraftReply:
         extension = graphs.extension_bucket(plan)
         if extension is not None:
@@ -152,14 +180,7 @@ class DraftRunner:
             graphs.take_extension(*self._extend(plan, aux, to_device(_extension_arrays(plan), self._device)))
         graphs.propose(bucket, plan)
         if plan.leaves_tokens:
-            num_seqs = len(plan.num_proposals)
-            return DraftReply(
-                step_id=plan.step_id,
-                runner_epoch=self._epoch,
-                seq_status=np.zeros(num_seqs, np.int32),
-                draft_token_ids=np.empty((0, 0), np.int64),
-                tokens=TokenHandle(num_seqs=num_seqs, tensor=graphs.left),
-            )
+            return self._left(graphs, plan)
         draft_token_ids, seq_status = graphs.drawn(bucket, plan)
         return DraftReply(
             step_id=plan.step_id,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kimi_backend.errors import ConfigError, InvalidRequestError
-from kimi_backend.types.plan import DraftPlan, RowPlan, SamplingPlan, TargetPlan
+from kimi_backend.types.plan import DraftPlan, FollowPlan, Int32Array, RowPlan, SamplingPlan, TargetPlan
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 IntegerArray = npt.NDArray[np.integer[Any]]
@@ -56,6 +56,19 @@ class RunnerLimits:
             )
 
 
+def slots_needed(plan: DraftPlan) -> Int32Array:
+    """[S] slots that each sequence's blocks must cover: those of its rows, and of the steps after them.
+
+    Where a verify is followed, most are needed when it accepts everything: one accepted token more moves the steps on
+    by one, and takes away at most one of them.
+    """
+    proposals = plan.num_proposals
+    if plan.follow is not None:
+        proposals = np.minimum(proposals, plan.follow.room - (plan.rows.query_lens - 1))
+    needed: Int32Array = plan.rows.seq_lens + np.maximum(proposals - 1, 0)
+    return needed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChecker:
     """Checks plans against one runner's limits and pool."""
@@ -98,7 +111,9 @@ class PlanChecker:
         rows, proposals = plan.rows, plan.num_proposals
         _expect_shape("num_proposals", proposals, (len(rows.query_lens),))
         _expect_within("num_proposals", proposals, 0, MAX_SPECULATIVE_TOKENS)
-        self._check_rows(rows, rows.seq_lens + np.maximum(proposals - 1, 0))
+        self._check_rows(rows, slots_needed(plan))
+        if plan.follow is not None:
+            self._check_follow(plan.follow, len(rows.query_lens))
         _expect_shape("aux_rows", plan.aux_rows, rows.token_ids.shape)
         _expect_within("aux_rows", plan.aux_rows, 0, num_aux_rows - 1)
         num_proposing = int(np.count_nonzero(proposals))
@@ -112,6 +127,15 @@ class PlanChecker:
                 f" {expected[wrong[0]]} (seq_len + 1) is allowed"
             )
         self._check_sampling(plan.sampling, num_proposing)
+
+    def _check_follow(self, follow: FollowPlan, num_seqs: int) -> None:
+        drawn, accepted = follow.drawn.output_token_ids, follow.drawn.num_accepted_tokens
+        if drawn is None or accepted is None:
+            raise InvalidRequestError("plan follow.drawn: none given, two tensors are needed")
+        _expect_shape("follow.drawn_rows", follow.drawn_rows, (num_seqs,))
+        for name in ("room", "first_index"):
+            _expect_shape(f"follow.{name}", getattr(follow, name), (num_seqs,))
+        _expect_within("follow.drawn_rows", follow.drawn_rows, 0, min(len(drawn), len(accepted)) - 1)
 
     def _check_rows(self, rows: RowPlan, slots_needed: npt.NDArray[np.int32]) -> None:
         """slots_needed: [S] slots that the sequence's blocks must cover."""

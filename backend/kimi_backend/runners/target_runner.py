@@ -22,6 +22,7 @@ from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampled_rows import SampledRows
 from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays, sampling_inputs
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
+from kimi_backend.spec_decode.protocols import OnQueued
 from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
@@ -149,15 +150,28 @@ class TargetRunner:
         Raises:
             InvalidRequestError: a field of the plan is wrong; nothing was run.
         """
+        return self._verify(plan, None)
+
+    @torch.inference_mode()
+    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
+        """See `LaunchingTarget.verify_ahead`. Only a step that is captured to its end calls on_queued."""
+        return self._verify(plan, on_queued)
+
+    def _verify(self, plan: TargetPlan, on_queued: OnQueued | None) -> TargetReply:
         self._checker.check_target(plan)
         left = resolve_left(plan, self._device)
         bucket = self._graphs.bucket_of(plan) if self._graphs is not None else None
         if self._graphs is None or bucket is None:
             return self._verify_eagerly(plan, None if left is None else left.clone())
-        return self._verify_captured(self._graphs, bucket, plan, left)
+        return self._verify_captured(self._graphs, bucket, plan, left, on_queued)
 
     def _verify_captured(
-        self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan, left: torch.Tensor | None
+        self,
+        graphs: TargetGraphs,
+        bucket: Bucket,
+        plan: TargetPlan,
+        left: torch.Tensor | None,
+        on_queued: OnQueued | None,
     ) -> TargetReply:
         region = self._aux_buffer.take_region() if self._aux_buffer is not None else 0
         graphs.forward(bucket, plan, region, left)
@@ -167,7 +181,7 @@ class TargetRunner:
             tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan), copied), self._device)
             results = self._sample(plan, graphs.hidden, tensors, copied)
             return self._reply(plan, aux, results | _draft_status(plan, copied))
-        drawn = graphs.sample(bucket, plan)
+        drawn = graphs.sample(bucket, plan, None if on_queued is None else partial(on_queued, aux))
         return TargetReply(
             step_id=plan.step_id,
             runner_epoch=self._epoch,

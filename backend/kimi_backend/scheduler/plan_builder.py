@@ -15,6 +15,7 @@ from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
     DraftReply,
+    FollowPlan,
     Int32Array,
     Int64Array,
     RowPlan,
@@ -22,6 +23,29 @@ from kimi_backend.types.plan import (
     TargetReply,
     TokenHandle,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """A draft step that may follow a verify, and what it is about."""
+
+    plan: DraftPlan
+    sequences: list[Sequence]
+    """[S] of the plan."""
+
+    def work(self, num_accepted_tokens: Int32Array) -> list["DraftWork"]:
+        """[S] what the step did, once it is known what was accepted. Sequences that have ended are among them."""
+        follow = self.plan.follow
+        assert isinstance(follow, FollowPlan)
+        accepted = num_accepted_tokens[follow.drawn_rows]
+        counts = np.maximum(np.minimum(follow.room - accepted, self.plan.num_proposals), 0)
+        first_rows = (np.cumsum(self.plan.rows.query_lens) - self.plan.rows.query_lens).tolist()
+        return [
+            DraftWork(sequence=sequence, first_target_row=first_row, num_rows=rows, num_proposals=count)
+            for sequence, first_row, rows, count in zip(
+                self.sequences, first_rows, (accepted + 1).tolist(), counts.tolist(), strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +145,52 @@ class PlanBuilder:
             leaves_tokens=self._launch_ahead,
         )
 
+    def following(self, batch: StepBatch, target: TargetPlan) -> Following | None:
+        """A draft step behind a verify that is about to be launched; None where a prompt is in the step, or nobody
+        could use what is proposed.
+
+        A sequence's draft KV must reach as far as its target KV, or will when the draft step in flight is settled.
+        """
+        index = [i for i, s in enumerate(batch.sequences) if s.uses_draft]
+        if not index or batch.num_decodes < len(batch.sequences):
+            return None
+        sequences = [batch.sequences[i] for i in index]
+        rows = _int64([s.row for s in sequences])
+        query_lens, seq_lens = target.rows.query_lens[index], target.rows.seq_lens[index]
+        # As if the verify accepted nothing.
+        remaining = [s.num_remaining_tokens - 1 for s in sequences]
+        most = np.array(
+            [s.speculation.num_draft_tokens(left) for s, left in zip(sequences, remaining, strict=True)], np.int32
+        )
+        if not most.any():
+            return None
+        room = np.array(remaining, np.int32) - 1
+        proposing = [s for s, count in zip(sequences, most.tolist(), strict=True) if count]
+        first_rows = np.cumsum(target.rows.query_lens, dtype=np.int64) - target.rows.query_lens
+        last_steps = np.maximum(np.minimum(most, room - (query_lens - 1)) - 1, 0)
+        plan = DraftPlan(
+            step_id=target.step_id,
+            rows=RowPlan(
+                token_ids=np.zeros(int(query_lens.sum()), np.int32),
+                query_lens=query_lens,
+                seq_lens=seq_lens,
+                block_table=self._block_table(self._table.draft_blocks, rows, int((seq_lens + last_steps).max())),
+            ),
+            aux=AuxHandle(),
+            aux_rows=_ragged_ranges(first_rows[index], query_lens),
+            num_proposals=most,
+            greedy=np.array([s.speculation.is_greedy for s in proposing], np.bool_),
+            sampling=self._draft_sampling.build(rows[most > 0], proposing),
+            output_index=seq_lens[most > 0].astype(np.int64) + 1,
+            follow=FollowPlan(
+                drawn_rows=np.array(index, np.int32),
+                room=room,
+                first_index=_int64([s.num_tokens + 1 for s in sequences]),
+            ),
+            leaves_tokens=True,
+        )
+        return Following(plan=plan, sequences=sequences)
+
     def _block_table(self, blocks: Int32Array, rows: Int64Array, num_slots: int) -> Int32Array:
         return blocks[rows, : -(-num_slots // self._block_size)]
 
@@ -155,6 +225,16 @@ def store_proposals(
         table.draft_columns[rows] = -1
     for sequence, count in zip(sequences, plan.num_proposals.tolist(), strict=True):
         sequence.num_draft_tokens = count
+
+
+def store_followed(table: BatchTable, work: list[DraftWork]) -> None:
+    """Likewise of a draft step that followed a verify: [S] what it did. Sequences that have ended, or go on without a
+    draft, are left as they are."""
+    for column, item in enumerate(work):
+        sequence = item.sequence
+        if sequence.uses_draft:
+            table.draft_columns[sequence.row] = column
+            sequence.num_draft_tokens = item.num_proposals
 
 
 def _store_token_ids(table: BatchTable, rows: Int64Array, plan: DraftPlan, reply: DraftReply, vocab_size: int) -> None:

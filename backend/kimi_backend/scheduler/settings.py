@@ -25,7 +25,7 @@ class SchedulerSettings:
     """Largest k that a request may ask for."""
     enable_prefix_cache: bool = True
     launch_ahead: bool = True
-    """Whether a verify is sent before the host has the draft's tokens, where the draft can leave them on the device."""
+    """Whether steps are sent before the host knows what the step before left for them on the device, where it can."""
 
     def __post_init__(self) -> None:
         _require("max_num_seqs", self.max_num_seqs, 1)

@@ -1,8 +1,20 @@
 """The two models as the engine knows them. In-process runners, BLS calls and scripted fakes implement them."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.plan import (
+    AuxHandle,
+    DraftPlan,
+    DraftReply,
+    DrawnHandle,
+    RunnerDescription,
+    TargetPlan,
+    TargetReply,
+)
+
+OnQueued = Callable[[AuxHandle, DrawnHandle], None]
+"""Takes what a verify will leave on the device."""
 
 
 class TargetModel(Protocol):
@@ -40,3 +52,36 @@ class DraftModel(Protocol):
             ModelUnavailableError: the runner is gone. Never fails a request: speculation goes off.
         """
         ...
+
+
+@runtime_checkable
+class LaunchingTarget(Protocol):
+    """A target that says when its step is queued, for a draft that queues its own right behind."""
+
+    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
+        """As `TargetModel.verify`. on_queued: called at most once, before the results are waited for; a step whose
+        results are not worked out on the device alone does not call it. Must not raise."""
+        ...
+
+
+@runtime_checkable
+class FollowingDraft(Protocol):
+    """A draft that can follow a verify before its results are known."""
+
+    def follow(self, plan: DraftPlan) -> DraftReply | None:
+        """As `DraftModel.propose`, of a plan with a `FollowPlan`: queue the step and leave its tokens.
+
+        Returns:
+            None when this step cannot follow; nothing was run, and it is to be proposed when the results are known.
+        """
+        ...
+
+
+def as_launching(target: object) -> LaunchingTarget | None:
+    """The target, if it can say when its step is queued."""
+    return target if isinstance(target, LaunchingTarget) else None
+
+
+def as_following(draft: object) -> FollowingDraft | None:
+    """The draft, if it can follow a verify."""
+    return draft if isinstance(draft, FollowingDraft) else None

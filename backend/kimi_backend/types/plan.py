@@ -180,6 +180,34 @@ class TargetReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnHandle:
+    """What a verify has drawn or will have, on the device, for a draft that follows it; see `TargetReply`."""
+
+    output_token_ids: Any | None = None
+    """[at least B, at least W + 1] int64."""
+    num_accepted_tokens: Any | None = None
+    """[at least B] int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowPlan:
+    """What a draft needs beside its plan to follow a verify before anybody knows how many tokens were accepted.
+
+    The plan then has all rows of the verify: `rows.token_ids` hold nothing, `rows.seq_lens` and `output_index` are as
+    if everything were accepted, `num_proposals` as if nothing were. With a accepted, a sequence is extended over a + 1
+    rows; the rows after them write slots that the next extension overwrites.
+    """
+
+    drawn: DrawnHandle = DrawnHandle()
+    drawn_rows: Int32Array
+    """[S] row of `drawn` of each sequence."""
+    room: Int32Array
+    """[S] of a sequence with a accepted, at most room - a tokens are proposed."""
+    first_index: Int64Array
+    """[S] index of the first token to be proposed, if none is accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
     """Rows for the draft to extend over, then how many tokens to propose.
 
@@ -201,6 +229,8 @@ class DraftPlan:
     """Of the B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
     output_index: Int64Array
     """[B] index of the first token to be proposed (the last extended row's position + 2)."""
+    follow: Any | None = None
+    """A `FollowPlan`, in one process only."""
     leaves_tokens: bool = False
     """Whether the draft may answer before its step is done, with a handle in place of ids and status."""
 

@@ -1,4 +1,4 @@
-"""Which model is called when, and for whom."""
+"""Which model is called when, and for whom, where each waits for the other (test_launch_ahead.py: where not)."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ class Recorder:
 
         target.verify = recorded_verify  # type: ignore[method-assign]
         draft.propose = recorded_propose  # type: ignore[method-assign]
-        settings = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens)
+        settings = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, launch_ahead=False)
         self.harness = EngineHarness(target, draft, settings)
 
     def run(self, *requests: GenerateRequest) -> list[str]:

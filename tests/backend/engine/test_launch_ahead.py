@@ -10,7 +10,7 @@ from kimi_backend.errors import KimiError
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import TargetPlan, TargetReply
-from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
+from kimi_backend.types.request import DraftSampling, EndCause, FinishReason, GenerateRequest
 from support.engine_runs import EngineHarness
 from support.plain_decoding import decode_plainly
 from support.random_requests import random_requests
@@ -21,7 +21,34 @@ VOCAB = 48
 SCRIPT = LogitScript(VOCAB)
 EOS = frozenset({5})
 REQUESTS = random_requests(random.Random(4), 120, VOCAB, longest_prompt=16, longest_output=22)
-EXPECTED = decode_plainly(SCRIPT, REQUESTS, eos_token_ids=EOS, max_model_len=128)
+
+
+def plain(request: GenerateRequest) -> GenerateRequest:
+    """Without what makes a draft wait for its verify, and without a choice that learns from one round more or less."""
+    sampling = replace(
+        request.sampling,
+        repetition_penalty=1.0,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        logit_bias={},
+        bad_words=(),
+        allowed_token_ids=(),
+        min_tokens=0,
+    )
+    is_greedy = request.draft_sampling is DraftSampling.GREEDY
+    choice = DraftSampling.GREEDY if is_greedy else DraftSampling.COUPLED
+    return replace(request, sampling=sampling, draft_sampling=choice)
+
+
+PLAIN = [plain(request) for request in REQUESTS]
+
+
+def expected_texts(requests: list[GenerateRequest]) -> list[list[int]]:
+    return decode_plainly(SCRIPT, requests, eos_token_ids=EOS, max_model_len=128)
+
+
+EXPECTED = {id(requests): expected_texts(requests) for requests in (REQUESTS, PLAIN)}
+BOTH = pytest.mark.parametrize("requests", [REQUESTS, PLAIN], ids=["processed", "plain"])
 
 
 class CountingTarget(ScriptedTarget):
@@ -29,9 +56,9 @@ class CountingTarget(ScriptedTarget):
 
     num_read = 0
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
+    def _verify(self, plan: TargetPlan) -> TargetReply:
         self.num_read += plan.draft_tokens.num_seqs > 0
-        return super().verify(plan)
+        return super()._verify(plan)
 
 
 def harness(
@@ -84,32 +111,37 @@ def texts(one: EngineHarness) -> list[list[int]]:
         {"max_num_seqs": 200},
         {"max_num_seqs": 30, "max_num_batched_tokens": 60},
         {"max_num_seqs": 60, "num_blocks": 90, "block_size": 2},
-        {"max_num_seqs": 7, "max_num_batched_tokens": 7, "requests": REQUESTS[:20]},
+        {"max_num_seqs": 7, "max_num_batched_tokens": 7},
     ],
 )
-def test_the_same_steps_as_in_lockstep(settings: dict[str, object]) -> None:
+@BOTH
+def test_the_same_steps_as_in_lockstep(settings: dict[str, object], requests: list[GenerateRequest]) -> None:
     """Chunks, k of 0 to 7 side by side, penalties and preemptions among them: every step holds the same blocks."""
     lockstep, ahead = (
-        harness(launch_ahead=launch_ahead, enable_prefix_cache=False, **settings)  # type: ignore[arg-type]
+        harness(launch_ahead=launch_ahead, requests=requests, enable_prefix_cache=False, **settings)  # type: ignore[arg-type]
         for launch_ahead in (False, True)
     )
     assert traced(ahead) == traced(lockstep)
     assert rounds(ahead) == rounds(lockstep)
-    assert texts(ahead) == texts(lockstep) == EXPECTED[: len(ahead.outcomes)]
+    assert texts(ahead) == texts(lockstep) == EXPECTED[id(requests)]
     assert ahead.core._target.num_read > 5  # type: ignore[attr-defined]
+    assert ahead.core._draft.num_followed > (5 if requests is PLAIN else -1)  # type: ignore[union-attr]
+    assert lockstep.core._draft.num_followed == 0  # type: ignore[union-attr]
     assert lockstep.core._target.num_read == 0  # type: ignore[attr-defined]
     if "num_blocks" in settings:
         assert ahead.core.scheduler.num_preemptions > 0
 
 
-def test_what_the_draft_fails_to_propose_counts_as_in_lockstep() -> None:
+@BOTH
+def test_what_the_draft_fails_to_propose_counts_as_in_lockstep(requests: list[GenerateRequest]) -> None:
     """No round for its placeholders, though they took rows; no draft for that request afterwards."""
     lockstep, ahead = (
-        harness(launch_ahead=launch_ahead, nan_token_id=7, max_num_seqs=200) for launch_ahead in (False, True)
+        harness(launch_ahead=launch_ahead, requests=requests, nan_token_id=7, max_num_seqs=200)
+        for launch_ahead in (False, True)
     )
     for one in (lockstep, ahead):
         one.run()
-    assert texts(ahead) == texts(lockstep) == EXPECTED
+    assert texts(ahead) == texts(lockstep) == EXPECTED[id(requests)]
     assert rounds(ahead) == rounds(lockstep)
     stopped = [o.sequence.wants_draft for o in ahead.outcomes]
     assert stopped == [o.sequence.wants_draft for o in lockstep.outcomes]
@@ -130,9 +162,10 @@ def test_a_failed_draft_publishes_nothing() -> None:
     assert len(published) >= 20
 
 
-@pytest.mark.parametrize("at_step", [1, 2, 5])
-def test_sequences_cancelled_between_draft_and_verify(at_step: int) -> None:
-    one = harness(max_num_seqs=40, num_blocks=300, requests=REQUESTS[:60])
+@pytest.mark.parametrize("at_step", [1, 2, 5, 9])
+@BOTH
+def test_sequences_cancelled_between_draft_and_verify(at_step: int, requests: list[GenerateRequest]) -> None:
+    one = harness(max_num_seqs=40, num_blocks=300, requests=requests)
 
     def cancel(step: int) -> None:
         if step == at_step:
@@ -140,7 +173,7 @@ def test_sequences_cancelled_between_draft_and_verify(at_step: int) -> None:
                 assert one.core.end(sequence, Finish(FinishReason.CANCELLED, cause=EndCause.CLIENT))
 
     one.run(each_step=cancel)
-    for outcome, tokens in zip(one.outcomes, EXPECTED, strict=False):
+    for outcome, tokens in zip(one.outcomes, EXPECTED[id(requests)], strict=True):
         assert outcome.token_ids == tokens[: len(outcome.token_ids)]
         assert outcome.token_ids == tokens or outcome.sequence.finish.reason is FinishReason.CANCELLED  # type: ignore[union-attr]
     assert one.core.kv.target_pool.num_held == 0
@@ -154,22 +187,23 @@ def test_everyone_cancelled_between_draft_and_verify() -> None:
     assert not one.step()
     later = [one.add(request) for request in REQUESTS[3:6]]
     one.run()
-    assert [outcome.token_ids for outcome in later] == EXPECTED[3:6]
+    assert [outcome.token_ids for outcome in later] == EXPECTED[id(REQUESTS)][3:6]
 
 
-def run_with(change: Callable[[EngineHarness, int], None]) -> EngineHarness:
-    one = harness(max_num_seqs=40, num_blocks=400)
+def run_with(requests: list[GenerateRequest], change: Callable[[EngineHarness, int], None]) -> EngineHarness:
+    one = harness(requests=requests, max_num_seqs=40, num_blocks=400)
 
     def each_step(step: int) -> None:
         change(one, step)
         one.clock.now += 0.2
 
     one.run(each_step=each_step)
-    assert texts(one) == EXPECTED
+    assert texts(one) == EXPECTED[id(requests)]
     return one
 
 
-def test_a_draft_lost_after_it_has_answered() -> None:
+@BOTH
+def test_a_draft_lost_after_it_has_answered(requests: list[GenerateRequest]) -> None:
     lost = []
 
     def restart(one: EngineHarness, step: int) -> None:
@@ -177,24 +211,25 @@ def test_a_draft_lost_after_it_has_answered() -> None:
             lost.append(one.core._unread)
             one.core._draft.restart()  # type: ignore[union-attr]
 
-    one = run_with(restart)
+    one = run_with(requests, restart)
     assert sum(unread is not None for unread in lost) > 1
     assert sum(outcome.sequence.num_preemptions for outcome in one.outcomes) > 0
 
 
-def test_a_target_lost_before_it_has_read() -> None:
+@BOTH
+def test_a_target_lost_before_it_has_read(requests: list[GenerateRequest]) -> None:
     def restart(one: EngineHarness, step: int) -> None:
         if step % 9 == 4:
             one.core._target.restart()  # type: ignore[attr-defined]
 
-    one = run_with(restart)
+    one = run_with(requests, restart)
     assert sum(outcome.sequence.num_preemptions for outcome in one.outcomes) > 0
 
 
 def test_a_target_that_says_nothing_of_the_draft_is_a_bug() -> None:
     one = harness(requests=REQUESTS[:3])
-    verify = one.core._target.verify
-    one.core._target.verify = lambda plan: replace(verify(plan), draft_status=None)  # type: ignore[method-assign]
+    verify = one.core._target._verify  # type: ignore[attr-defined]
+    one.core._target._verify = lambda plan: replace(verify(plan), draft_status=None)  # type: ignore[attr-defined]
     with pytest.raises(KimiError, match="draft_status of None sequences, 3 were asked"):
         one.run()
 
@@ -207,5 +242,34 @@ def test_a_draft_that_answers_with_ids_is_waited_for() -> None:
     for request in REQUESTS:
         one.add(request)
     one.run()
-    assert texts(one) == EXPECTED
+    assert texts(one) == EXPECTED[id(REQUESTS)]
     assert target.num_read == 0
+
+
+def test_a_draft_that_cannot_follow_is_asked_again() -> None:
+    one = harness(requests=PLAIN, max_num_seqs=200)
+    one.core._draft.follow = lambda plan: None  # type: ignore[union-attr, method-assign]
+    one.run()
+    assert texts(one) == EXPECTED[id(PLAIN)]
+    assert one.core._target.num_read > 5  # type: ignore[attr-defined]
+
+
+def test_a_target_that_does_not_call_is_no_problem() -> None:
+    one = harness(requests=PLAIN, max_num_seqs=200)
+    one.core._target.launches = False  # type: ignore[attr-defined]
+    one.run()
+    assert texts(one) == EXPECTED[id(PLAIN)]
+    assert one.core._draft.num_followed == 0  # type: ignore[union-attr]
+
+
+def test_a_draft_that_fails_in_the_middle_of_a_verify_costs_its_speculation_only() -> None:
+    """The verify that was under way counts as it would have."""
+    one = harness(requests=PLAIN, max_num_seqs=200)
+
+    def fail(step: int) -> None:
+        if step == 4:
+            one.core._draft.unavailable = True  # type: ignore[union-attr]
+
+    one.run(each_step=fail)
+    assert texts(one) == EXPECTED[id(PLAIN)]
+    assert not one.core.is_speculating

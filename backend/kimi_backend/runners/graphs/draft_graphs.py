@@ -23,15 +23,20 @@ from kimi_backend.runners.graphs.draft_inputs import (
     pad_proposals,
     proposal_layout,
 )
+from kimi_backend.runners.graphs.follow_inputs import (
+    fill_following_extension,
+    fill_following_proposals,
+    follow_verify,
+)
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, HostArrays, StaticArrays, StaticBlockTable, StaticResults
 from kimi_backend.runners.graphs.target_inputs import static_sampling_inputs
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.left_tokens import left_shape
 from kimi_backend.runners.metadata_builder import MetadataBuilder
-from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.plan_checks import RunnerLimits, slots_needed
 from kimi_backend.runners.row_arrays import RowArrays
-from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, DraftPlan, Int32Array, Int64Array
+from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, DraftPlan, FollowPlan, Int32Array, Int64Array
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_OK, SampleOutput, SamplingInputs, SamplingRows
@@ -152,6 +157,34 @@ class DraftGraphs:
             self._uploaded.record()
         self._proposals[bucket].run()
 
+    def follow(self, extension: Bucket, proposal: Bucket, plan: DraftPlan, follow: FollowPlan, region: int) -> None:
+        """Queue both steps of a checked plan behind the verify that they follow, as `extend` and `propose` do."""
+        self._wait_for_upload()
+        drawn, accepted = follow.drawn.output_token_ids, follow.drawn.num_accepted_tokens
+        assert drawn is not None
+        assert accepted is not None
+        rows, proposing = self._extensions[extension].arrays, self._proposals[proposal].arrays
+        first_aux_row = region * self._aux_buffer.rows
+        row_arrays = RowArrays.of(plan.rows, self._pool.block_size)
+        fill_following_extension(rows.host, plan, follow, row_arrays, first_aux_row, drawn.shape[1])
+        fill_following_proposals(proposing.host, plan, follow)
+        self._upload_table(plan)
+        rows.upload()
+        proposing.upload()
+        if self._uploaded is not None:
+            self._uploaded.record()
+        follow_verify(
+            rows.device,
+            proposing.device,
+            self._table.tensor[: proposal.num_seqs],
+            drawn,
+            accepted,
+            block_size=self._pool.block_size,
+            vocab_size=self._model.config.vocab_size,
+        )
+        self._extensions[extension].run()
+        self._proposals[proposal].run()
+
     def drawn(self, bucket: Bucket, plan: DraftPlan) -> tuple[Int64Array, Int32Array]:
         """What `propose` drew; waits for the device.
 
@@ -168,7 +201,7 @@ class DraftGraphs:
             self._uploaded.synchronize()
 
     def _upload_table(self, plan: DraftPlan) -> None:
-        longest = int((plan.rows.seq_lens + np.maximum(plan.num_proposals - 1, 0)).max())
+        longest = int(slots_needed(plan).max())
         self._table.upload(plan.rows.block_table, -(-longest // self._pool.block_size))
 
     def _extension(self, bucket: Bucket) -> _Step:

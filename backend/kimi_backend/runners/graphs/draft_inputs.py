@@ -21,6 +21,8 @@ def extension_layout(bucket: Bucket) -> ArrayLayout:
             "cu_seqlens": ((bucket.num_seqs + 1,), np.int32),
             "seq_lens": (seqs, np.int32),
             "last_rows": (seqs, np.int64),
+            "drawn_rows": (seqs, np.int64),
+            "drawn_places": (rows, np.int64),
         }
     )
 
@@ -66,6 +68,7 @@ def proposal_layout(bucket: Bucket) -> ArrayLayout:
             "token_index": ((bucket.num_proposals, bucket.num_seqs), np.int64),
             "is_wanted": ((bucket.num_proposals, bucket.num_seqs), np.int32),
             "counts": ((bucket.num_proposals, bucket.num_seqs), np.int32),
+            **dict.fromkeys(("first_len", "first_index", "most", "room", "drawn_rows"), (seqs, np.int64)),
             **{name: (seqs, dtype) for name, (dtype, _) in SAMPLING_SPECS.items()},
         }
     )
@@ -88,18 +91,22 @@ def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None
     that it owns, and what they draw is dropped.
     """
     num_seqs = len(plan.num_proposals)
-    proposing = np.flatnonzero(plan.num_proposals)
     _fill_steps(arrays, plan, block_size)
     first_index = plan.rows.seq_lens.astype(np.int64) + 1
     step = np.arange(len(arrays["token_index"]))[:, None]
     arrays["token_index"][:, :num_seqs] = first_index + step
     arrays["is_wanted"][:, :num_seqs] = step < plan.num_proposals
     arrays["counts"][:, :num_seqs] = step < np.maximum(plan.num_proposals, 1)
-    if len(proposing) < num_seqs:
-        pad_sampling(arrays, 0)
+    fill_steps_sampling(arrays, plan)
+    pad_proposals(arrays, num_seqs)
+
+
+def fill_steps_sampling(arrays: HostArrays, plan: DraftPlan) -> None:
+    """Parameters of the draws, of padded sequences too."""
+    num_seqs, proposing = len(plan.num_proposals), np.flatnonzero(plan.num_proposals)
+    pad_sampling(arrays, num_seqs if len(proposing) == num_seqs else 0)
     fill_sampling(arrays, plan.sampling, proposing)
     arrays["temperature"][proposing[plan.greedy]] = 0
-    pad_proposals(arrays, num_seqs)
 
 
 def _fill_steps(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None:

@@ -4,7 +4,7 @@ All buckets of a runner lie in one arena, because one step runs at a time: a ste
 memory and go to the device in one copy.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,8 @@ class StaticResults:
         self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._host = torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._words = self._host.numpy()
+        is_cuda = device.type == "cuda"
+        self._arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def store(self, parts: list[torch.Tensor]) -> None:
         """Inside the step: keep parts, int32 or int64, one after another."""
@@ -118,9 +120,17 @@ class StaticResults:
         """[num_words] int32 on the device: what was stored last."""
         return self._device
 
-    def fetch(self, num_words: int) -> npt.NDArray[np.int32]:
-        """The first words, a copy. Waits for the device: the only time in a step."""
+    def fetch(self, num_words: int, meanwhile: Callable[[], None] | None = None) -> npt.NDArray[np.int32]:
+        """The first words, a copy. Waits for the device: the only time in a step.
+
+        Args:
+            meanwhile: called when the copy is queued; what it queues is not waited for.
+        """
         self._host[:num_words].copy_(self._device[:num_words], non_blocking=True)
-        if self._device.is_cuda:
-            torch.cuda.current_stream(self._device.device).synchronize()
+        if self._arrived is not None:
+            self._arrived.record()
+        if meanwhile is not None:
+            meanwhile()
+        if self._arrived is not None:
+            self._arrived.synchronize()
         return self._words[:num_words].copy()

@@ -28,7 +28,7 @@ from kimi_backend.runners.left_tokens import as_input, left_shape
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.row_arrays import RowArrays
-from kimi_backend.types.plan import Int32Array, Int64Array, TargetPlan
+from kimi_backend.types.plan import DrawnHandle, Int32Array, Int64Array, TargetPlan
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import SamplingRows
@@ -161,12 +161,15 @@ class TargetGraphs:
             rows = min(len(source), len(target))
             target[:rows, :num_seqs].copy_(source[:rows, :num_seqs])
 
-    def sample(self, bucket: Bucket, plan: TargetPlan) -> VerifyResult:
-        """Draw and verify after `forward`; waits for the device."""
+    def sample(
+        self, bucket: Bucket, plan: TargetPlan, on_queued: Callable[[DrawnHandle], None] | None = None
+    ) -> VerifyResult:
+        """Draw and verify after `forward`; waits for the device. on_queued: see `LaunchingTarget.verify_ahead`."""
         self._steps[bucket].sample()
         num_seqs, width = bucket.num_seqs, bucket.query_len
         num_words = num_seqs * (2 * width + 2)
-        words = self._results.fetch(num_words + self._left_shape[1])
+        meanwhile = None if on_queued is None else partial(on_queued, self._drawn(bucket))
+        words = self._results.fetch(num_words + self._left_shape[1], meanwhile)
         count = len(plan.num_sampled_rows)
         token_ids = words[: 2 * num_seqs * width].view(np.int64).reshape(num_seqs, width)
         accepted, status = words[2 * num_seqs * width : num_words].reshape(2, num_seqs)
@@ -178,6 +181,15 @@ class TargetGraphs:
             num_accepted_tokens=accepted[:count],
             status=status[:count],
             draft_status=words[num_words : num_words + num_left] if num_left else None,
+        )
+
+    def _drawn(self, bucket: Bucket) -> DrawnHandle:
+        """Where the last step's results are on the device."""
+        num_seqs, size = bucket.num_seqs, bucket.num_seqs * bucket.query_len
+        words = self._results.words
+        return DrawnHandle(
+            output_token_ids=words[: 2 * size].view(torch.int64).view(num_seqs, bucket.query_len),
+            num_accepted_tokens=words[2 * size : 2 * size + num_seqs],
         )
 
     def _step(self, bucket: Bucket) -> _Step:

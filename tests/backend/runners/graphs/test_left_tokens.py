@@ -8,12 +8,24 @@ import pytest
 import torch
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.draft_inputs import extension_layout, proposal_layout
+from kimi_backend.runners.graphs.follow_inputs import (
+    fill_following_extension,
+    fill_following_proposals,
+    follow_verify,
+)
 from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays
 from kimi_backend.runners.left_tokens import left_places, window_rows
-from kimi_backend.types.plan import TargetPlan, TokenHandle
+from kimi_backend.runners.row_arrays import RowArrays
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.plan import DraftPlan, DraftReply, FollowPlan, RowPlan, TargetPlan, TokenHandle
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
+from support.engine_runs import EngineHarness
 from support.speculative_loop import SpeculativeLoop, Step
 
 SETTING = Setting(kernels=KernelSet.reference())
@@ -213,3 +225,101 @@ def test_what_fits_no_step_is_refused() -> None:
     ):
         with pytest.raises(InvalidRequestError, match=message):
             target.verify(wrong)
+
+
+def run_engine(kind: str, launch_ahead: bool, requests: list[GenerateRequest]) -> tuple[EngineHarness, list[bool]]:
+    """To the end, over pools full of NaN; of each step that the draft might follow, whether it did."""
+    target, draft = runner_pair(ACCEPTING, kind, EagerRecorder())
+    followed: list[bool] = []
+    follow = draft.follow
+
+    def counted(plan: DraftPlan) -> DraftReply | None:
+        reply = follow(plan)
+        followed.append(reply is not None)
+        return reply
+
+    draft.follow = counted  # type: ignore[method-assign]
+    settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead)
+    harness = EngineHarness(target, draft, settings, eos_token_ids={3})
+    for request in requests:
+        harness.add(request)
+    harness.run()
+    return harness, followed
+
+
+def engine_requests(count: int) -> list[GenerateRequest]:
+    """k of 0 to 7, some near their limit, some that stop; greedy and not."""
+    generator = np.random.default_rng(11)
+    return [
+        GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(generator.integers(8, 96, int(generator.integers(3, 40))).tolist()),
+            sampling=SamplingParams(
+                max_tokens=int(generator.integers(2, 50)),
+                temperature=float(index % 2),
+                seed=index,
+                ignore_eos=index < 5,
+            ),
+            num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
+            draft_sampling=DraftSampling.GREEDY if index % 3 else DraftSampling.COUPLED,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_a_draft_that_follows_proposes_what_one_that_waits_does(kind: str) -> None:
+    """Its accepted tokens, lengths, slots and noise are worked out on the device; the text is made of what it proposes,
+    so one wrong number shows."""
+    requests = engine_requests(12)
+    lockstep, never = run_engine(kind, False, requests)
+    ahead, followed = run_engine(kind, True, requests)
+    assert not never
+    assert sum(followed) > 12
+    for waited, launched in zip(lockstep.outcomes, ahead.outcomes, strict=True):
+        assert launched.token_ids == waited.token_ids
+        assert launched.rounds == waited.rounds
+    assert sum(accepted for outcome in ahead.outcomes for _, accepted in outcome.rounds) > 50
+
+
+def test_numbers_worked_out_on_the_device() -> None:
+    """Two sequences of a bucket of three; the second has room for two proposals if nothing is accepted."""
+    rows, draws = Bucket.of(3, 4), Bucket.of(3, 1, 3)
+    extension = StaticArrays(extension_layout(rows), Arena([extension_layout(rows)], torch.device("cpu")))
+    proposals = StaticArrays(proposal_layout(draws), Arena([proposal_layout(draws)], torch.device("cpu")))
+    table = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
+    loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", None), [[1, 2, 3], [1, 2]], [3, 3])
+    base = loop.step().draft_plan
+    assert base is not None
+    plan = replace(
+        base,
+        rows=RowPlan(
+            token_ids=np.zeros(6, np.int32),
+            query_lens=np.array([4, 2], np.int32),
+            seq_lens=np.array([9, 7], np.int32),
+            block_table=table,
+        ),
+        aux_rows=np.arange(6),
+        num_proposals=np.array([3, 2], np.int32),
+    )
+    drawn = torch.tensor([[90, -1, -1, -1], [41, 42, 43, -1], [7, 8, -1, -1]])
+    accepted = torch.tensor([0, 2, 1], dtype=torch.int32)
+    follow = FollowPlan(
+        drawn_rows=np.array([1, 2], np.int32), room=np.array([50, 2], np.int32), first_index=np.array([107, 7])
+    )
+    fill_following_extension(extension.host, plan, follow, RowArrays.of(plan.rows, 4), 0, 4)
+    fill_following_proposals(proposals.host, plan, follow)
+    extension.upload()
+    proposals.upload()
+    static_table = torch.zeros((3, 3), dtype=torch.int32)
+    static_table[:2] = torch.from_numpy(table)
+    follow_verify(extension.device, proposals.device, static_table, drawn, accepted, block_size=4, vocab_size=96)
+    assert extension.device["token_ids"][:6].tolist() == [41, 42, 43, 0, 7, 8]
+    assert extension.device["last_rows"][:2].tolist() == [2, 5]
+    # 5 tokens and 3 rows, then 5 tokens and 2 rows, of which room is left for one proposal.
+    assert proposals.device["token_index"].tolist() == [[109, 8, 0], [110, 9, 0], [111, 10, 0]]
+    assert proposals.device["is_wanted"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 0, 0]]
+    assert proposals.device["counts"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 0, 0]]
+    assert proposals.device["seq_lens"].tolist() == [[9, 7, 0], [10, 7, 0]]
+    assert proposals.device["positions"].tolist() == [[8, 6, 0], [9, 6, 0]]
+    assert proposals.device["slots"].tolist() == [[28, -1, -1], [29, -1, -1]]

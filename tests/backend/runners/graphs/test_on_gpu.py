@@ -1,7 +1,7 @@
 """CUDA graphs against the same steps without: replays over other batches, lengths, blocks and sampling parameters."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -141,10 +141,12 @@ def only_fetch_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     fetch = static_arrays.StaticResults.fetch
 
-    def allowed(self: static_arrays.StaticResults, num_words: int) -> object:
+    def allowed(
+        self: static_arrays.StaticResults, num_words: int, meanwhile: Callable[[], None] | None = None
+    ) -> object:
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return fetch(self, num_words)
+            return fetch(self, num_words, meanwhile)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
