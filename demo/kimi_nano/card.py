@@ -64,17 +64,18 @@ def _held_out(held_out: dict[str, Any]) -> str:
 def _texts(report: dict[str, Any]) -> str:
     rows = []
     for temperature, measures in report["text"].items():
-        lookup = measures["prompt_lookup"]
+        lookup, apart = measures["prompt_lookup"], measures["distinct_4gram_share_not_looping"]
         rows.append(
             (
                 temperature,
                 f"{measures['distinct_4gram_share']:.2f}",
+                "" if apart is None else f"{apart:.2f}",
                 f"{measures['looping_prompts']} of {report['num_prompts']}",
                 *_lengths(lookup),
             )
         )
-    heads = ("temperature", "distinct 4-grams", "looping texts", "prompt lookup: acceptance length", *APART)
-    return _table(heads, rows)
+    heads = ("temperature", "distinct 4-grams, all texts", "texts that do not loop", "looping texts")
+    return _table((*heads, "prompt lookup: acceptance length", *APART), rows)
 
 
 def _lengths(numbers: dict[str, Any]) -> tuple[str, ...]:
@@ -115,8 +116,10 @@ def _wrong(report: dict[str, Any]) -> str:
 
 
 def _samples(report: dict[str, Any]) -> str:
-    parts = ["Three texts at temperature 1; the prompt's last line, then what the target wrote:", ""]
-    for sample in report["samples"]:
+    samples = report["samples"]
+    temperature = samples[0]["temperature"]
+    parts = [f"Texts at temperature {temperature}; the prompt's last line, then what the target wrote:", ""]
+    for sample in samples:
         end = sample["prompt_end"].rstrip("\n").rsplit("\n", 1)[-1]
         continuation = sample["continuation"].replace("```", "'''")
         parts += [f"`{sample['file']}`", "", "```text", end, continuation, "```", ""]

@@ -33,6 +33,7 @@ NUM_DRAFT_TOKENS = 3
 TEMPERATURES = (0.0, 1.0)
 GENERATION_BATCH = 50
 NUM_SAMPLES = 3
+SAMPLE_TEMPERATURE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def evaluate(
     result: dict[str, Any] = {"num_prompts": len(prompts), "num_draft_tokens": NUM_DRAFT_TOKENS}
     texts = {temperature: _texts(work, temperature, report) for temperature in TEMPERATURES}
     result["text"] = {str(temperature): _text_measures(work, written) for temperature, written in texts.items()}
-    result["samples"] = _samples(work, texts[TEMPERATURES[-1]])
+    result["samples"] = _samples(work)
     result["held_out"] = _held_out(work)
     write_json(report, result)
     result["drafts"] = _drafts(work, texts)
@@ -96,25 +97,32 @@ def _texts(work: Evaluation, temperature: float, report: Path) -> Tensor:
 
 
 def _text_measures(work: Evaluation, written: Tensor) -> dict[str, Any]:
-    shares = [distinct_4gram_share(ids) for ids in written.tolist()]
+    shares = torch.tensor([distinct_4gram_share(ids) for ids in written.tolist()])
+    loops = is_looping(written)
     prompts = [prompt.token_ids for prompt in work.prompts]
     lookup = {"lookup": lookup_acceptance(prompts, written, NUM_DRAFT_TOKENS)}
     return {
-        "distinct_4gram_share": sum(shares) / len(shares),
-        "looping_prompts": int(is_looping(written).sum()),
-        "prompt_lookup": _by_looping(lookup, is_looping(written))["lookup"],
+        "distinct_4gram_share": float(shares.mean()),
+        "distinct_4gram_share_not_looping": float(shares[~loops].mean()) if not loops.all() else None,
+        "looping_prompts": int(loops.sum()),
+        "prompt_lookup": _by_looping(lookup, loops)["lookup"],
     }
 
 
-def _samples(work: Evaluation, written: Tensor) -> list[dict[str, str]]:
-    chosen = list(zip(work.prompts, written.tolist(), strict=True))[:NUM_SAMPLES]
+def _samples(work: Evaluation) -> list[dict[str, str]]:
+    chosen, device = work.prompts[:NUM_SAMPLES], work.target.device
+    temperatures = torch.full((len(chosen),), SAMPLE_TEMPERATURE, device=device)
+    seeds = torch.arange(len(chosen), device=device)
+    prompts = [prompt.token_ids for prompt in chosen]
+    written = generate(work.target, prompts, NUM_NEW_TOKENS, temperatures, seeds, torch.float32)
     return [
         {
             "file": prompt.key,
+            "temperature": f"{SAMPLE_TEMPERATURE:g}",
             "prompt_end": work.tokenizer.decode(prompt.token_ids[-64:]),
             "continuation": work.tokenizer.decode(ids),
         }
-        for prompt, ids in chosen
+        for prompt, ids in zip(chosen, written.tolist(), strict=True)
     ]
 
 

@@ -1,10 +1,18 @@
-"""KL(target || draft) through a vocabulary head, with the gradient written out.
+"""What a draft is trained on: its distribution over the vocabulary against the target's, with the gradient written out.
 
-The gradient of KL(p || softmax(l)) in the logits l is softmax(l) - p, so the forward pass can finish it and keep only
-what is as small as the hidden states: no [rows, vocabulary] tensor waits for the backward pass.
+Two losses, mixed:
+
+- KL(p || q) of the target's p and the draft's q, whose gradient in the logits is q - p;
+- the chance that coupled draws differ. With the same Gumbel noise both draw x with chance
+  1 / sum_y max(p_y / p_x, q_y / q_x) (the noise of y must lose on either side), so, given that the target draws x,
+  the draft does too with chance 1 / sum_y max(p_y, p_x q_y / q_x). One draw of each row is enough.
+
+KL wants the draft as unsure as what it cannot know; agreeing draws want it surer. The forward pass finishes the
+gradient and keeps only what is as small as the hidden states: no [rows, vocabulary] tensor waits for the backward pass.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,17 +20,37 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The target's distribution in rows of any shape."""
+
+    probabilities: Tensor
+    """[..., V], in the dtype of products."""
+    entropy: Tensor
+    """[...] float32, in nats."""
+    draws: Tensor
+    """[...] int64, one token drawn from it."""
+
+    def rows(self, start: int, count: int) -> "Teacher":
+        """Places `start` to `start + count` of windows [B, L, ...], flattened."""
+        parts = (self.probabilities, self.entropy, self.draws)
+        return Teacher(*(x[:, start : start + count].flatten(0, 1) for x in parts))
+
+
 class HeadDivergence(torch.autograd.Function):
     """`head_divergence` as an operation that autograd knows."""
 
     @staticmethod
-    def forward(ctx: Any, normed: Tensor, head: Tensor, teacher: Tensor, entropy: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, normed: Tensor, head: Tensor, teacher: Teacher, coupled_share: Tensor, dtype: torch.dtype
+    ) -> Tensor:
         rows, weight = normed.detach().to(dtype), head.detach().to(dtype)
         function = _compiled(_divergence) if normed.is_cuda else _divergence
-        divergence, gradient = function(rows @ weight.T, teacher, entropy)
+        given = (teacher.probabilities, teacher.entropy, teacher.draws)
+        loss, gradient = function(rows @ weight.T, *given, coupled_share)
         head_gradient = (gradient.T @ rows).to(head.dtype) if ctx.needs_input_grad[1] else None
         ctx.save_for_backward((gradient @ weight).to(normed.dtype), head_gradient)
-        return divergence.mean()
+        return loss.mean()
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
@@ -36,35 +64,53 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def _divergence(logits: Tensor, teacher: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """[R] float32, each row's divergence, and the gradient of their mean in the logits [R, V]."""
-    wide, p = logits.float(), teacher.float()
+def _divergence(
+    logits: Tensor, teacher: Tensor, entropy: Tensor, draws: Tensor, share: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[R] float32, each row's loss, and the gradient of their mean in the logits [R, V]."""
+    wide, p, drawn = logits.float(), teacher.float(), draws[:, None]
     log_q = wide.log_softmax(dim=-1)
     divergence = -(p * log_q).sum(dim=-1) - entropy
-    return divergence, ((log_q.exp() - p) / len(logits)).to(logits.dtype)
+    # What each token weighs in the sum over max(p_y, p_x q_y / q_x), as the draft has it.
+    weighed = p.gather(1, drawn) * (log_q - log_q.gather(1, drawn)).clamp(max=60).exp()
+    total = torch.maximum(weighed, p).sum(dim=-1, keepdim=True)
+    agree = 1 / total
+    pull = torch.where(weighed > p, agree * (weighed / total), 0.0)
+    is_drawn = torch.arange(logits.shape[1], device=logits.device) == drawn
+    apart = pull - torch.where(is_drawn, pull.sum(dim=-1, keepdim=True), 0.0)
+    gradient = (1 - share) * (log_q.exp() - p) + share * apart
+    return (1 - share) * divergence + share * (1 - agree[:, 0]), (gradient / len(logits)).to(logits.dtype)
 
 
-def head_divergence(normed: Tensor, head: Tensor, teacher: Tensor, entropy: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean over rows of KL(teacher || softmax(normed @ head.T)), in nats.
+def head_divergence(
+    normed: Tensor, head: Tensor, teacher: Teacher, coupled_share: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Mean over rows of the loss of softmax(normed @ head.T).
 
     Args:
         normed: [R, H] float32. head: [V, H] float32.
-        teacher: [R, V], probabilities. entropy: [R] float32, theirs.
+        teacher: of R rows.
+        coupled_share: [] float32 on the same device: 0 is the divergence in nats, 1 the chance that draws differ.
         dtype: that products are computed in.
     """
-    result: Tensor = HeadDivergence.apply(normed, head, teacher, entropy, dtype)
+    result: Tensor = HeadDivergence.apply(normed, head, teacher, coupled_share, dtype)
     return result
 
 
 @torch.no_grad()
-def teacher_probabilities(normed: Tensor, head: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., V] in `dtype`, the target's distribution over the rows of `head`, and its entropy [...] float32."""
+def teacher_of(normed: Tensor, head: Tensor, dtype: torch.dtype) -> Teacher:
+    """The target's distribution over the rows of `head`.
+
+    Args:
+        normed: [..., H].
+    """
     logits = normed.to(dtype) @ head.to(dtype).T
-    result: tuple[Tensor, Tensor] = (_compiled(_distribution) if normed.is_cuda else _distribution)(logits)
-    return result
+    waits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
+    return Teacher(*(_compiled(_distribution) if normed.is_cuda else _distribution)(logits, waits))
 
 
-def _distribution(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _distribution(logits: Tensor, waits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     log_p = logits.float().log_softmax(dim=-1)
     p = log_p.exp()
-    return p.to(logits.dtype), -(p * log_p).sum(dim=-1)
+    # The first to arrive of exponential clocks with rates p is drawn from p.
+    return p.to(logits.dtype), -(p * log_p).sum(dim=-1), (p / waits).argmax(dim=-1)

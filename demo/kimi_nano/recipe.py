@@ -24,14 +24,14 @@ NUM_RESERVED_TOKENS = 256
 class UnloopRecipe:
     """How the target is kept from looping, see `unloop`."""
 
-    peak_lr: float = 1e-3
+    peak_lr: float = 1.5e-3
     warmup_steps: int = 40
     plain_share: float = 0.33
-    """First part of the stage, in which nothing is punished: the target merely reads more of the corpus."""
+    """First part of the stage, in which the target merely reads more of the corpus."""
     gram: int = 4
-    """Tokens of a repeat; its last one is punished."""
-    weight: float = 0.5
-    """Of the punishment beside the cross entropy."""
+    """Tokens of a repeat; its last one is taken out."""
+    weight: float = 1.0
+    """Of the divergence on its own text beside the cross entropy."""
     window: int = 1024
     """Tokens of a window of the corpus, and of the longest prompt with what follows it: one shape to compile."""
     batch_tokens: int = 49152
@@ -39,7 +39,7 @@ class UnloopRecipe:
     shortest_prompt: int = 32
     """Lengths are drawn evenly up to the longest: prompts of one length teach not to loop at one place of a text."""
     own_tokens: int = 160
-    own_sequences: int = 640
+    own_sequences: int = 576
     """Written anew every `steps_a_pass` steps."""
     steps_a_pass: int = 24
     bias_step: float = 1e-4
@@ -65,6 +65,10 @@ class Recipe:
     """Steps that a draft is unrolled over."""
     unroll_decay: float = 0.8
     """Weight of a step's loss relative to the step before."""
+    coupled_share: float = 0.5
+    """Of the chance that coupled draws differ in the drafts' loss, beside the divergence."""
+    coupled_from: float = 0.5
+    """Progress from which on it counts."""
     peak_lr: float = 3e-3
     draft_peak_lr: float = 1e-2
     draft_warmup_steps: int = 20
@@ -76,8 +80,9 @@ class Recipe:
     bias_step: float = 1e-3
     """What the router's correction bias moves a step, towards even load."""
     generated_sequences: int = 8192
+    generated_prompt_tokens: int = 192
     generated_tokens: int = 320
-    generated_share: float = 0.5
+    generated_share: float = 0.6
     """Share of the drafts' batches that the target wrote itself."""
     unloop: UnloopRecipe = UnloopRecipe()
     num_layers: int = 8
@@ -197,6 +202,7 @@ MICRO = Recipe(
     peak_lr=1e-2,
     draft_peak_lr=2e-2,
     generated_sequences=8,
+    generated_prompt_tokens=64,
     generated_tokens=64,
     unloop=UnloopRecipe(
         window=64, batch_tokens=512, shortest_prompt=8, own_tokens=32, own_sequences=8, steps_a_pass=3, warmup_steps=2

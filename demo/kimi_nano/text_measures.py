@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kimi_nano.acceptance import Acceptance
 
-LOOPING = 0.5
-"""A text loops when fewer of its 4-grams than this share are distinct."""
+LOOP_TIMES = 3
+LOOP_TOKENS = 24
+"""A text loops when it ends in the same run of tokens `LOOP_TIMES` times over, and for at least so many tokens."""
 LONGEST_LOOKUP = 4
 
 
@@ -20,9 +21,19 @@ def distinct_4gram_share(token_ids: Sequence[int]) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
+def ends_in_loop(token_ids: Sequence[int]) -> bool:
+    """Whether one text ends in a run of tokens again and again, see `LOOP_TOKENS`."""
+    count = len(token_ids)
+    for period in range(1, count // LOOP_TIMES + 1):
+        length = max(LOOP_TIMES * period, LOOP_TOKENS)
+        if length <= count and token_ids[count - length + period :] == token_ids[count - length : count - period]:
+            return True
+    return False
+
+
 def is_looping(written: Tensor) -> Tensor:
     """[B] bool for texts [B, G]."""
-    return torch.tensor([distinct_4gram_share(ids) < LOOPING for ids in written.tolist()])
+    return torch.tensor([ends_in_loop(ids) for ids in written.tolist()])
 
 
 def gzip_nats_per_byte(texts: Sequence[bytes]) -> tuple[float, float]:

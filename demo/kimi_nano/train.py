@@ -33,7 +33,6 @@ from kimi_nano.unloop import unloop
 ALIGNED_WINDOWS = 32
 WATCHED_FILES = 48
 """Held-out files whose loss is measured while training."""
-PROMPT_TOKENS = 64
 GENERATION_BATCH = 2048
 TEMPERATURES = (1.0, 1.0, 0.0, 0.6)
 """Of the sequences that the target writes for its drafts, in turn."""
@@ -206,7 +205,7 @@ def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype,
     if not recipe.generated_sequences:
         return None
     count, device = recipe.generated_sequences, target.device
-    prompts = corpus.batch(count, PROMPT_TOKENS)
+    prompts = corpus.batch(count, recipe.generated_prompt_tokens)
     temperature = torch.tensor(TEMPERATURES, device=device).repeat(-(-count // len(TEMPERATURES)))[:count]
     seeds = torch.arange(count, device=device) + run.seed
     chunks = zip(*(x.split(GENERATION_BATCH) for x in (prompts, temperature, seeds)), strict=True)

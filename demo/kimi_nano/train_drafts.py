@@ -1,4 +1,5 @@
-"""Trains the drafts side by side on one frozen target: forward KL to its distribution, unrolled over several steps.
+"""Trains the drafts side by side on one frozen target, unrolled over several steps: forward KL to its distribution,
+and towards the end also the chance that draws with the target's noise agree (`head_divergence`).
 
 Matrices are trained with Muon (Jordan et al. 2024), a head of its own and the norms with AdamW: a draft's training is
 short of steps rather than of text, and Muon needs fewer.
@@ -14,7 +15,7 @@ from kimi_nano.captured import Captured
 from kimi_nano.dataset import Windows
 from kimi_nano.drafts import NanoDraft
 from kimi_nano.features import WINDOWS_A_PASS, DraftBatch, DraftBatches, KeptBatches, LiveBatches
-from kimi_nano.head_divergence import head_divergence, teacher_probabilities
+from kimi_nano.head_divergence import head_divergence, teacher_of
 from kimi_nano.pace import Curve, Pace, set_learning_rate
 from kimi_nano.recipe import Run
 from kimi_nano.target import NanoTarget
@@ -75,10 +76,13 @@ def train_drafts(
     target.requires_grad_(False)
     optimizers = {kind: _optimizers(draft) for kind, draft in drafts.items()}
     curves = {kind: Curve(f"draft {kind.value}") for kind in drafts}
-    next_losses = _gradients(drafts, target, batches, run, dtype, captures)
+    coupled_share = torch.zeros((), device=target.device)
+    next_losses = _gradients(drafts, target, batches, run, coupled_share, dtype, captures)
     pending: Tensor | None = None
     while pace.progress < 1.0:
         rate = pace.learning_rate(recipe.draft_peak_lr, recipe.draft_warmup_steps)
+        if pace.progress >= recipe.coupled_from:
+            coupled_share.fill_(recipe.coupled_share)
         losses = next_losses()
         for kind, draft in drafts.items():
             _update(draft, optimizers[kind], rate)
@@ -91,7 +95,13 @@ def train_drafts(
 
 
 def _gradients(
-    drafts: Drafts, target: NanoTarget, batches: DraftBatches, run: Run, dtype: torch.dtype, captures: bool
+    drafts: Drafts,
+    target: NanoTarget,
+    batches: DraftBatches,
+    run: Run,
+    coupled_share: Tensor,
+    dtype: torch.dtype,
+    captures: bool,
 ) -> Callable[[], Tensor]:
     """A function that leaves the gradients of a new batch in the drafts and returns their losses [drafts, unroll]."""
     unroll, decay = run.recipe.unroll, run.recipe.unroll_decay
@@ -100,7 +110,7 @@ def _gradients(
         values = []
         for draft in drafts.values():
             draft.zero_grad(set_to_none=True)
-            losses = torch.stack(unrolled_losses(draft, target, batch, unroll, dtype))
+            losses = torch.stack(unrolled_losses(draft, target, batch, unroll, coupled_share, dtype))
             (losses * decay ** torch.arange(unroll, device=losses.device)).sum().backward()
             values.append(losses.detach())
         return torch.stack(values)
@@ -114,21 +124,21 @@ def _gradients(
 
 
 def unrolled_losses(
-    draft: NanoDraft, target: NanoTarget, batch: DraftBatch, unroll: int, dtype: torch.dtype
+    draft: NanoDraft, target: NanoTarget, batch: DraftBatch, unroll: int, coupled_share: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """KL of each step, mean nats a start."""
+    """`head_divergence` of each step, mean over starts."""
     aux = torch.cat([batch.aux[j] for j in draft.config.aux_layer_ids], dim=-1)
     starts = aux.shape[1] - 1 - unroll  # every step of every start has a token to read and one to predict
     head = target.weight("lm_head.weight")
     teacher_head = head if draft.kept_tokens is None else head[draft.kept_tokens]
-    teacher, entropy = teacher_probabilities(batch.normed[:, 1:], teacher_head, dtype)
+    teacher = teacher_of(batch.normed[:, 1:], teacher_head, dtype)
     unrolling = draft.start(starts)
     hidden = draft.combine_aux(aux[:, :starts], dtype)
     losses = []
     for j in range(unroll):
         step = unrolling.step(batch.embedded[:, 1 + j : 1 + j + starts], hidden, dtype)
-        p, h = (x[:, j : j + starts].flatten(0, 1) for x in (teacher, entropy))
-        losses.append(head_divergence(step.normed.flatten(0, 1), draft.head(head), p, h, dtype))
+        rows = teacher.rows(j, starts)
+        losses.append(head_divergence(step.normed.flatten(0, 1), draft.head(head), rows, coupled_share, dtype))
         hidden = step.hidden
     return losses
 

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from kimi_kernels.quantization.reference import dequantize_int4, quantize_int4
 from kimi_nano.export import bake, read_target, rounding_source, unbake, write_target
 from kimi_nano.formulas import all_experts, chosen_experts, fake_int4, route
-from kimi_nano.head_divergence import head_divergence, teacher_probabilities
+from kimi_nano.head_divergence import Teacher, head_divergence, teacher_of
 from kimi_nano.recipe import MICRO
 from kimi_nano.target import NanoTarget
-from kimi_nano.text_measures import distinct_4gram_share, lookup_draft
+from kimi_nano.text_measures import distinct_4gram_share, ends_in_loop, is_looping, lookup_draft
 
 
 def test_rounding_in_training_is_the_files_rounding() -> None:
@@ -51,17 +52,38 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     assert weights.tolist() == [[0.0, 0.0, 0.5]]
 
 
-def test_the_divergence_and_its_gradients_are_autograds() -> None:
+def plain_loss(logits: torch.Tensor, teacher: Teacher, share: float) -> torch.Tensor:
+    p, q = teacher.probabilities, logits.softmax(-1)
+    p_drawn, q_drawn = (x.gather(1, teacher.draws[:, None]) for x in (p, q))
+    agree = 1 / torch.maximum(p, p_drawn * q / q_drawn).sum(-1)
+    divergence = (p * (p.log() - q.log())).sum(-1)
+    return ((1 - share) * divergence + share * (1 - agree)).mean()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_the_drafts_loss_and_its_gradients_are_autograds(share: float) -> None:
     generator = torch.Generator().manual_seed(2)
     normed = torch.randn(7, 8, generator=generator, requires_grad=True)
     head = torch.randn(20, 8, generator=generator, requires_grad=True)
-    target_normed, target_head = torch.randn(7, 8, generator=generator), torch.randn(20, 8, generator=generator)
-    teacher, entropy = teacher_probabilities(target_normed, target_head, torch.float32)
-    divergence = head_divergence(normed, head, teacher, entropy, torch.float32)
-    wanted = torch.nn.functional.kl_div((normed @ head.T).log_softmax(-1), teacher, reduction="batchmean")
-    torch.testing.assert_close(divergence, wanted)
-    gradients = torch.autograd.grad(3 * divergence, (normed, head))
+    teacher = teacher_of(torch.randn(7, 8, generator=generator), torch.randn(20, 8, generator=generator), torch.float32)
+    loss = head_divergence(normed, head, teacher, torch.tensor(share), torch.float32)
+    wanted = plain_loss(normed @ head.T, teacher, share)
+    torch.testing.assert_close(loss, wanted)
+    gradients = torch.autograd.grad(3 * loss, (normed, head))
     torch.testing.assert_close(gradients, torch.autograd.grad(3 * wanted, (normed, head)))
+
+
+def test_the_loss_of_coupled_draws_is_how_often_they_differ() -> None:
+    torch.manual_seed(3)
+    count, identity = 20_000, torch.eye(6)
+    target, draft = torch.randn(6) * 1.5, torch.randn(6) * 1.5
+    teacher = teacher_of(target.expand(count, -1), identity, torch.float32)
+    loss = head_divergence(draft.expand(count, -1), identity, teacher, torch.tensor(1.0), torch.float32)
+    noise = -torch.log(torch.empty(count, 6).exponential_())
+    differ = ((target + noise).argmax(1) != (draft + noise).argmax(1)).float().mean()
+    assert 0.1 < differ < 0.9 and abs(float(loss - differ)) < 0.02
+    shares = torch.bincount(teacher.draws, minlength=6) / count
+    torch.testing.assert_close(shares, target.softmax(0), atol=0.015, rtol=0)
 
 
 def test_prompt_lookup_takes_the_longest_and_latest_match() -> None:
@@ -73,6 +95,18 @@ def test_prompt_lookup_takes_the_longest_and_latest_match() -> None:
 def test_a_loop_has_few_distinct_4grams() -> None:
     assert distinct_4gram_share([1, 2] * 20) < 0.1
     assert distinct_4gram_share(list(range(20))) == 1
+
+
+def test_a_text_loops_when_it_ends_in_a_run_three_times_over() -> None:
+    some = list(range(100, 160))
+    run = list(range(10))
+    assert ends_in_loop([*some, *run, *run, *run])
+    assert ends_in_loop([*some, *run[5:], *run, *run, *run[:5]])  # the cut may fall anywhere in the run
+    assert ends_in_loop([*some, *[7] * 24])
+    assert not ends_in_loop([*some, *[7] * 23])
+    assert not ends_in_loop([*some, *run, *run])
+    assert not ends_in_loop([*run, *run, *run, *some])
+    assert is_looping(torch.tensor([[*some, *run * 3], [*some, *run * 2, *some[:10]]])).tolist() == [True, False]
 
 
 def test_a_written_target_holds_its_trainings_rounding(tmp_path: Path) -> None:

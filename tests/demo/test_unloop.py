@@ -1,4 +1,6 @@
-"""Which of its own tokens the target is punished for, and that the punishment works."""
+"""Which of its own tokens are taken out of what the target learns from itself, and that it does learn."""
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from kimi_nano.generate import generate
 from kimi_nano.recipe import MICRO
 from kimi_nano.target import NanoTarget
 from kimi_nano.text_measures import distinct_4gram_share
-from kimi_nano.unloop import OwnText, repeated_tokens, unlikelihood
+from kimi_nano.unloop import OwnText, WrittenText, divergence_from_teacher, repeated_tokens, without_repeats
 
 
 def test_a_token_repeats_when_it_completes_an_earlier_4gram_of_its_row() -> None:
@@ -23,68 +25,59 @@ def test_repeated_tokens_are_what_the_measure_counts() -> None:
         assert distinct_4gram_share(row) == 1 - int(repeats.sum()) / (len(row) - 3)
 
 
-def test_the_punishment_is_the_chance_of_the_repeats() -> None:
-    torch.manual_seed(0)
-    target = NanoTarget(MICRO.target_config())
-    tokens = torch.randint(0, 500, (2, 12))
-    punished = torch.zeros(2, 12, dtype=torch.bool)
-    punished[0, 7] = punished[1, 11] = True
-
-    def chances() -> torch.Tensor:
-        logits = target.logits(target(tokens, torch.float32).normed, torch.float32).view(2, 12, -1)
-        p = logits.softmax(dim=-1)
-        return torch.stack((p[0, 6, tokens[0, 7]], p[1, 10, tokens[1, 11]]))
-
-    before = chances()
-    loss = unlikelihood(target, tokens, punished, torch.float32)
-    torch.testing.assert_close(loss, -torch.log(1 - before).sum() / 2)
-    loss.backward()
-    with torch.no_grad():
-        for parameter in target.parameters():
-            if parameter.grad is not None:
-                parameter -= 0.01 * parameter.grad
-    assert (chances() < before).all()
+def test_the_teacher_without_repeats_keeps_the_rest_in_proportion() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    probabilities = without_repeats(logits, torch.tensor([2, 2]), torch.tensor([True, False]))
+    torch.testing.assert_close(probabilities[0, :2], logits[0, :2].softmax(0))
+    assert probabilities[0, 2] == 0
+    torch.testing.assert_close(probabilities[1], logits[1].softmax(0))
 
 
-def test_a_sure_repeat_is_still_punished() -> None:
-    torch.manual_seed(0)
-    target = NanoTarget(MICRO.target_config())
-    with torch.no_grad():  # the token itself is what the residual stream predicts
-        target.weight("model.embed_tokens.weight").mul_(50)
-        target.weight("lm_head.weight").copy_(target.weight("model.embed_tokens.weight"))
-    tokens = torch.full((1, 6), 3)
-    loss = unlikelihood(target, tokens, tokens == 3, torch.float32)
-    loss.backward()
-    gradient = target.weight("lm_head.weight").grad
-    assert loss > 10 and gradient is not None and gradient.abs().max() > 0.01
+def test_a_target_differs_from_its_teacher_only_in_repeats() -> None:
+    text, target = own_text(0)
+    assert 0.3 < text.repeated_share < 1
+    kept = replace(text, repeats=torch.zeros_like(text.repeats))
+    assert abs(float(divergence_from_teacher(target, kept, torch.float32))) < 1e-6
+    assert float(divergence_from_teacher(target, text, torch.float32)) > 0.01
+
+
+def test_training_towards_the_teacher_takes_repeats_out() -> None:
+    text, target = own_text(0)
+    target.requires_grad_(True)
+    optimizer = torch.optim.Adam(target.parameters(), lr=1e-3)
+    before = divergence_from_teacher(target, text, torch.float32)
+    for _ in range(5):
+        optimizer.zero_grad()
+        divergence_from_teacher(target, text, torch.float32).backward()
+        optimizer.step()
+    assert divergence_from_teacher(target, text, torch.float32) < 0.8 * before
+
+
+LINE_ENDS = torch.arange(MICRO.target_config().vocab_size) % 3 == 0
+
+
+def own_text(seed: int) -> tuple[WrittenText, NanoTarget]:
+    """Text of a target that repeats its last token, and the target with the weights that wrote it."""
+    torch.manual_seed(seed)
+    target = NanoTarget(MICRO.target_config()).requires_grad_(False)
+    target.weight("model.embed_tokens.weight").mul_(20)
+    target.weight("lm_head.weight").copy_(target.weight("model.embed_tokens.weight") / 4)
+    stream = np.random.default_rng(seed).integers(1, 500, 4000).astype(np.uint16)  # 0 pads
+    windows = Windows(stream, torch.device("cpu"), seed)
+    text = OwnText(target, windows, LINE_ENDS, MICRO.unloop, torch.float32).write()
+    bake(target)
+    return text, target
 
 
 def test_own_text_follows_prompts_of_many_lengths() -> None:
-    torch.manual_seed(0)
-    target, recipe, device = NanoTarget(MICRO.target_config()), MICRO.unloop, torch.device("cpu")
-    stream = np.random.default_rng(0).integers(1, 500, 4000).astype(np.uint16)  # 0 pads
-    line_ends = torch.arange(target.config.vocab_size) % 3 == 0
-    text = OwnText(target, Windows(stream, device, 0), line_ends, recipe, torch.float32).write()
-
+    (text, target), recipe = own_text(0), MICRO.unloop
     assert text.tokens.shape == (recipe.own_sequences, recipe.window)
-    bake(target)
-    lengths = set()
-    for tokens, repeats in zip(text.tokens, text.repeats, strict=True):
-        # What was written may hold token 0: the prompt is found by trying.
-        total = int(tokens.nonzero().max()) + 1
-        candidates = range(max(recipe.shortest_prompt, total - recipe.own_tokens), total)
-        length = next(n for n in candidates if line_ends[tokens[n - 1]] and _writes(target, tokens, n))
-        written = tokens[length : length + recipe.own_tokens]
-        assert torch.equal(repeats[length : length + recipe.own_tokens], repeated_tokens(written[None], recipe.gram)[0])
-        assert not repeats[:length].any() and not repeats[length + recipe.own_tokens :].any()
-        lengths.add(length)
-    assert len(lengths) > recipe.own_sequences // 2
-
-
-def _writes(target: NanoTarget, tokens: torch.Tensor, length: int) -> bool:
-    own = MICRO.unloop.own_tokens
-    if length + own > len(tokens):
-        return False
+    lengths = text.places[:, 0]
+    assert len(set(lengths.tolist())) > recipe.own_sequences // 2
     zero = torch.zeros(1)
-    written = generate(target, [tokens[:length].tolist()], own, zero, zero.long(), torch.float32)[0]
-    return torch.equal(written, tokens[length : length + own])
+    for tokens, repeats, length in zip(text.tokens, text.repeats, lengths.tolist(), strict=True):
+        assert LINE_ENDS[tokens[length - 1]] and length >= recipe.shortest_prompt
+        written = generate(target, [tokens[:length].tolist()], recipe.own_tokens, zero, zero.long(), torch.float32)
+        assert torch.equal(written[0], tokens[length : length + recipe.own_tokens])
+        assert torch.equal(repeats, repeated_tokens(written, recipe.gram)[0])
+        assert not tokens[length + recipe.own_tokens :].any()
