@@ -14,7 +14,8 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.kv_pool import KvPool
-from kimi_backend.runners.loading import Placement, draft_overrides, place
+from kimi_backend.runners.opened_checkpoints import draft_overrides
+from kimi_backend.runners.placement import Placement, place
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.probe import ProbeResult, ProbeText, ProbeTexts, probe, write_texts
 from kimi_backend.runners.probe_settings import ProbeSetting, candidate_settings, layers_to_keep

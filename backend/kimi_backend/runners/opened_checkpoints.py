@@ -1,0 +1,142 @@
+"""The checkpoints that the settings name, opened but not read, and how they divide the memory."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.config.draft_config import DraftOverrides
+from kimi_backend.config.memory_plan import GIB, MemoryPlan, MemorySettings, plan_memory
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import ConfigError
+from kimi_backend.runners.draft_choice import chosen_draft, head_format, linear_format
+from kimi_backend.runners.placement import Placement, captures_steps, place
+
+logger = logging.getLogger("kimi_backend.runners")
+
+_GPU_SHARE = 0.92
+_CPU_KV_BYTES = GIB // 4
+"""What both pools may take of a machine's own memory where `kv_tokens` does not say."""
+
+
+def draft_overrides(settings: ServingSettings) -> DraftOverrides:
+    """What the operator sets against the draft's config.json.
+
+    Raises:
+        ConfigError: aux_layer_ids is not a list of integers.
+    """
+    flags = {"": None, "true": True, "false": False}
+    return DraftOverrides(
+        rope_theta=settings.draft_rope_theta or None,
+        beta_fast=settings.draft_beta_fast or None,
+        interleaved=flags[settings.draft_interleaved],
+        fc_norm=flags[settings.draft_fc_norm],
+        norm_output=flags[settings.draft_norm_output],
+        aux_layer_ids=_parse_layer_ids(settings.aux_layer_ids),
+    )
+
+
+def _parse_layer_ids(text: str) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"setting aux_layer_ids: {text!r} given, integers separated by commas are needed") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """The target, and its draft if there is one."""
+
+    target: TargetCheckpoint
+    draft: DraftCheckpoint | None
+
+    @classmethod
+    def open(cls, settings: ServingSettings, placement: Placement) -> "Checkpoints":
+        """Check every tensor's name, shape and dtype; or make them up, where the settings say so.
+
+        Raises:
+            ConfigError, CheckpointError: the settings or files cannot be served.
+        """
+        if not settings.checkpoint:
+            raise ConfigError("setting checkpoint: empty, the folder of a checkpoint is needed")
+        for pretence in settings.pretences:
+            logger.warning("pretence=%r, for timing only", pretence)
+        if settings.load_format == "dummy":
+            return cls._dummy(settings, placement.device)
+        target = TargetCheckpoint.open(settings.checkpoint)
+        if not settings.draft:
+            return cls(target=target, draft=None)
+        draft = DraftCheckpoint.open(settings.draft, target.config, draft_overrides(settings))
+        return cls(target=target, draft=chosen_draft(settings, draft, target))
+
+    @classmethod
+    def _dummy(cls, settings: ServingSettings, device: torch.device) -> "Checkpoints":
+        target = TargetCheckpoint.dummy(settings.checkpoint, device)
+        if not settings.draft:
+            return cls(target=target, draft=None)
+        draft = DraftCheckpoint.dummy(settings.draft, target.config, device, draft_overrides(settings))
+        return cls(target=target, draft=chosen_draft(settings, draft, target))
+
+
+def memory_plan(settings: ServingSettings, checkpoints: Checkpoints, placement: Placement) -> MemoryPlan:
+    """The division both runners come to alike, from the configs and the settings only.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    on_gpu = placement.device.type == "cuda"
+    num_blocks = -(-settings.kv_tokens // settings.block_size) or None
+    target, draft = checkpoints.target.config, checkpoints.draft.config if checkpoints.draft else None
+    if not on_gpu and num_blocks is None:
+        per_token = target.kv_bytes_per_token(_name(placement.kv_dtype))
+        if draft is not None:
+            per_token += draft.kv_bytes_per_token(_name(placement.kv_dtype), 1)
+        longest = settings.max_model_len or target.max_position_embeddings
+        fitting = _CPU_KV_BYTES // (per_token * settings.block_size)
+        num_blocks = max(-(-longest // settings.block_size), min(fitting, settings.max_num_seqs * longest))
+    return plan_memory(
+        target,
+        draft,
+        MemorySettings(
+            gpu_bytes=_memory_bytes(settings, placement),
+            block_size=settings.block_size,
+            kv_cache_dtype=_name(placement.kv_dtype),
+            weight_dtype=_name(placement.dtype),
+            draft_format=linear_format(settings),
+            draft_head_format=head_format(settings),
+            keeps_quantized_experts=placement.kernels.name == "triton",
+            max_model_len=settings.max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_sampled_rows=settings.max_num_seqs * (settings.max_speculative_tokens + 1 if draft else 1),
+            max_num_seqs=settings.max_num_seqs,
+            captures_steps=captures_steps(settings, placement),
+            overhead_bytes=3 * GIB if on_gpu else 0,
+            num_target_blocks=num_blocks,
+        ),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _memory_bytes(settings: ServingSettings, placement: Placement) -> int:
+    if settings.gpu_memory_gib:
+        return int(settings.gpu_memory_gib * GIB)
+    if placement.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(placement.device).total_memory * _GPU_SHARE)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_servable(settings: ServingSettings) -> None:
+    """Refuse what loading would refuse before it reads a weight.
+
+    Raises:
+        ConfigError, CheckpointError: the settings or files cannot be served, or do not fit the memory.
+    """
+    placement = place(settings)
+    memory_plan(settings, Checkpoints.open(settings, placement), placement)

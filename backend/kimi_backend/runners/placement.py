@@ -1,0 +1,66 @@
+"""Where and with what the models compute, as the settings and this machine say."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import ConfigError
+from kimi_kernels.kernel_set import KernelSet
+
+_DEVICES_OF_KERNELS = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where and with what a model computes."""
+
+    device: torch.device
+    kernels: KernelSet
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+def place(settings: ServingSettings) -> Placement:
+    """Resolve every "auto", and take as many CPU threads as the settings say.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none, or the kernels cannot run on the device.
+    """
+    has_gpu = torch.cuda.is_available()
+    name = settings.device if settings.device != "auto" else ("cuda" if has_gpu else "cpu")
+    if name == "cuda" and not has_gpu:
+        raise ConfigError("setting device: cuda given, but torch sees no GPU here; cpu is allowed")
+    if settings.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"setting tensor_parallel_size: {settings.tensor_parallel_size} given; this version serves with 1"
+        )
+    chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "cpu")
+    if name not in _DEVICES_OF_KERNELS[chosen]:
+        allowed = " or ".join(kernels for kernels, devices in _DEVICES_OF_KERNELS.items() if name in devices)
+        raise ConfigError(f"setting kernels: {chosen} given, which does not run on {name}; {allowed} is allowed there")
+    if name == "cpu":
+        torch.set_num_threads(settings.cpu_threads)
+    kernels: KernelSet = getattr(KernelSet, chosen)()
+    dtype = torch.bfloat16 if chosen == "triton" else torch.float32
+    kv_dtype = _kv_dtype(settings, dtype, chosen)
+    return Placement(device=torch.device(name), kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def _kv_dtype(settings: ServingSettings, dtype: torch.dtype, kernels: str) -> torch.dtype:
+    if settings.kv_cache_dtype == "auto":
+        return dtype
+    if settings.kv_cache_dtype != "fp8":
+        kv_dtype: torch.dtype = getattr(torch, settings.kv_cache_dtype)
+        return kv_dtype
+    if kernels != "triton":
+        raise ConfigError(
+            f"setting kv_cache_dtype: fp8 given, which the {kernels} kernels do not serve; auto is allowed"
+        )
+    return torch.float8_e4m3fn
+
+
+def captures_steps(settings: ServingSettings, placement: Placement) -> bool:
+    """Whether steps are captured as CUDA graphs: where the kernels never wait for the device."""
+    on_gpu = placement.device.type == "cuda" and placement.kernels.name == "triton"
+    return on_gpu and settings.enforce_eager == "false"
