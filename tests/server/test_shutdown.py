@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,9 +122,21 @@ def _command(entry):
         return b""
 
 
-def test_a_wrong_checkpoint_is_one_clear_message(tmp_path):
-    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={tmp_path / 'none'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("folder", "options", "message"),
+    [
+        ("none", [], r"setting checkpoint: \S+/none given, which is not a folder"),
+        ("empty", [], r"\S+/empty/config.json: no such file"),
+        ("tiny", ["--kernels=triton", "--device=cpu"], "setting kernels: triton given, which does not run on cpu"),
+        ("tiny", ["--tokenizer=."], "has no tokenizer: expected tiktoken.model or tokenizer.json"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_message_at_the_end(checkpoint, tmp_path, folder, options, message):
+    """The server's own log says it too, among a hundred other lines."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "tiny").symlink_to(checkpoint)
+    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={tmp_path / folder}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 2
-    assert "checkpoint" in done.stderr
+    assert re.search(f"error: .*{message}", done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import kimi_backend
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
-from kimi_backend.errors import ConfigError
+from kimi_backend.errors import ConfigError, ModelUnavailableError
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer, ServerPorts, free_port
 from kimi_backend.serving.mps import MpsUnavailable, start_mps, stop_mps
 
@@ -139,7 +139,7 @@ def serve(
         server.start()
         try:
             with console.status("loading the models ..."):
-                server.wait_until_ready(stop_waiting=stop)
+                _wait_until_ready(server, stop, settings)
             if not stop.is_set():
                 _say_where(console, settings, ports)
             return _watch(server, stop, console)
@@ -148,6 +148,24 @@ def serve(
                 (Path(folder) / DRAIN_FILE_NAME).touch()
                 console.print(f"draining, up to {settings.drain_timeout_s:g} s ...")
             server.stop(drain_s=settings.drain_timeout_s)
+
+
+def _wait_until_ready(server: EmbeddedServer, stop: threading.Event, settings: ServingSettings) -> None:
+    """
+    Raises:
+        ConfigError, CheckpointError: what made the server end, found again here: its log has it among a hundred lines.
+        ModelUnavailableError: it ended or does not answer for another reason.
+    """
+    try:
+        server.wait_until_ready(stop_waiting=stop)
+    except ModelUnavailableError:
+        if server.process.poll() is not None:
+            from kimi_backend.runners.opened_checkpoints import check_servable
+            from kimi_backend.text.tokenizer import load_tokenizer
+
+            check_servable(settings)
+            load_tokenizer(settings.tokenizer or settings.checkpoint)
+        raise
 
 
 def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) -> None:
