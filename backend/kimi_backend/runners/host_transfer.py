@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-ALIGNMENT = 8
-"""Bytes; the widest dtype of a plan."""
+ALIGNMENT = 16
+"""Bytes. Kernels are compiled anew for a pointer of another alignment, up to this one."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

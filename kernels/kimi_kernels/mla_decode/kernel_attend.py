@@ -89,7 +89,7 @@ def _store_result(
         tl.store(part_lse + row, log_sum, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_teams"])
 def attend_kernel(
     q,  # [tokens, heads, L + P], last dimension contiguous
     cache,  # [cache rows, L + P]
@@ -162,7 +162,7 @@ def attend_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def merge_kernel(
     part_out,  # [slots, team_size, R, L] float32
     part_lse,  # [slots, team_size, R] float32, base 2

@@ -34,7 +34,7 @@ NO_SCORE = gl.constexpr(-1e30)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride", "num_seqs", "max_blocks"])
 def attend_hopper_kernel(
     cache,  # [cache rows, L + P]
     queries,  # [tokens * heads, L + P]: descriptor of [R, H] boxes

@@ -33,7 +33,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 PV_KEYS = gl.constexpr(32)  # keys widened at a time for the second product
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride", "num_seqs", "max_blocks"])
 def attend_hopper_float8_kernel(
     q,  # [tokens * heads, L + P], bf16 or float16
     cache,  # [cache rows, L + P]

@@ -105,7 +105,7 @@ def _plan_piece(
             _write_entry(entries, item, first_row, rows, group * TEAM, 2 * team, num_pieces)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_teams"], do_not_specialize_on_alignment=["seq_lens"])
 def plan_balanced_kernel(
     cu_seqlens_q,  # [num_seqs + 1] int32
     seq_lens,  # [num_seqs] int32
@@ -181,7 +181,7 @@ def plan_balanced_kernel(
     tl.store(records + team * RECORD + 9, first_item)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_teams"], do_not_specialize_on_alignment=["seq_lens"])
 def plan_fixed_kernel(
     cu_seqlens_q,  # [num_seqs + 1] int32
     seq_lens,  # [num_seqs] int32

@@ -5,7 +5,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens", "num_seqs"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens"],
+)
 def gather_latents_kernel(
     cache,  # [cache rows, L + P]
     block_table,  # [seqs, max blocks] int32

@@ -18,7 +18,7 @@ COLUMNS = 128
 MOST_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def mla_query_kernel(
     q,  # [T, heads, nope + 2 * pairs], last dimension contiguous
     w_uk,  # [heads, nope, latent]

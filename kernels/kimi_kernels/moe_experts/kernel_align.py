@@ -15,7 +15,7 @@ def _local_experts(TOPK_IDS, choice, num_choices, first_expert, num_experts):
     return tl.where(is_held, local, 0), is_held
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices"])
 def count_kernel(TOPK_IDS, COUNTS, num_choices, first_expert, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
     """Count each expert's choices in a chunk.
 
@@ -43,7 +43,7 @@ def _sum_chunks(COUNTS, chunk, num_chunks, BINS: tl.constexpr):
     return tl.sum(totals, axis=0), tl.sum(before, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices", "num_chunks"])
 def place_kernel(
     TOPK_IDS,
     COUNTS,

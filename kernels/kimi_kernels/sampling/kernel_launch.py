@@ -42,7 +42,8 @@ class SamplingCall:
         num_parts = self.num_rows * self.splits.count
         # Tickets of two kernels, whether a processed row was not finite, the bound that splits share, and how many
         # tokens a row lists.
-        self.zeros = torch.zeros(5, self.num_rows, dtype=torch.int32, device=logits.device)
+        # Each begins at a multiple of 16 bytes, whatever the rows: kernels are compiled anew for another alignment.
+        self.zeros = torch.zeros(5, 4 * triton.cdiv(self.num_rows, 4), dtype=torch.int32, device=logits.device)
         self.part_score = self._new(num_parts, CANDIDATES.value, dtype=torch.float64)
         self.part_token = self._new(num_parts, CANDIDATES.value)
         self.part_best = self._new(num_parts, dtype=torch.float32)

@@ -11,7 +11,7 @@ PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 OK = tl.constexpr(STATUS_OK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "width", "draft_stride"])
 def verify_kernel(
     TOKEN_IDS,
     STATUS,

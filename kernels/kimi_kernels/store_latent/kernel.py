@@ -15,7 +15,7 @@ from kimi_kernels.rope.reference import check_rotation
 MANY_TOKENS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def store_latent_kernel(
     kv_a,  # [T, width + 2 * pairs], last dimension contiguous
     norm_weight,  # [width]
