@@ -27,8 +27,11 @@ def run_batch(
     num_speculative_tokens: int,
     seed: int = 0,
     keeps_plans: bool = False,
+    launch_ahead: bool = False,
 ) -> list[Round]:
     """Greedy requests of random prompts, all submitted at once, none of which ends early.
+
+    launch_ahead: the setting of that name; plans that are kept can be run again only where it is off.
 
     Raises:
         RuntimeError: a request ended by an error.
@@ -37,7 +40,7 @@ def run_batch(
     engine = Engine(
         RecordedTarget(target, recording),
         None if draft is None else RecordedDraft(draft, recording),
-        settings=replace(scheduler_settings(settings), enable_prefix_cache=False),
+        settings=replace(scheduler_settings(settings), enable_prefix_cache=False, launch_ahead=launch_ahead),
     )
     engine.start()
     problems: list[str] = []

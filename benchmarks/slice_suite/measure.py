@@ -46,6 +46,9 @@ def measure_case(
     result = shape | _through_engine(rounds, steady, batch_size)
     if not steady:
         return result
+    if draft is not None and settings.launch_ahead == "true":
+        ahead = run_batch(target, draft, settings, num_output_tokens=num_output_tokens, launch_ahead=True, **shape)
+        result = _launched_ahead(result, ahead, batch_size)
     for _ in range(2):  # the first pass warms up
         times = replay(target, draft, steady)
     result["replayed_target_ms"] = _median([target_ms for target_ms, _ in times])
@@ -56,6 +59,15 @@ def measure_case(
     if ceilings is not None:
         result |= _floors(settings, ceilings, result, num_output_tokens)
     return result
+
+
+def _launched_ahead(lockstep: dict[str, Any], rounds: Sequence[Round], batch_size: int) -> dict[str, Any]:
+    """The case with its round as served; the parts of a round are known in lockstep only."""
+    steady = steady_rounds(rounds, batch_size, needs_draft=False)
+    found = _through_engine(rounds, steady, batch_size)
+    names = ("round_ms", "round_p10_ms", "round_p90_ms", "decode_tokens_per_s", "tokens_per_s", "prefill_ms")
+    in_lockstep = {f"lockstep_{name}": lockstep[name] for name in names if name in lockstep}
+    return lockstep | {name: found[name] for name in names if name in found} | in_lockstep
 
 
 def steady_rounds(rounds: Sequence[Round], batch_size: int, *, needs_draft: bool) -> list[Round]:

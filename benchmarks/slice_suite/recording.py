@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import DraftModel, FollowingDraft, LaunchingTarget, OnQueued, TargetModel
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 
 
@@ -58,7 +58,16 @@ class RecordedTarget:
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         start = perf_counter()
-        reply = self._target.verify(plan)
+        return self._noted(plan, self._target.verify(plan), start)
+
+    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
+        """What the draft launches behind it counts as the target's time."""
+        start = perf_counter()
+        if not isinstance(self._target, LaunchingTarget):
+            return self._noted(plan, self._target.verify(plan), start)
+        return self._noted(plan, self._target.verify_ahead(plan, on_queued), start)
+
+    def _noted(self, plan: TargetPlan, reply: TargetReply, start: float) -> TargetReply:
         end = perf_counter()
         self._recording.rounds.append(
             Round(
@@ -83,6 +92,10 @@ class RecordedDraft:
 
     def describe(self) -> RunnerDescription:
         return self._draft.describe()
+
+    def follow(self, plan: DraftPlan) -> DraftReply | None:
+        """Its verify is not noted yet, and its time is part of it."""
+        return self._draft.follow(plan) if isinstance(self._draft, FollowingDraft) else None
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         start = perf_counter()

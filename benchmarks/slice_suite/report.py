@@ -76,7 +76,8 @@ def row(case: Case) -> str:
         return cells[0] + " FAILED " + case["error"]
     if "round_ms" in case:
         cells.append(
-            f"round {case['round_ms']:7.3f} ms (p90 {case['round_p90_ms']:.2f}) = target {case['target_ms']:.3f}"
+            f"round {case['round_ms']:7.3f} ms (p90 {case['round_p90_ms']:.2f});"
+            f" in lockstep {case.get('lockstep_round_ms', case['round_ms']):.3f} = target {case['target_ms']:.3f}"
             f" + draft {case['draft_ms']:.3f} + host {case['host_ms']:.3f};"
             f" replayed {case['replayed_target_ms']:.3f} + {case['replayed_draft_ms']:.3f};"
             f" {case['tokens_a_round']:.2f} tokens a round, {case['decode_tokens_per_s']:.0f} tok/s"

@@ -20,14 +20,16 @@ def load_cases(paths: Sequence[Path]) -> list[Case]:
 
 def rounds_table(cases: Sequence[Case]) -> str:
     lines = [
-        "| layers | k | batch x prompt | round ms | target | draft | host | floor | of floor | tok/s | vLLM |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| layers | k | batch x prompt | round ms | in lockstep | = target | + draft | + host | floor | of floor |"
+        " tok/s | vLLM |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in cases:
         if "round_ms" not in case:
             continue
         lines.append(
             f"| {case['num_layers']} | {case['num_speculative_tokens']} | {_shape(case)} | {case['round_ms']:.2f}"
+            f" | {case.get('lockstep_round_ms', case['round_ms']):.2f}"
             f" | {case['target_ms']:.2f} | {case['draft_ms']:.2f} | {case['host_ms']:.2f}"
             f" | {case.get('floor_ms', 0):.2f} | {case.get('of_floor') or 0:.2f} | {case['decode_tokens_per_s']:,.0f}"
             f" | {peer_ms(case) or '-'} |"

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,15 @@ import pytest
 import torch
 
 from kimi_backend.runners.graphs.recorder import EagerRecorder, GraphRecorder, Recorder, Run
+from kimi_backend.runners.loading import load_pair
 from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
+from support.engine_runs import generate
+from support.nano_runs import nano_requests, nano_settings
 from support.speculative_loop import SpeculativeLoop, Step
 
 pytestmark = pytest.mark.gpu
@@ -33,12 +40,15 @@ LIMITS = RunnerLimits(
     capture_batch_sizes=(1, 3, 6),
 )
 KS = [3, 0, 2, 1, 3, 2]
+ACCEPTING = (
+    with_synthetic_acceptance(KernelSet.triton(), 2.5, torch.device("cuda")) if torch.cuda.is_available() else None
+)
+"""Draft tokens become the text: random models agree on none by themselves."""
 
 
 def setting(**fields: Any) -> Setting:
     return Setting(
-        **fields,
-        kernels=KernelSet.triton(),
+        **({"kernels": KernelSet.triton()} | fields),
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
         limits=LIMITS,
@@ -123,6 +133,58 @@ def test_sampling_parameters_change_between_replays() -> None:
             for index, sequence in enumerate(each.sequences):
                 sequence.temperature, sequence.seed = temperature, seed + index
         assert_equal_replies(one.step(), other.step())
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_tokens_left_on_the_device_are_those_of_the_reply(kind: str) -> None:
+    """The same graphs, and the draft's ids by way of the host or not."""
+    loops = [
+        loop(kind, graph_recorder(), KS, setting(kernels=ACCEPTING), launch_ahead=ahead) for ahead in (False, True)
+    ]
+    for _ in range(6):
+        replies = [one.step().target_reply for one in loops]
+        assert replies[0].output_token_ids.tolist() == replies[1].output_token_ids.tolist()
+        assert torch.equal(replies[0].aux.tensor, replies[1].aux.tensor)  # type: ignore[arg-type]
+    assert sum(map(sum, (s.accepted for s in loops[1].sequences))) > 10
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str) -> None:
+    """Through the engine, which has no pause between the steps; the text is made of what the draft proposes."""
+    requests = [
+        GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(range(3 + index, 20 + 9 * index)),
+            sampling=SamplingParams(max_tokens=30 + index, temperature=float(index % 2), seed=index, ignore_eos=True),
+            num_speculative_tokens=k,
+            draft_sampling=DraftSampling.COUPLED,
+        )
+        for index, k in enumerate((3, 0, 2, 1, 3, 2))
+    ]
+    runs = []
+    for recorder in (graph_recorder(), EagerRecorder()):
+        pair = runner_pair(setting(kernels=ACCEPTING), kind, recorder, **WIDTHS)
+        runs.append(generate(*pair, requests, SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=512)))
+    for graph, plain in zip(*runs, strict=True):
+        assert graph.token_ids == plain.token_ids
+        assert graph.rounds == plain.rounds
+
+
+def test_a_trained_draft_is_accepted_as_much_when_it_follows() -> None:
+    """kimi-nano: what is proposed on the way is as good as what is proposed with everything known."""
+    target, draft = load_pair(
+        nano_settings(kernels="triton", kv_tokens=16384, capture_batch_sizes="1,4,16", max_speculative_tokens=3)
+    )
+    requests = [replace(r, num_speculative_tokens=3) for r in nano_requests(16, 120)]
+    lengths, texts = [], []
+    for launch_ahead in (False, True):
+        outcomes = generate(target, draft, requests, SchedulerSettings(max_num_seqs=16, launch_ahead=launch_ahead))
+        rounds = [accepted for outcome in outcomes for _, accepted in outcome.rounds]
+        lengths.append(1 + sum(rounds) / len(rounds))
+        texts.append([outcome.token_ids for outcome in outcomes])
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.06)
+    same = sum(ours == theirs for ours, theirs in zip(*texts, strict=True))
+    assert same >= len(requests) // 2, f"{same} of {len(requests)} texts are the same"
 
 
 def in_order(one: SpeculativeLoop, order: list[int]) -> Step:
