@@ -26,7 +26,6 @@ from kimi_backend.runners.graphs.draft_inputs import (
 from kimi_backend.runners.graphs.follow_inputs import (
     fill_following_extension,
     fill_following_proposals,
-    follow_verify,
 )
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, HostArrays, StaticArrays, StaticBlockTable, StaticResults
@@ -38,6 +37,7 @@ from kimi_backend.runners.plan_checks import RunnerLimits, slots_needed
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, DraftPlan, FollowPlan, Int32Array, Int64Array
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
+from kimi_kernels.draft_steps import draft_step_ops
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_OK, SampleOutput, SamplingInputs, SamplingRows
 
@@ -74,6 +74,7 @@ class DraftGraphs:
         """aux_buffer: where the target leaves aux hidden states, of the draft's compute dtype."""
         self._model, self._kernels, self._pool, self._builder = model, kernels, pool, builder
         self._recorder = recorder
+        self._ops = draft_step_ops(kernels)
         self._aux_buffer = aux_buffer
         self._max_seq_len = limits.max_model_len
         device = pool.tensor.device
@@ -111,13 +112,43 @@ class DraftGraphs:
         """Record every bucket, the largest first. advance: called with 1 after each."""
         extensions = {bucket: self._extension(bucket) for bucket in self._extension_layouts}
         proposals = {bucket: self._proposal(bucket) for bucket in self._proposal_layouts}
-        self._recorder.prepare(partial(_run_padding, step) for step in (*extensions.values(), *proposals.values()))
+        first = next(iter(extensions.values()))
+        by_draws = {bucket.num_proposals: step for bucket, step in proposals.items()}
+        runs = [partial(_run_padding, step) for step in (*extensions.values(), *proposals.values())]
+        self._recorder.prepare([*runs, *(partial(self._follow_nothing, first, step) for step in by_draws.values())])
         for recorded, steps in ((self._extensions, extensions), (self._proposals, proposals)):
             for bucket, step in steps.items():
                 step.pad(step.arrays.host)
                 step.arrays.upload()
                 recorded[bucket] = replace(step, run=self._recorder.record(step.run))
                 advance(1)
+
+    def _follow_nothing(self, extension: _Step, proposal: _Step) -> None:
+        """What `follow` runs beside the two steps, of padding."""
+        for step, names in (
+            (extension, ("drawn_places", "drawn_rows")),
+            (proposal, ("first_len", "first_index", "most", "room", "drawn_rows")),
+        ):
+            for name in names:
+                step.arrays.host[name][:] = 0
+            step.pad(step.arrays.host)
+            step.arrays.upload()
+        drawn = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
+        accepted = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._correct(extension.arrays, proposal.arrays, drawn, accepted)
+
+    def _correct(
+        self, extension: StaticArrays, proposals: StaticArrays, drawn: torch.Tensor, accepted: torch.Tensor
+    ) -> None:
+        self._ops.follow_verify(
+            extension.device,
+            proposals.device,
+            self._table.tensor[: proposals.device["first_len"].shape[0]],
+            drawn,
+            accepted,
+            block_size=self._pool.block_size,
+            vocab_size=self._model.config.vocab_size,
+        )
 
     def extension_bucket(self, plan: DraftPlan) -> Bucket | None:
         """The bucket of a checked plan's rows; None where they must run as they come."""
@@ -173,15 +204,7 @@ class DraftGraphs:
         proposing.upload()
         if self._uploaded is not None:
             self._uploaded.record()
-        follow_verify(
-            rows.device,
-            proposing.device,
-            self._table.tensor[: proposal.num_seqs],
-            drawn,
-            accepted,
-            block_size=self._pool.block_size,
-            vocab_size=self._model.config.vocab_size,
-        )
+        self._correct(rows, proposing, drawn, accepted)
         self._extensions[extension].run()
         self._proposals[proposal].run()
 
@@ -255,11 +278,7 @@ class DraftGraphs:
         size, shape = bucket.num_proposals * bucket.num_seqs, (bucket.num_proposals, bucket.num_seqs)
         words = self._results.words[: 3 * size]
         drawn, status = words[: 2 * size].view(torch.int64).view(shape), words[2 * size :].view(shape)
-        failed = self.left[0, : bucket.num_seqs]
-        torch.amax(status * tensors["counts"], 0, out=failed)
-        is_kept = tensors["is_wanted"] > failed  # 1 against 0: wanted, and nothing failed
-        kept = torch.where(is_kept, drawn, PLACEHOLDER_TOKEN_ID)
-        self.left[1 : 1 + bucket.num_proposals, : bucket.num_seqs].copy_(kept)
+        self._ops.leave_tokens(drawn, status, tensors["is_wanted"], tensors["counts"], self.left)
 
     def _metadata(self, bucket: Bucket, tensors: Tensors, cu_seqlens: torch.Tensor) -> AttentionMetadata:
         batch = AttentionBatch(

@@ -13,7 +13,6 @@ from kimi_backend.runners.graphs.draft_inputs import extension_layout, proposal_
 from kimi_backend.runners.graphs.follow_inputs import (
     fill_following_extension,
     fill_following_proposals,
-    follow_verify,
 )
 from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays
@@ -22,6 +21,7 @@ from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply, FollowPlan, RowPlan, TargetPlan, TokenHandle
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_kernels.draft_steps.reference import follow_verify
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
