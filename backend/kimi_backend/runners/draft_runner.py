@@ -127,6 +127,11 @@ class DraftRunner:
         """How often `warm_up` advances."""
         return self._graphs.num_buckets + len(prefill_lengths(self._limits)) if self._graphs is not None else 0
 
+    @property
+    def left_shape(self) -> tuple[int, int] | None:
+        """Of the array that a step leaves its tokens in; None where every step is waited for."""
+        return None if self._graphs is None else (self._graphs.left.shape[0], self._graphs.left.shape[1])
+
     @torch.inference_mode()
     def propose(self, plan: DraftPlan) -> DraftReply:
         """See `DraftModel.propose`. A captured step leaves its tokens on the device where the plan lets it, and is not

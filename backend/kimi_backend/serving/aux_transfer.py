@@ -2,7 +2,7 @@
 
 A GPU tensor costs about 0.7 ms on its way through the server, so where both runners share a GPU the draft opens the
 target's buffer once and a step names a region of it. The engine's process decides step by step: it knows what the
-target offered last and what the draft has opened.
+target offered last and what the draft has opened. Draft tokens go the other way likewise (`token_board`).
 """
 
 import logging
@@ -10,8 +10,8 @@ import logging
 logger = logging.getLogger("kimi_backend.serving")
 
 
-class AuxTransfer:
-    """What the engine's two runner proxies know together."""
+class Transfer:
+    """Memory of one runner's that the other is to open, as the engine's process knows of it."""
 
     def __init__(self) -> None:
         self._offered: bytes | None = None
@@ -20,29 +20,52 @@ class AuxTransfer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the draft reads the buffer that the target writes: no tensor need travel."""
+        """Whether the other has opened what its owner offers now."""
         return self._offered is not None and self._opened == self._offered
 
     @property
     def to_open(self) -> bytes | None:
-        """The handle that the draft has to open, when it has not been asked to yet."""
+        """The handle that the other has to open, when it has not been asked to yet."""
         return self._offered if self._tried != self._offered else None
 
     @property
     def offered(self) -> bytes | None:
-        """The target's handle."""
+        """The owner's handle."""
         return self._offered
 
     def offer(self, handle: bytes | None) -> None:
-        """The target described itself: its buffer's handle, None where it shares none."""
-        if handle is None:
-            logger.info("aux hidden states travel as tensors: the target shares no buffer")
+        """The owner described itself: its handle, None where it shares none."""
         self._offered = handle
 
     def answer(self, opened: bytes | None) -> None:
-        """The draft described itself, having been given the offered handle: what it has opened."""
+        """The other described itself, having been given the offered handle: what it has opened."""
         self._tried, self._opened = self._offered, opened
+
+
+class AuxTransfer(Transfer):
+    """The target's buffer of aux hidden states: when the draft reads it, no tensor need travel."""
+
+    def offer(self, handle: bytes | None) -> None:
+        """See `Transfer.offer`."""
+        if handle is None:
+            logger.info("aux hidden states travel as tensors: the target shares no buffer")
+        super().offer(handle)
+
+    def answer(self, opened: bytes | None) -> None:
+        """See `Transfer.answer`."""
+        super().answer(opened)
         if self.is_open:
             logger.info("aux hidden states stay on the GPU: the draft reads the target's buffer")
-        elif self._offered is not None:
+        elif self.offered is not None:
             logger.warning("aux hidden states travel as tensors: the draft cannot open the buffer, see its log")
+
+
+class TokenTransfer(Transfer):
+    """The draft's board of tokens: when the target reads it, a draft may answer before it has drawn them."""
+
+    def answer(self, opened: bytes | None) -> None:
+        """See `Transfer.answer`."""
+        was_open = self.is_open
+        super().answer(opened)
+        if self.is_open and not was_open:
+            logger.info("draft tokens go to the target by a board: the draft need not be waited for")

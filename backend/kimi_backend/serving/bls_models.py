@@ -1,6 +1,7 @@
 """The two model Protocols over Triton Server's in-process calls (BLS): one call a step, from one thread.
 
-The two share an `AuxTransfer`, which says whether the target's aux hidden states need to travel.
+The two share an `AuxTransfer`, which says whether the target's aux hidden states need to travel, and a `TokenTransfer`,
+which says whether the draft may answer before it has drawn its tokens.
 """
 
 import dataclasses
@@ -10,21 +11,28 @@ import numpy as np
 
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.serving import tensor_names as names
-from kimi_backend.serving.aux_transfer import AuxTransfer
+from kimi_backend.serving.aux_transfer import AuxTransfer, TokenTransfer
 from kimi_backend.serving.descriptions import description_from_json
 from kimi_backend.types import codec
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 
 
 class _BlsModel:
-    def __init__(self, pb_utils: Any, model_name: str, aux_transfer: AuxTransfer) -> None:
+    def __init__(
+        self, pb_utils: Any, model_name: str, aux_transfer: AuxTransfer, tokens: TokenTransfer | None = None
+    ) -> None:
+        """tokens: None where the draft is always waited for."""
         self._pb = pb_utils
         self._model_name = model_name
         self._aux_transfer = aux_transfer
+        self._tokens = tokens or TokenTransfer()
 
-    def _describe(self, *inputs: Any) -> RunnerDescription:
-        request = self._pb.Tensor(names.DESCRIBE, np.ones(1, dtype=np.bool_))
-        (text,) = self._call([request, *inputs], [names.DESCRIPTION])
+    def _describe(self, name: str, to_open: bytes | None) -> RunnerDescription:
+        """to_open: the other runner's handle, as the input `name`."""
+        inputs = [self._pb.Tensor(names.DESCRIBE, np.ones(1, dtype=np.bool_))]
+        if to_open is not None:
+            inputs.append(self._pb.Tensor(name, np.frombuffer(to_open, np.uint8)))
+        (text,) = self._call(inputs, [names.DESCRIPTION])
         return description_from_json(text.as_numpy()[0])
 
     def _call(self, inputs: list[Any], outputs: list[str]) -> list[Any]:
@@ -51,13 +59,16 @@ class BlsTarget(_BlsModel):
     """`TargetModel` over `kimi_target`."""
 
     def describe(self) -> RunnerDescription:
-        """See `TargetModel.describe`."""
-        description = self._describe()
+        """See `TargetModel.describe`. The target opens the board that the draft offers."""
+        description = self._describe(names.TOKEN_BOARD, self._tokens.offered)
+        self._tokens.answer(description.token_board)
         self._aux_transfer.offer(description.aux_buffer)
         return description
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         """See `TargetModel.verify`."""
+        if self._tokens.to_open is not None:  # another draft, or the first one
+            self.describe()
         request = self._pb.Tensor(names.PLAN, codec.encode(plan))
         aux = None
         if self._aux_transfer.is_open:
@@ -74,16 +85,17 @@ class BlsDraft(_BlsModel):
 
     def describe(self) -> RunnerDescription:
         """See `DraftModel.describe`. The draft opens the buffer that the target offers."""
-        offered = self._aux_transfer.offered
-        inputs = [] if offered is None else [self._pb.Tensor(names.AUX_BUFFER, np.frombuffer(offered, np.uint8))]
-        description = self._describe(*inputs)
+        description = self._describe(names.AUX_BUFFER, self._aux_transfer.offered)
         self._aux_transfer.answer(description.aux_buffer)
+        self._tokens.offer(description.token_board)
         return description
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         """See `DraftModel.propose`. The target's aux tensor, if it came as one, is passed on untouched."""
         if self._aux_transfer.to_open is not None:  # a target that was restarted offers another buffer
             self.describe()
+        if plan.leaves_tokens and not self._tokens.is_open:
+            plan = dataclasses.replace(plan, leaves_tokens=False)
         inputs = [self._pb.Tensor(names.PLAN, codec.encode(plan))]
         if plan.aux.tensor is not None:
             inputs.append(plan.aux.tensor)

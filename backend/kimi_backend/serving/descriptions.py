@@ -9,6 +9,9 @@ import numpy as np
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.types.plan import RunnerDescription
 
+_HANDLES = ("aux_buffer", "token_board")
+"""Bytes, as hexadecimal digits."""
+
 
 def model_parameters(args: dict[str, str]) -> dict[str, str]:
     """config.pbtxt parameters out of the arguments that the server hands to `initialize`."""
@@ -19,7 +22,8 @@ def model_parameters(args: dict[str, str]) -> dict[str, str]:
 def description_to_json(description: RunnerDescription) -> np.ndarray[Any, np.dtype[np.object_]]:
     """A description as the server carries it: one JSON string."""
     fields = dataclasses.asdict(description)
-    fields["aux_buffer"] = None if description.aux_buffer is None else description.aux_buffer.hex()
+    for name in _HANDLES:
+        fields[name] = None if fields[name] is None else fields[name].hex()
     return np.array([json.dumps(fields)], dtype=np.object_)
 
 
@@ -30,8 +34,8 @@ def description_from_json(text: str | bytes) -> RunnerDescription:
         InvalidRequestError: another version's fields.
     """
     fields = json.loads(text)
-    buffer = fields.get("aux_buffer")
-    fields["aux_buffer"] = None if buffer is None else bytes.fromhex(buffer)
+    for name in _HANDLES:
+        fields[name] = None if fields.get(name) is None else bytes.fromhex(fields[name])
     for name in ("aux_layer_ids", "pretences"):
         fields[name] = tuple(fields.get(name, ()))
     try:

@@ -17,6 +17,7 @@ from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_sides import AUTO, AuxReceiver, offer_aux_buffer
 from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
+from kimi_backend.serving.token_board import TokenReader, TokenWriter
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
 from kimi_backend.types import codec
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RunnerDescription, TargetPlan
@@ -68,6 +69,17 @@ def _aux_from_bytes(tensor: torch.Tensor, row_width: int) -> torch.Tensor:
     return tensor.view(torch.float32 if itemsize == 4 else torch.bfloat16)
 
 
+def _make_board(shape: tuple[int, int] | None) -> TokenWriter | None:
+    """Where a draft shows tokens that it has not been waited for; None for a runner that leaves none."""
+    if shape is None:
+        return None
+    try:
+        return TokenWriter(shape)
+    except OSError as error:
+        logger.warning("the draft is waited for in its calls: no board for its tokens: %s", error)
+        return None
+
+
 class RunnerServer:
     """Answers `kimi_target`'s or `eagle3_draft`'s requests with a runner."""
 
@@ -78,6 +90,10 @@ class RunnerServer:
         offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer)
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
         self._receiver = AuxReceiver(_device_of(self._description), aux_transfer)
+        self._tokens = TokenReader()
+        self._board = _make_board(getattr(runner, "left_shape", None))
+        if self._board is not None:
+            self._description = dataclasses.replace(self._description, token_board=self._board.handle)
 
     @classmethod
     def from_model_args(cls, args: dict[str, str], load: Callable[[ServingSettings], Runner]) -> "RunnerServer":
@@ -101,6 +117,8 @@ class RunnerServer:
     def close(self) -> None:
         """Give up the runner's child processes and device memory."""
         self._receiver.close()
+        if self._board is not None:
+            self._board.close()
         close = getattr(self._runner, "close", None)
         if close is not None:
             close()
@@ -120,8 +138,12 @@ class RunnerServer:
         return self._pb.get_input_tensor_by_name(request, name)
 
     def _describe(self, request: Any) -> Any:
-        """The description; a draft opens the target's buffer before, and says which is open."""
+        """The description; each opens before what the other offers, and says what is open."""
         description = self._description
+        if description.role == "target":
+            handle = self._input(request, names.TOKEN_BOARD)
+            opened = self._tokens.open(None if handle is None else handle.as_numpy().tobytes())
+            description = dataclasses.replace(description, token_board=opened)
         if description.role == "draft":
             handle = self._input(request, names.AUX_BUFFER)
             opened = self._receiver.open(None if handle is None else handle.as_numpy().tobytes())
@@ -132,7 +154,11 @@ class RunnerServer:
         """wants_aux_tensor: off where the draft reads the buffer itself; a tensor that nobody asked for costs too."""
         assert hasattr(self._runner, "verify")
         start = time.perf_counter()
-        reply = self._runner.verify(codec.decode(TargetPlan, buffer))
+        plan = codec.decode(TargetPlan, buffer)
+        if plan.draft_tokens.num_seqs:
+            tokens = self._tokens.take(plan.draft_tokens, int(plan.num_sampled_rows.max()))
+            plan = dataclasses.replace(plan, draft_tokens=tokens)
+        reply = self._runner.verify(plan)
         outputs: dict[str, Any] = {names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))}
         if wants_aux_tensor:
             aux = reply.aux.tensor
@@ -151,9 +177,12 @@ class RunnerServer:
         else:
             # What the step reads of it: whoever copies the tensor need not copy a region.
             tensor = self._receiver.resolve(plan.aux, max(int(plan.aux_rows.max(initial=-1)), 0) + 1)
-        # The target's process cannot read what this one would leave on the device.
-        plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor), leaves_tokens=False)
+        leaves_tokens = plan.leaves_tokens and self._board is not None
+        plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor), leaves_tokens=leaves_tokens)
         reply = self._runner.propose(plan)
+        if self._board is not None and reply.tokens.tensor is not None:
+            tokens = self._board.post(reply.tokens.tensor, reply.tokens.num_seqs)
+            reply = dataclasses.replace(reply, tokens=tokens)
         return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))})
 
     def _response(self, outputs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from kimi_backend.engine.engine import Engine, RequestHandle
 from kimi_backend.engine.loop import Patience
 from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.serving.aux_transfer import AuxTransfer
+from kimi_backend.serving.aux_transfer import AuxTransfer, TokenTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
@@ -71,10 +71,10 @@ class SpecEnsembleServer:
         # A request can end, or its client leave, before `submit` has returned its handle.
         self._handles_lock = threading.Lock()
         self._sender = ResponseSender(pb_utils, self._cancel)
-        aux_transfer = AuxTransfer()
+        aux_transfer, tokens = AuxTransfer(), TokenTransfer()
         self._engine = Engine(
-            BlsTarget(pb_utils, "kimi_target", aux_transfer),
-            BlsDraft(pb_utils, "eagle3_draft", aux_transfer) if settings.draft else None,
+            BlsTarget(pb_utils, "kimi_target", aux_transfer, tokens),
+            BlsDraft(pb_utils, "eagle3_draft", aux_transfer, tokens) if settings.draft else None,
             settings=scheduler_settings(settings),
             eos_token_ids=tokenizer.eos_token_ids,
             tokenizer=tokenizer,

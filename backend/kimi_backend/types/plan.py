@@ -114,7 +114,7 @@ class TokenHandle:
     tensor: Any | None = None
     """The array, in one process."""
     region: int | None = None
-    """Across processes, the part of the draft's shared buffer."""
+    """Across processes, the stamp that they stand under on the draft's board (`serving.token_board`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +277,8 @@ class RunnerDescription:
     """"cpu", or the GPU's UUID."""
     aux_buffer: bytes | None = None
     """CUDA IPC handle of the shared aux buffer, when there is one."""
+    token_board: bytes | None = None
+    """Where a draft in a process of its own shows its tokens; of a target: the one that it reads."""
     process_id: int | None = None
     """Of a runner in a process of its own."""
     pretences: tuple[str, ...] = ()
