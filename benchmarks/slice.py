@@ -82,11 +82,18 @@ def parse_options() -> argparse.Namespace:
 def print_tables(paths: list[Path], out: Path | None) -> None:
     """Markdown of several runs together, and their picture in `out`."""
     found = tables.load_cases(paths)
-    for text in (tables.rounds_table(found), tables.layers_table(found), tables.gpu_table(found)):
+    document = json.loads(paths[0].read_text())
+    settings = document.get("settings", {})
+    is_cheap = any(name in settings for name in ("draft_vocab", "draft_quantization", "draft_head_quantization"))
+    for text in (
+        tables.judged_table(found, document["device"], is_cheap),
+        tables.rounds_table(found),
+        tables.layers_table(found),
+        tables.gpu_table(found),
+    ):
         print(text + "\n")
     if out is not None:
-        first = json.loads(paths[0].read_text())
-        title = f"Kimi-K2.5 slice, {first['device']}, {first['date']}; {', '.join(first['pretences'])}"
+        title = f"Kimi-K2.5 slice, {document['device']}, {document['date']}; {', '.join(document['pretences'])}"
         report.plot(found, out / "slice.png", title)
 
 

@@ -37,6 +37,45 @@ def rounds_table(cases: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
+WANTED = {
+    (0, 1): (2.6, 2.1),
+    (0, 4): (3.6, 2.9),
+    (0, 16): (6.9, 5.5),
+    (0, 64): (14.5, 11.4),
+    (3, 1): (7.2, 6.0),
+    (3, 4): (10.2, 8.5),
+    (3, 16): (17.8, 14.5),
+    (3, 64): (25.0, 20.0),
+}
+"""What a round of 5 layers and a prompt of 1k may take and should take on an H100, ms, by (k, batch)."""
+WANTED_OF_A_CHEAP_DRAFT = {(3, 1): (5.4, 4.4), (3, 4): (8.4, 7.0), (3, 16): (16.0, 13.0), (3, 64): (23.5, 19.0)}
+"""The same with a reduced or quantised draft."""
+
+
+def judged_table(cases: Sequence[Case], device: str, is_cheap_draft: bool) -> str:
+    """The rounds that something was asked of, beside it; no verdict about another card than an H100."""
+    wanted = WANTED_OF_A_CHEAP_DRAFT if is_cheap_draft else WANTED
+    lines = [
+        "| k | batch | floor | round ms | in lockstep | of floor | must / aim | vLLM |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in cases:
+        shape = (case["num_speculative_tokens"], case["batch_size"])
+        if "round_ms" not in case or (case["num_layers"], case["prompt_len"]) != (5, 1024) or shape not in wanted:
+            continue
+        must, aim = wanted[shape]
+        reached = (
+            "kept, aim reached" if case["round_ms"] <= aim else "kept" if case["round_ms"] <= must else "**missed**"
+        )
+        verdict = f": {reached}" if "H100" in device else ""
+        lines.append(
+            f"| {shape[0]} | {shape[1]} | {case.get('floor_ms', 0):.2f} | {case['round_ms']:.2f}"
+            f" | {case.get('lockstep_round_ms', case['round_ms']):.2f} | {case.get('of_floor') or 0:.2f}"
+            f" | {must:g} / {aim:g}{verdict} | {'-' if is_cheap_draft else peer_ms(case) or '-'} |"
+        )
+    return "\n".join(lines)
+
+
 def layers_table(cases: list[Case]) -> str:
     whole = f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms"
     lines = [

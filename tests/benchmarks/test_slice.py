@@ -19,6 +19,7 @@ from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  
 from slice_suite.gpu_time import coverage, kind_of  # noqa: E402
 from slice_suite.report import per_layer  # noqa: E402
 from slice_suite.served import server_share  # noqa: E402
+from slice_suite.tables import judged_table  # noqa: E402
 
 H, EXPERT = 7168, 3 * 7168 * 2048
 MLA = 1536 * H + 64 * 192 * 1536 + 576 * H + 64 * 256 * 512 + H * 64 * 128
@@ -118,6 +119,21 @@ def test_the_servers_share_is_what_its_runners_do_not_take() -> None:
     found = server_share(step, call_ms=0.25, num_calls=2)
     assert found["server_ms_by_cause"] == {"way to the target": 0.5, "way to the draft": 0.75, "commit": 0.25}
     assert (found["server_ms"], found["allowed_server_ms"]) == (1.5, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("round_ms", "device", "verdict"),
+    [
+        (2.0, "NVIDIA H100 80GB HBM3", "2.6 / 2.1: kept, aim reached"),
+        (2.5, "NVIDIA H100 80GB HBM3", "2.6 / 2.1: kept"),
+        (2.7, "NVIDIA H100 80GB HBM3", "2.6 / 2.1: **missed**"),
+        (2.0, "NVIDIA H200", "2.6 / 2.1"),
+    ],
+)
+def test_only_an_h100_is_judged(round_ms: float, device: str, verdict: str) -> None:
+    case = {"preset": "kimi-k2.5", "num_layers": 5, "batch_size": 1, "prompt_len": 1024, "num_speculative_tokens": 0}
+    *_, line = judged_table([case | {"round_ms": round_ms}], device, is_cheap_draft=False).splitlines()
+    assert f"| {verdict} |" in line
 
 
 @pytest.mark.slow
