@@ -31,10 +31,12 @@ INPUT_TYPES = {
     "presence_penalty": "FP32",
     "frequency_penalty": "FP32",
     "logit_bias": "BYTES",
+    "allowed_token_ids": "INT32",
     "bad_words": "BYTES",
     "stop": "BYTES",
     "stop_token_ids": "INT32",
     "include_stop_str_in_output": "BOOL",
+    "skip_special_tokens": "BOOL",
     "ignore_eos": "BOOL",
     "logprobs": "INT32",
     "num_speculative_tokens": "INT32",
@@ -53,6 +55,7 @@ OUTPUT_NAMES = (
     "stop_reason",
     "num_output_tokens",
     "output_ids",
+    "prompt_token_ids",
     "logprobs",
     "statistics",
 )
@@ -116,23 +119,28 @@ def _text(result: grpcclient.InferResult, name: str) -> str:
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
+def _ids(result: grpcclient.InferResult, name: str) -> tuple[int, ...]:
+    array = result.as_numpy(name)
+    return () if array is None else tuple(array.reshape(-1).tolist())
+
+
 def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
     entries = json.loads(text) if text else []
     return tuple(
-        TokenLogprob(e["token_id"], e["logprob"], tuple((t["token_id"], t["logprob"]) for t in e["top"]))
+        TokenLogprob(e["token_id"], e["logprob"], tuple((t["token_id"], t["logprob"]) for t in e["top"]), e["token"])
         for e in entries
     )
 
 
 def parse_chunk(result: grpcclient.InferResult) -> Chunk:
     """One response's tensors as a chunk."""
-    ids = result.as_numpy("output_ids")
     count = result.as_numpy("num_output_tokens")
     statistics = _text(result, "statistics")
     return Chunk(
         text=_text(result, "text_output"),
         num_tokens=0 if count is None else int(count.reshape(-1)[0]),
-        token_ids=() if ids is None else tuple(ids.reshape(-1).tolist()),
+        token_ids=_ids(result, "output_ids"),
+        prompt_token_ids=_ids(result, "prompt_token_ids"),
         logprobs=_logprobs(_text(result, "logprobs")),
         finish_reason=_text(result, "finish_reason") or None,
         stop_reason=_text(result, "stop_reason") or None,

@@ -12,6 +12,9 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most likely first."""
+    token: str = ""
+    """Its text alone; U+FFFD stands for bytes that are no whole character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Chunk:
     """The stop text or token id that matched."""
     statistics: dict[str, Any] = field(default_factory=dict)
     """The last chunk's: usage, times, speculation."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """The first chunk's, with `return_token_ids=True`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,8 @@ class Completion:
     """Empty unless `return_token_ids=True`."""
     logprobs: tuple[TokenLogprob, ...]
     statistics: dict[str, Any]
+    prompt_token_ids: tuple[int, ...] = ()
+    """Empty unless `return_token_ids=True`."""
 
     @property
     def speculation(self) -> dict[str, Any] | None:
@@ -61,4 +68,5 @@ def join_chunks(chunks: Sequence[Chunk]) -> Completion:
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         statistics=last.statistics,
+        prompt_token_ids=chunks[0].prompt_token_ids,
     )

@@ -17,6 +17,9 @@ from support.server_process import serving_settings
 NUM_STREAMS = 64
 MAX_TOKENS = 12
 
+END_OF_TURN = 1794
+"""`<|im_end|>` of the tiny checkpoint."""
+
 
 def is_final(result):
     return result.get_response().parameters["triton_final_response"].bool_param
@@ -121,6 +124,20 @@ def test_the_last_response_carries_usage_and_speculation(url):
     for entry in completion.logprobs:
         assert len(entry.top) == 2
         assert entry.logprob <= entry.top[0][1]
+
+
+def test_only_allowed_tokens_come_and_special_ones_are_shown_on_request(url):
+    client = KimiClient(url)
+    fields = {"text_input": "hello", "max_tokens": 12, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    letters = list(range(ord("a"), ord("z") + 1))  # the first 256 ids are bytes
+    completion = client.generate(**fields, allowed_token_ids=letters, logprobs=0)
+    assert set(completion.token_ids) <= set(letters)
+    assert "".join(entry.token for entry in completion.logprobs) == completion.text
+    assert completion.prompt_token_ids == client.generate(**{**fields, "max_tokens": 1}).prompt_token_ids != ()
+    special = {**fields, "allowed_token_ids": [END_OF_TURN]}
+    hidden, shown = client.generate(**special), client.generate(**special, skip_special_tokens=False)
+    assert hidden.token_ids == shown.token_ids == (END_OF_TURN,) * 12
+    assert (hidden.text, shown.text) == ("", "<|im_end|>" * 12)
 
 
 def test_without_a_seed_the_reported_one_repeats_the_text(url):

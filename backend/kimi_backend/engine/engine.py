@@ -163,5 +163,9 @@ class Engine:
                 )
             return NoText()
         return TextStream(
-            self._tokenizer, params.stop, include_stop=params.include_stop_in_output, min_tokens=params.min_tokens
+            self._tokenizer,
+            params.stop,
+            include_stop=params.include_stop_in_output,
+            skip_special=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
         )

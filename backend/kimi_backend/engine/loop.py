@@ -228,7 +228,7 @@ class EngineLoop:
             self._end(core, ending.sequence, ending.finish, ending.tells_client)
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             sequence = heapq.heappop(self._deadlines)[2]
-            message = f"its deadline of {sequence.request.deadline_s} s has passed"
+            message = f"its deadline of {sequence.request.timeout_s} s has passed"
             finish = Finish(FinishReason.CANCELLED, error=message, cause=EndCause.DEADLINE)
             self._end(core, sequence, finish, True)
 

@@ -33,19 +33,19 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
     """
     prompt = request.prompt_token_ids
     if not prompt:
-        raise InvalidRequestError("prompt_token_ids: empty, at least 1 token is needed")
-    _check_token_ids("prompt_token_ids", prompt, limits.vocab_size)
+        raise InvalidRequestError("prompt: empty, at least 1 token is needed")
+    _check_token_ids("prompt", prompt, limits.vocab_size)
     longest = min(limits.max_model_len, limits.max_sequence_slots)
     if len(prompt) + 1 > longest:
         raise InvalidRequestError(
-            f"prompt_token_ids: {len(prompt)} tokens given, at most {longest - 1} are allowed,"
+            f"prompt: {len(prompt)} tokens given, at most {longest - 1} are allowed,"
             " so that the prompt and one output token fit"
         )
     if request.num_speculative_tokens is not None:
         _check_range("num_speculative_tokens", request.num_speculative_tokens, 0, settings.max_speculative_tokens)
     _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    if request.deadline_s is not None and not request.deadline_s > 0:
-        raise InvalidRequestError(f"deadline_s: {request.deadline_s} given, more than 0 seconds is allowed")
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise InvalidRequestError(f"timeout_s: {request.timeout_s} given, more than 0 seconds is allowed")
     check_sampling(request.sampling, limits.vocab_size)
 
 

@@ -87,7 +87,7 @@ class Sequence:
         self.order = (-request.priority, uid)
         self.seed = seed
         self.arrival_s = arrival_s
-        self.deadline_s = None if request.deadline_s is None else arrival_s + request.deadline_s
+        self.deadline_s = None if request.timeout_s is None else arrival_s + request.timeout_s
         self.max_num_tokens = max_num_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling)

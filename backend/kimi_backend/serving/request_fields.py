@@ -54,11 +54,13 @@ INPUT_FIELDS = (
     RequestField("presence_penalty", Kind.FLOAT, "Once for each token that stands in the output (default 0)."),
     RequestField("frequency_penalty", Kind.FLOAT, "For each time a token stands in the output (default 0)."),
     RequestField("logit_bias", Kind.JSON, "JSON object: token id -> number added to its logit."),
+    RequestField("allowed_token_ids", Kind.INTS, "Only these tokens may come (default: all)."),
     RequestField("bad_words", Kind.TEXTS, "Texts that may not appear."),
     RequestField("stop", Kind.TEXTS, "Texts that end the output; not part of it."),
     RequestField("stop_words", Kind.TEXTS, "Same as `stop`."),
     RequestField("stop_token_ids", Kind.INTS, "Tokens that end the output."),
     RequestField("include_stop_str_in_output", Kind.BOOL, "Keep the stop text in the output (default false)."),
+    RequestField("skip_special_tokens", Kind.BOOL, "Leave special tokens out of the text (default true)."),
     RequestField("ignore_eos", Kind.BOOL, "Do not stop at the end-of-sequence token (default false)."),
     RequestField("logprobs", Kind.INT, "Log-probabilities of each token and of this many most likely ones."),
     RequestField(
@@ -71,7 +73,7 @@ INPUT_FIELDS = (
     RequestField("cache_salt", Kind.TEXT, "Requests share cached prefixes only with requests of the same salt."),
     RequestField("tools", Kind.JSON, "JSON list of tools for the chat template."),
     RequestField("chat_template_kwargs", Kind.JSON, 'JSON object for the chat template, such as {"thinking": false}.'),
-    RequestField("return_token_ids", Kind.BOOL, "Send `output_ids` too (default false)."),
+    RequestField("return_token_ids", Kind.BOOL, "Send `output_ids` and `prompt_token_ids` too (default false)."),
     RequestField("return_num_input_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
     RequestField("return_num_output_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
     RequestField("exclude_input_in_output", Kind.BOOL, "Must be true where given: the prompt is never repeated."),
@@ -98,6 +100,19 @@ UNSUPPORTED_FIELDS = {
 }
 """Known elsewhere, not here: name -> the only value accepted."""
 
+ELSEWHERE = {
+    "prompt": "text_input",
+    "prompt_token_ids": "input_ids",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "request_output_len": "max_tokens",
+    "random_seed": "seed",
+    "top_logprobs": "logprobs",
+    "return_log_probs": "logprobs",
+    "max_time": "timeout_s",
+}
+"""What other servers call a field -> its name here, for the message that refuses it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseField:
@@ -118,7 +133,15 @@ OUTPUT_FIELDS = (
     ResponseField("num_input_tokens", "TYPE_UINT32", "[ 1 ]", "Prompt tokens in the first response, 0 in others."),
     ResponseField("num_output_tokens", "TYPE_UINT32", "[ 1 ]", "Tokens added since the last response."),
     ResponseField("output_ids", "TYPE_INT32", "[ -1 ]", "Their ids, where `return_token_ids` asked for them."),
-    ResponseField("logprobs", "TYPE_STRING", "[ 1 ]", "JSON list, one object a token, where `logprobs` asked for it."),
+    ResponseField(
+        "prompt_token_ids", "TYPE_INT32", "[ -1 ]", "The prompt's, in the first response, where asked for likewise."
+    ),
+    ResponseField(
+        "logprobs",
+        "TYPE_STRING",
+        "[ 1 ]",
+        "JSON list, where `logprobs` asked for it: token, token_id, logprob and the most likely `top` of each token.",
+    ),
     ResponseField(
         "statistics", "TYPE_STRING", "[ 1 ]", "JSON object in the last response, else empty: usage, times, speculation."
     ),

@@ -49,7 +49,7 @@ class RequestParser:
             num_speculative_tokens=values.get("num_speculative_tokens"),
             draft_sampling=_draft_sampling(values.get("draft_sampling", "auto")),
             priority=values.get("priority", 0),
-            deadline_s=values.get("timeout_s"),
+            timeout_s=values.get("timeout_s"),
             cache_salt=values.get("cache_salt"),
         )
         return ParsedRequest(
@@ -95,6 +95,7 @@ class RequestParser:
             "frequency_penalty",
             "presence_penalty",
             "min_tokens",
+            "skip_special_tokens",
             "ignore_eos",
             "logprobs",
         )
@@ -105,6 +106,7 @@ class RequestParser:
             max_tokens=values.get("max_tokens", self._default_max_tokens or None),
             stop=tuple(values.get("stop", ())),
             stop_token_ids=tuple(values.get("stop_token_ids", ())),
+            allowed_token_ids=tuple(values.get("allowed_token_ids", ())),
             include_stop_in_output=values.get("include_stop_str_in_output", False),
             logit_bias=_logit_bias(values.get("logit_bias", {})),
             bad_words=self._bad_words(values.get("bad_words", [])),

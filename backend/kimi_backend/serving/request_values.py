@@ -1,11 +1,19 @@
 """Collects a request's fields from its three places (tensors, parameters, `sampling_parameters`) and checks types."""
 
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.serving.request_fields import ALIASES, IGNORED_PARAMETERS, INPUT_FIELDS, UNSUPPORTED_FIELDS, Kind
+from kimi_backend.serving.request_fields import (
+    ALIASES,
+    ELSEWHERE,
+    IGNORED_PARAMETERS,
+    INPUT_FIELDS,
+    UNSUPPORTED_FIELDS,
+    Kind,
+)
 
 FIELDS = {field.name: field for field in INPUT_FIELDS}
 
@@ -92,6 +100,13 @@ def _parse_json(name: str, text: str) -> Any:
         raise InvalidRequestError(f"{name}: not valid JSON: {error}") from None
 
 
+def _meant(name: str) -> str:
+    """The field that a client may have had in mind, as words; empty when none is near."""
+    near = difflib.get_close_matches(name, FIELDS, 1, cutoff=0.8)
+    meant = ELSEWHERE.get(name) or (near[0] if near else None)
+    return "" if meant is None else f", is {meant} meant?"
+
+
 class _Collector:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -102,7 +117,7 @@ class _Collector:
             self._refuse_unless_default(name, value)
             return
         if name not in FIELDS:
-            raise InvalidRequestError(f"{name}: unknown {place}; docs/protocol.md lists what is known")
+            raise InvalidRequestError(f"{name}: unknown {place}{_meant(name)}; docs/protocol.md lists what is known")
         target = ALIASES.get(name, name)
         if target in self._given_as:
             raise InvalidRequestError(f"{target}: given twice, as {self._given_as[target]} and as {place} {name}")

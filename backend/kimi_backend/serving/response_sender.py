@@ -42,11 +42,15 @@ class _Live:
 class ResponseSender:
     """The way of token deltas to the clients, and of cancellations back to the engine."""
 
-    def __init__(self, pb_utils: Any, cancel: Callable[[str], None]) -> None:
-        """cancel: takes the id of a request whose client has left."""
+    def __init__(self, pb_utils: Any, cancel: Callable[[str], None], token_text: Callable[[int], str] = str) -> None:
+        """
+        Args:
+            cancel: takes the id of a request whose client has left.
+            token_text: of a token alone, as log-probabilities show it.
+        """
         self._pb = pb_utils
         self._cancel = cancel
-        self._builder = ResponseBuilder(pb_utils)
+        self._builder = ResponseBuilder(pb_utils, token_text)
         self._live: dict[str, _Live] = {}
         self._ready: dict[str, None] = {}
         self._changed = threading.Condition()
@@ -132,6 +136,7 @@ class ResponseSender:
             num_input_tokens=len(prompt) if live.is_first else 0,
             return_token_ids=live.parsed.return_token_ids,
             with_logprobs=live.parsed.generate.sampling.logprobs is not None,
+            prompt_token_ids=prompt if live.is_first and live.parsed.return_token_ids else (),
         )
         live.is_first = False
         if not self._ends_by_error(delta):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,14 +46,14 @@ def speculation_json(stats: SpeculationStats | None) -> dict[str, Any] | None:
     }
 
 
-def logprobs_json(entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """One object a token: its id and logprob, and the most likely tokens there."""
+def logprobs_json(entries: Sequence[TokenLogprobs], token_text: Callable[[int], str]) -> list[dict[str, Any]]:
+    """One object a token: its text, id and logprob, and the most likely tokens there."""
+
+    def token_json(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": token_text(token_id), "token_id": token_id, "logprob": logprob}
+
     return [
-        {
-            "token_id": entry.token_id,
-            "logprob": entry.logprob,
-            "top": [{"token_id": token_id, "logprob": logprob} for token_id, logprob in entry.top],
-        }
+        {**token_json(entry.token_id, entry.logprob), "top": [token_json(*pair) for pair in entry.top]}
         for entry in entries
     ]
 
@@ -69,14 +69,25 @@ class ResponseBuilder:
     other deltas have said before. Those are made once and sent again and again: the server only reads them.
     """
 
-    def __init__(self, pb_utils: Any) -> None:
+    def __init__(self, pb_utils: Any, token_text: Callable[[int], str]) -> None:
+        """token_text: of a token alone, as log-probabilities show it."""
         self._pb = pb_utils
+        self._token_text = token_text
         self._kept: dict[tuple[str, str | int], Any] = {}
 
-    def build(self, delta: TokenDelta, *, num_input_tokens: int, return_token_ids: bool, with_logprobs: bool) -> Any:
+    def build(
+        self,
+        delta: TokenDelta,
+        *,
+        num_input_tokens: int,
+        return_token_ids: bool,
+        with_logprobs: bool,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> Any:
         """
         Args:
             num_input_tokens: 0 in all but a request's first response: clients add them up.
+            prompt_token_ids: to be sent; empty in all but a first response, and where they were not asked for.
         """
         reason = "" if delta.finish_reason is None else delta.finish_reason.value
         stop = delta.error if delta.matched_stop is None else str(delta.matched_stop)
@@ -90,9 +101,11 @@ class ResponseBuilder:
             self._text("statistics", statistics),
         ]
         if return_token_ids:
-            tensors.append(self._pb.Tensor("output_ids", np.array([delta.token_ids], dtype=np.int32).reshape(1, -1)))
+            tensors.append(self._ids("output_ids", delta.token_ids))
+        if prompt_token_ids:
+            tensors.append(self._ids("prompt_token_ids", prompt_token_ids))
         if with_logprobs:
-            tensors.append(self._text("logprobs", json.dumps(logprobs_json(delta.logprobs))))
+            tensors.append(self._text("logprobs", json.dumps(logprobs_json(delta.logprobs, self._token_text))))
         return self._pb.InferenceResponse(output_tensors=tensors)
 
     def build_error(self, delta: TokenDelta) -> Any:
@@ -100,6 +113,9 @@ class ResponseBuilder:
         code = "CANCELLED" if delta.finish_reason is FinishReason.CANCELLED else "INTERNAL"
         error = coded_error(self._pb, code, delta.error or "internal error")
         return self._pb.InferenceResponse(output_tensors=[], error=error)
+
+    def _ids(self, name: str, token_ids: Sequence[int]) -> Any:
+        return self._pb.Tensor(name, np.array([token_ids], dtype=np.int32).reshape(1, -1))
 
     def _text(self, name: str, text: str) -> Any:
         return self._kept_empty(name) if not text else self._make_text(name, text)

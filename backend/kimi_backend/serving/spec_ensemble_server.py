@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kimi_backend.serving.processes import is_alive
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.text.chat_template import load_chat_template
-from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -59,6 +60,10 @@ def make_parser(settings: ServingSettings) -> tuple[RequestParser, Any]:
     return parser, tokenizer
 
 
+def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
 class SpecEnsembleServer:
     """Takes the server's requests and answers each with one or more responses, the last of them final."""
 
@@ -70,7 +75,7 @@ class SpecEnsembleServer:
         self._handles: dict[str, RequestHandle] = {}
         # A request can end, or its client leave, before `submit` has returned its handle.
         self._handles_lock = threading.Lock()
-        self._sender = ResponseSender(pb_utils, self._cancel)
+        self._sender = ResponseSender(pb_utils, self._cancel, partial(_token_text, tokenizer))
         aux_transfer, tokens = AuxTransfer(), TokenTransfer()
         self._engine = Engine(
             BlsTarget(pb_utils, "kimi_target", aux_transfer, tokens),

@@ -69,6 +69,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     include_stop_in_output: bool = False
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """None: none; n: the drawn token's logprob and the n most likely."""
@@ -86,7 +88,7 @@ class GenerateRequest:
     draft_sampling: DraftSampling = DraftSampling.AUTO
     priority: int = 0
     """Higher runs first and is preempted last."""
-    deadline_s: float | None = None
+    timeout_s: float | None = None
     """Seconds from arrival after which the request is cancelled."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""

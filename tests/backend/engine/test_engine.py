@@ -256,7 +256,7 @@ def test_a_deadline_cancels(start: Callable[..., Engine]) -> None:
     engine = ready(start(target))
     client = Client()
     late = GenerateRequest(
-        request_id="late", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=100), deadline_s=0.1
+        request_id="late", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=100), timeout_s=0.1
     )
     engine.submit(late, client)
     final = client.wait()

@@ -31,7 +31,7 @@ def drawn_requests(rng: random.Random) -> list[GenerateRequest]:
             stop = "".join(chr(ord("A") + rng.randrange(VOCAB)) for _ in range(rng.choice((1, 2))))
             request = replace(request, sampling=replace(request.sampling, stop=(stop,)))
         elif fate < 0.3:
-            request = replace(request, deadline_s=rng.random() * 0.5 + 1e-3)
+            request = replace(request, timeout_s=rng.random() * 0.5 + 1e-3)
         requests.append(request)
     return requests
 

@@ -72,14 +72,14 @@ def test_a_wrong_list_is_refused(sampling: dict[str, object], message: str) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt_token_ids": ()}, "prompt_token_ids: empty, at least 1 token is needed"),
-        ({"prompt_token_ids": (1, 100)}, "prompt_token_ids: token id 100 given, 0 to 99 is allowed"),
-        ({"prompt_token_ids": (1, -5)}, "prompt_token_ids: token id -5 given"),
-        ({"prompt_token_ids": (1,) * 50}, "prompt_token_ids: 50 tokens given, at most 49 are allowed"),
+        ({"prompt_token_ids": ()}, "prompt: empty, at least 1 token is needed"),
+        ({"prompt_token_ids": (1, 100)}, "prompt: token id 100 given, 0 to 99 is allowed"),
+        ({"prompt_token_ids": (1, -5)}, "prompt: token id -5 given"),
+        ({"prompt_token_ids": (1,) * 50}, "prompt: 50 tokens given, at most 49 are allowed"),
         ({"num_speculative_tokens": 6}, "num_speculative_tokens: 6 given, 0 to 5 is allowed"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: -1 given"),
-        ({"deadline_s": 0.0}, "deadline_s: 0.0 given, more than 0 seconds is allowed"),
-        ({"deadline_s": NAN}, "deadline_s: nan given"),
+        ({"timeout_s": 0.0}, "timeout_s: 0.0 given, more than 0 seconds is allowed"),
+        ({"timeout_s": NAN}, "timeout_s: nan given"),
         ({"priority": 2**31}, "priority: 2147483648 given"),
     ],
 )
@@ -99,7 +99,7 @@ def test_the_borders_are_allowed() -> None:
     check(temperature=0, top_p=1.0, min_p=1.0, seed=2**64 - 1, logprobs=20, min_tokens=8, max_tokens=8)
     check(logit_bias={0: -100.0, 99: 100.0}, bad_words=((1,) * 64,), stop_token_ids=(0, 99))
     check_request(
-        replace(REQUEST, prompt_token_ids=(1,) * 49, num_speculative_tokens=5, deadline_s=1e-9), LIMITS, SETTINGS
+        replace(REQUEST, prompt_token_ids=(1,) * 49, num_speculative_tokens=5, timeout_s=1e-9), LIMITS, SETTINGS
     )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.serving.request_fields import INPUT_FIELDS, Kind
+from kimi_backend.serving.request_fields import ELSEWHERE, INPUT_FIELDS, Kind
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.types.request import DraftSampling
 
@@ -58,13 +58,15 @@ GOOD = {
     "frequency_penalty": (0.5, lambda r: r.sampling.frequency_penalty),
     "stop_token_ids": ([4, 5], lambda r: list(r.sampling.stop_token_ids)),
     "stop": (["a", "b"], lambda r: list(r.sampling.stop)),
+    "allowed_token_ids": ([4, 5], lambda r: list(r.sampling.allowed_token_ids)),
+    "skip_special_tokens": (False, lambda r: r.sampling.skip_special_tokens),
     "ignore_eos": (True, lambda r: r.sampling.ignore_eos),
     "include_stop_str_in_output": (True, lambda r: r.sampling.include_stop_in_output),
     "logprobs": (2, lambda r: r.sampling.logprobs),
     "num_speculative_tokens": (5, lambda r: r.num_speculative_tokens),
     "draft_sampling": ("greedy", lambda r: r.draft_sampling.value),
     "priority": (-2, lambda r: r.priority),
-    "timeout_s": (1.5, lambda r: r.deadline_s),
+    "timeout_s": (1.5, lambda r: r.timeout_s),
     "cache_salt": ("s", lambda r: r.cache_salt),
 }
 
@@ -140,7 +142,9 @@ BAD = [
     ("tools without messages", {**PROMPT, "tools": strings("[]")}, {}, "tools: goes with messages only"),
     ("kwargs without messages", PROMPT, {"chat_template_kwargs": "{}"}, "chat_template_kwargs: goes with messages"),
     ("kwargs a list", {"messages": strings("[]"), "chat_template_kwargs": strings("[1]")}, {}, "a JSON object"),
-    ("unknown parameter", PROMPT, {"temprature": 1.0}, "temprature: unknown parameter"),
+    ("unknown parameter", PROMPT, {"guided_json": "{}"}, "guided_json: unknown parameter; docs/protocol.md"),
+    ("misspelt", PROMPT, {"temprature": 1.0}, "temprature: unknown parameter, is temperature meant?"),
+    ("named elsewhere", PROMPT, {"max_new_tokens": 1}, "max_new_tokens: unknown parameter, is max_tokens meant?"),
     ("unknown nested", {**PROMPT, "sampling_parameters": strings('{"foo": 1}')}, {}, "foo: unknown sampling_param"),
     ("nested itself", {**PROMPT, "sampling_parameters": strings('{"sampling_parameters": {}}')}, {}, "hold itself"),
     ("nested a list", {**PROMPT, "sampling_parameters": strings("[]")}, {}, "sampling_parameters: [] given"),
@@ -192,3 +196,9 @@ def test_a_long_value_is_shortened_in_the_message(parser):
     with pytest.raises(InvalidRequestError) as caught:
         parser.parse("r", PROMPT, {"temperature": "x" * 10_000})
     assert len(str(caught.value)) < 300
+
+
+def test_names_of_other_servers_are_no_fields_here_and_lead_to_fields():
+    fields = {field.name for field in INPUT_FIELDS}
+    assert not fields & ELSEWHERE.keys()
+    assert fields >= set(ELSEWHERE.values())

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.response_sender import MOST_POLLED_AT_ONCE, POLLS_A_ROUND, ResponseSender
-from kimi_backend.serving.responses import MOST_KEPT, ResponseBuilder, merge_deltas
-from kimi_backend.types.request import FinishReason, GenerateRequest, TokenDelta
+from kimi_backend.serving.responses import MOST_KEPT, ResponseBuilder, logprobs_json, merge_deltas
+from kimi_backend.types.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 from support import fake_pb_utils as pb
 
 
@@ -137,7 +137,7 @@ def test_merging_loses_nothing(pieces):
 
 
 def test_what_responses_have_in_common_is_made_once_and_what_differs_is_not():
-    builder = ResponseBuilder(pb)
+    builder = ResponseBuilder(pb, str)
     deltas = [delta(1), delta(2), delta(3, FinishReason.STOP), TokenDelta(request_id="r", token_ids=(1, 2), text="")]
     made = [
         {
@@ -158,8 +158,39 @@ def test_what_responses_have_in_common_is_made_once_and_what_differs_is_not():
     assert made[0]["text_output"] is not made[1]["text_output"]
 
 
+def test_the_prompts_ids_come_once():
+    out = pb.RecordingSender()
+    sender = ResponseSender(pb, lambda request_id: None)
+    sender.register("r", out, parsed())
+    sender.put(delta(0))
+    wait_for(lambda: len(out.sent) == 1)
+    sender.put(delta(1, FinishReason.LENGTH))
+    wait_for(lambda: out.finals == 1)
+    sender.close(5)
+    ids = [
+        {t.name(): t.as_numpy().tolist() for t in response.output_tensors() if t.name().endswith("_ids")}
+        for response, _ in out.sent
+    ]
+    assert ids == [{"output_ids": [[0]], "prompt_token_ids": [[1, 2, 3]]}, {"output_ids": [[1]]}]
+
+
+def test_logprobs_name_their_tokens():
+    entry = TokenLogprobs(token_id=7, logprob=-0.5, top=((7, -0.5), (8, -2.0)))
+    assert logprobs_json([entry], lambda token_id: f"<{token_id}>") == [
+        {
+            "token": "<7>",
+            "token_id": 7,
+            "logprob": -0.5,
+            "top": [
+                {"token": "<7>", "token_id": 7, "logprob": -0.5},
+                {"token": "<8>", "token_id": 8, "logprob": -2.0},
+            ],
+        }
+    ]
+
+
 def test_large_counts_are_not_kept():
-    builder = ResponseBuilder(pb)
+    builder = ResponseBuilder(pb, str)
     for count in range(10_000):
         builder.build(delta(1), num_input_tokens=count, return_token_ids=False, with_logprobs=False)
     assert len(builder._kept) < 2 * MOST_KEPT
