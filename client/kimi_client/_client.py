@@ -14,6 +14,7 @@ from kimi_client._transport import (
     CHANNEL_OPTIONS,
     Stub,
     build_request,
+    checked_url,
     deadline,
     from_rpc_error,
     parse_response,
@@ -89,10 +90,13 @@ class KimiClient:
         Args:
             url: host:port of the server's gRPC endpoint.
             timeout_s: longest that a request may take, unless it says otherwise.
+
+        Raises:
+            InvalidRequest: the url has a scheme.
         """
         self.url = url
         self.timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
         self._stub = Stub(self._channel)
 
     def is_ready(self) -> bool:

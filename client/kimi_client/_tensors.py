@@ -70,11 +70,14 @@ _NUMPY_TYPES: dict[str, Any] = {
 
 def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     kind = INPUT_TYPES[name]
-    if name in JSON_INPUTS:
-        value = json.dumps(value)
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
-    if kind == "BYTES":
-        values = [v.encode("utf-8") if isinstance(v, str) else v for v in values]
+    try:
+        if name in JSON_INPUTS:
+            value = json.dumps(value)
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if kind == "BYTES":
+            values = [v.encode("utf-8") if isinstance(v, str) else v for v in values]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name}: cannot be sent: {error}") from error
     dtype = _NUMPY_TYPES[kind]
     if kind in ("INT32", "UINT64"):
         limits = np.iinfo(dtype)

@@ -11,7 +11,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
-from kimi_client._errors import KimiClientError, from_message, from_status
+from kimi_client._errors import InvalidRequest, KimiClientError, from_message, from_status
 from kimi_client._tensors import MODEL_NAME, InputTensor, is_final, parse_chunk
 from kimi_client._types import Chunk
 
@@ -23,6 +23,16 @@ CHANNEL_OPTIONS = [
 DEADLINE_GRACE_S = 5.0
 
 Stub = service_pb2_grpc.GRPCInferenceServiceStub
+
+
+def checked_url(url: str) -> str:
+    """
+    Raises:
+        InvalidRequest: it is not of the form that gRPC takes.
+    """
+    if "://" in url:
+        raise InvalidRequest(f"url: {url!r} given, host:port of the server's gRPC endpoint is allowed")
+    return url
 
 
 def build_request(request_id: str, inputs: list[InputTensor]) -> Any:

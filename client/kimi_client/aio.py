@@ -16,6 +16,7 @@ from kimi_client._transport import (
     CHANNEL_OPTIONS,
     Stub,
     build_request,
+    checked_url,
     deadline,
     from_rpc_error,
     parse_response,
@@ -80,7 +81,7 @@ class AsyncKimiClient:
     def __init__(self, url: str = "localhost:8001", *, timeout_s: float | None = None) -> None:
         self.url = url
         self.timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
         self._stub = Stub(self._channel)
 
     async def is_ready(self) -> bool:

@@ -8,6 +8,7 @@ import kimi_client
 from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS
 from kimi_client import _tensors
 from kimi_client._errors import from_message, from_status
+from kimi_client.aio import AsyncKimiClient
 
 COMPATIBILITY_ONLY = {
     *ALIASES,
@@ -51,7 +52,15 @@ def test_values_become_batched_tensors(fields, shape):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"temprature": 1.0}, {"max_tokens": "many"}, {"seed": -1}, {"max_tokens": 2**40}],
+    [
+        {"temprature": 1.0},
+        {"max_tokens": "many"},
+        {"seed": -1},
+        {"max_tokens": 2**40},
+        {"text_input": "\ud800"},
+        {"stop": ["a", "\udcff"]},
+        {"messages": [object()]},
+    ],
 )
 def test_bad_fields_name_themselves(fields):
     (name,) = fields
@@ -90,6 +99,12 @@ def test_a_messages_code_decides_the_class(text, error, message):
     found = from_message(text)
     assert type(found) is error
     assert message in str(found)
+
+
+@pytest.mark.parametrize("client", [kimi_client.KimiClient, AsyncKimiClient])
+def test_an_address_with_a_scheme_is_refused(client):
+    with pytest.raises(kimi_client.InvalidRequest, match="url: 'http://localhost:8001' given, host:port"):
+        client("http://localhost:8001")
 
 
 def test_nothing_listening_is_unreachable():

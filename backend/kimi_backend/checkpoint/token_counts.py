@@ -4,6 +4,7 @@ The file is JSON: `{"vocab_size": 4096, "num_tokens": 812, "token_ids": [7, 11, 
 frequent first, tokens that never occurred left out.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,13 +54,25 @@ class TokenCounts:
         return cls(data["vocab_size"], tuple(data["token_ids"]), tuple(data["counts"]))
 
     def write(self, path: Path) -> None:
+        """Write the file whole, or leave what was there.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         content = {
             "vocab_size": self.vocab_size,
             "num_tokens": self.num_tokens,
             "token_ids": self.token_ids,
             "counts": self.counts,
         }
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        try:
+            unfinished.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise ConfigError(f"token counts {path}: cannot be written: {error.strerror or error}") from None
 
     def ranking(self) -> list[int]:
         """Every id of the vocabulary: those counted, then the others by id, since merges learnt first have low ids."""

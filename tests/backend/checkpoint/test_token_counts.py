@@ -1,5 +1,6 @@
 """Files of token counts: what is written is read, and what is wrong is said."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,18 @@ def test_no_json_is_refused(tmp_path: Path, content: str, message: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.json: No such file"):
         TokenCounts.read(tmp_path / "nothing.json")
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "counts.json"
+    COUNTS.write(file)
+
+    def write_half(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(ConfigError, match=r"counts\.json: cannot be written: No space left on device"):
+        COUNTS.write(file)
+    assert TokenCounts.read(file) == COUNTS
+    assert list(tmp_path.iterdir()) == [file]
