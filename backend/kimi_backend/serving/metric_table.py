@@ -306,7 +306,8 @@ METRICS: tuple[Metric, ...] = (
     _labelled(
         MetricKind.COUNTER,
         "kimi_step_seconds_total",
-        "The engine thread's seconds by phase of the step; `target` and `draft` are waits for the runners.",
+        "The engine thread's seconds by phase of the step; `target` and `draft` are waits for the runners, for either"
+        " in the phase of the other where steps are launched ahead.",
         "phase",
         PHASES,
         lambda s: s.step_seconds,

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from kimi_backend.engine.unread_draft import UnreadDraft
 from kimi_backend.errors import KimiError
+from kimi_backend.scheduler.plan_builder import DraftWork
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.plan import TargetPlan, TargetReply
+from kimi_backend.types.plan import TargetPlan, TargetReply, TokenHandle
 from kimi_backend.types.request import DraftSampling, EndCause, FinishReason, GenerateRequest
 from support.engine_runs import EngineHarness
 from support.plain_decoding import decode_plainly
@@ -273,3 +275,47 @@ def test_a_draft_that_fails_in_the_middle_of_a_verify_costs_its_speculation_only
     one.run(each_step=fail)
     assert texts(one) == EXPECTED[id(PLAIN)]
     assert not one.core.is_speculating
+
+
+def run_with_restarts() -> EngineHarness:
+    """Every third step somebody is preempted between draft and verify, and starts again in that very verify's step."""
+    one = harness(requests=PLAIN, max_num_seqs=40, num_blocks=2000)
+
+    def preempt(step: int) -> None:
+        if step % 3 == 2 and one.core.scheduler.running:
+            one.core.scheduler.preempt(one.core.scheduler.running[0])
+
+    one.run(each_step=preempt)
+    return one
+
+
+def test_sequences_that_start_again_between_draft_and_verify() -> None:
+    one = run_with_restarts()
+    assert texts(one) == EXPECTED[id(PLAIN)]
+    assert one.core.scheduler.num_preemptions > 5
+
+
+def test_a_status_that_is_given_to_whoever_has_the_sequence_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: a sequence that was preempted and started anew takes the rows of its former blocks for its own."""
+
+    def planted(self: UnreadDraft, status: list[int]) -> list[tuple[DraftWork, int]]:
+        pairs = zip(self.work, status, strict=True)
+        return [(item, its_status) for item, its_status in pairs if item.sequence.uses_draft]
+
+    monkeypatch.setattr(UnreadDraft, "still_there", planted)
+    with pytest.raises(AssertionError):
+        test_sequences_that_start_again_between_draft_and_verify()
+
+
+def test_draft_rows_that_count_before_anybody_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: what a failing draft wrote is offered to others."""
+    of = UnreadDraft.of.__func__  # type: ignore[attr-defined]
+
+    def planted(cls: type, tokens: TokenHandle, work: list[DraftWork]) -> UnreadDraft:
+        for item in work:
+            item.sequence.draft_len += item.num_rows
+        return of(cls, tokens, work)
+
+    monkeypatch.setattr(UnreadDraft, "of", classmethod(planted))
+    with pytest.raises(AssertionError):
+        test_a_failed_draft_publishes_nothing()

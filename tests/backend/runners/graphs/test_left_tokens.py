@@ -261,7 +261,7 @@ def engine_requests(count: int) -> list[GenerateRequest]:
                 ignore_eos=index < 5,
             ),
             num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
-            draft_sampling=DraftSampling.GREEDY if index % 3 else DraftSampling.COUPLED,
+            draft_sampling=DraftSampling.COUPLED if index % 2 else DraftSampling.GREEDY,
         )
         for index in range(count)
     ]
@@ -323,3 +323,28 @@ def test_numbers_worked_out_on_the_device() -> None:
     assert proposals.device["seq_lens"].tolist() == [[9, 7, 0], [10, 7, 0]]
     assert proposals.device["positions"].tolist() == [[8, 6, 0], [9, 6, 0]]
     assert proposals.device["slots"].tolist() == [[28, -1, -1], [29, -1, -1]]
+
+
+@pytest.mark.parametrize("fault", ["last row", "token index", "slots", "tokens"])
+def test_one_wrong_number_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted faults in what is worked out on the device."""
+
+    def planted(
+        extension: dict[str, torch.Tensor], proposals: dict[str, torch.Tensor], *args: Any, **sizes: Any
+    ) -> None:
+        follow_verify(extension, proposals, *args, **sizes)
+        if fault == "last row":
+            extension["last_rows"].sub_(1).clamp_(min=0)
+        elif fault == "token index":
+            proposals["token_index"].add_(1)
+        elif fault == "slots":
+            proposals["slots"].fill_(-1)
+        else:
+            extension["token_ids"].zero_()
+
+    requests = engine_requests(8)
+    lockstep, _ = run_engine("mla31", False, requests)
+    monkeypatch.setattr("kimi_kernels.draft_steps.reference.follow_verify", planted)
+    ahead, followed = run_engine("mla31", True, requests)
+    assert any(followed)
+    assert [o.token_ids for o in ahead.outcomes] != [o.token_ids for o in lockstep.outcomes]
