@@ -292,6 +292,7 @@ def run_with_restarts() -> EngineHarness:
 def test_sequences_that_start_again_between_draft_and_verify() -> None:
     one = run_with_restarts()
     assert texts(one) == EXPECTED[id(PLAIN)]
+    assert one.core.is_speculating
     assert one.core.scheduler.num_preemptions > 5
 
 
