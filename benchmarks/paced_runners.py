@@ -6,9 +6,11 @@ enough. Sleeping lets go of the interpreter and of the core, as a process that w
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_overhead import InstantDraft, InstantTarget
@@ -16,8 +18,9 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.runner_server import RunnerServer
-from kimi_backend.types.plan import AuxHandle
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetPlan, TargetReply, TokenHandle
 
+LONGEST_PROPOSAL, MOST_SEQUENCES = 7, 256
 AUX_BUFFER = b"paced"
 """In place of a handle: the draft "opens" it, and no aux tensor travels, as on one GPU."""
 
@@ -44,6 +47,36 @@ def write_model(folder: Path, config: Path, role: str, wait_s: float, vocab_size
     (folder / "1/model.py").write_text(MODEL.format(**values))
 
 
+class PacedDraft(InstantDraft):
+    """Where it may leave its tokens, it answers at once and is `wait_s` behind, as a draft on a GPU."""
+
+    left_shape = (LONGEST_PROPOSAL + 1, MOST_SEQUENCES)
+    _left = np.zeros(left_shape, np.int32)
+
+    def propose(self, plan: DraftPlan) -> DraftReply:
+        if not plan.leaves_tokens:
+            return super().propose(plan)
+        num_seqs = len(plan.num_proposals)
+        left = self._left
+        left[1:, :num_seqs] = self.random.integers(1000, self.description.vocab_size, (LONGEST_PROPOSAL, num_seqs))
+        return DraftReply(
+            step_id=plan.step_id,
+            runner_epoch=self.description.runner_epoch,
+            seq_status=np.zeros(num_seqs, np.int32),
+            draft_token_ids=np.empty((0, 0), np.int64),
+            tokens=TokenHandle(num_seqs=num_seqs, tensor=torch.from_numpy(left)),
+        )
+
+
+class PacedTarget(InstantTarget):
+    """Repeats the status of a draft's step."""
+
+    def verify(self, plan: TargetPlan) -> TargetReply:
+        tokens = plan.draft_tokens
+        status = None if tokens.tensor is None else tokens.tensor[0].numpy()
+        return dataclasses.replace(super().verify(plan), draft_status=status)
+
+
 class _NoReceiver:
     def open(self, handle: bytes | None) -> bytes | None:
         return handle
@@ -61,10 +94,11 @@ def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int)
 
     settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
     forward_logs(pb_utils, settings.log_level)
-    kind = InstantTarget if role == "target" else InstantDraft
-    server = RunnerServer(kind(settings.max_num_seqs, wait_s, vocab_size), pb_utils)
+    kind = PacedTarget if role == "target" else PacedDraft
+    server: Any = RunnerServer(kind(settings.max_num_seqs, wait_s, vocab_size), pb_utils)
     if role == "target":
         server._description = dataclasses.replace(server._description, aux_buffer=AUX_BUFFER)
     else:
         server._receiver = _NoReceiver()
+        server._board._wait = lambda event: time.sleep(wait_s)
     return server

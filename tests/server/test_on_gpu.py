@@ -30,6 +30,7 @@ MAX_TOKENS = 48
 KILLED_TOKENS = 150
 """Of a stream that is under way when a runner is killed."""
 KV_TOKENS = 16_384
+BOARD = "draft tokens go to the target by a board"
 SHARED, SENT = "aux hidden states stay on the GPU", "aux hidden states travel as tensors"
 FIELDS = [
     {
@@ -88,6 +89,7 @@ def wait_for_speculation(client):
 @pytest.mark.parametrize("mps", ["auto", "off"])
 @pytest.mark.parametrize("aux_transfer", ["ipc", "tensor"])
 def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, aux_transfer, mps):
+    """Drafts answer before they have drawn: what the first rounds do in lockstep, later ones do not."""
     chosen = settings(aux_transfer=aux_transfer, mps=mps)
     said = []
     with maybe_mps(chosen, said.append) as variables, running_server(chosen, tmp_path, variables=variables) as server:
@@ -97,6 +99,7 @@ def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, a
         log = (tmp_path / "server.log").read_text()
         assert (SHARED in log) == (aux_transfer == "ipc")
         assert (SENT in log) == (aux_transfer == "tensor")
+        assert BOARD in log
     assert said == ([] if mps == "off" else ["with MPS: target and draft share the GPU without changing contexts"])
 
 
