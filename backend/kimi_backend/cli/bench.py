@@ -10,7 +10,10 @@ from kimi_backend.errors import InvalidRequestError
 
 
 def bench_command(
-    prompts: Annotated[Path, typer.Option(help="JSON lines, each with prompt or input_ids.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with prompt, messages or input_ids; by default eight short built-in ones."),
+    ] = None,
     in_process: Annotated[bool, typer.Option("--in-process", help="Without a server.")] = False,
     url: Annotated[str, typer.Option(help="host:port of the server's gRPC endpoint.")] = "localhost:8001",
     checkpoint: Annotated[str | None, typer.Option(help="Folder of the target; --in-process only.")] = None,
@@ -81,7 +84,7 @@ def bench_command(
 
 def _bench_in_process(
     settings: dict[str, Any],
-    prompts: Path,
+    prompts: Path | None,
     sampling: dict[str, Any],
     num_speculative_tokens: int,
     draft_sampling: str,
@@ -109,7 +112,7 @@ def _bench_in_process(
 
 def _bench_server(
     url: str,
-    prompts: Path,
+    prompts: Path | None,
     fields: dict[str, Any],
     concurrency: int,
     num_requests: int | None,
@@ -118,7 +121,8 @@ def _bench_server(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    from kimi_backend.cli.bench_server import bench, print_table, read_prompts, write_plot
+    from kimi_backend.cli.bench_server import bench, print_table, write_plot
+    from kimi_backend.cli.prompt_file import read_prompts
 
     requests = read_prompts(prompts)
     num_requests = len(requests) if num_requests is None else num_requests

@@ -10,16 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kimi_backend.cli.local_engine import local_engine
 from kimi_backend.cli.prompt_file import read_prompt_token_ids
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.responses import speculation_json, statistics_json
-from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams, TokenDelta
-
-READY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,31 +56,17 @@ class _Client:
         }
 
 
-def run_bench(settings: ServingSettings, prompts: Path, load: BenchLoad) -> dict[str, Any]:
+def run_bench(settings: ServingSettings, prompts: Path | None, load: BenchLoad) -> dict[str, Any]:
     """Load the models, run every prompt to its end, all of them together, and return what was measured.
 
     Raises:
         ConfigError, CheckpointError: the settings or files cannot be served.
         InvalidRequestError: a prompt or parameter is wrong; names the line or the field.
     """
-    from kimi_backend.runners.loading import load_pair
-
     tokenizer = load_tokenizer(settings.tokenizer or settings.checkpoint)
     prompt_token_ids = read_prompt_token_ids(prompts, tokenizer)
-    target, draft = load_pair(settings)
-    engine = Engine(
-        target,
-        draft,
-        settings=scheduler_settings(settings),
-        eos_token_ids=tokenizer.eos_token_ids,
-        tokenizer=tokenizer,
-    )
-    engine.start()
-    try:
-        engine.wait_until_ready(READY_TIMEOUT_S)
+    with local_engine(settings, tokenizer) as engine:
         return _measure(engine, prompt_token_ids, load)
-    finally:
-        engine.stop()
 
 
 def _measure(engine: Engine, prompts: list[tuple[int, ...]], load: BenchLoad) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`kimi bench` against a running server: a load, a table, JSON, and a plot."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,6 @@ from rich.table import Table
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer, run_perf_analyzer
 from kimi_backend.errors import InvalidRequestError
 from kimi_client.load import LoadResult, run_load
-
-
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Request fields out of JSON lines, each with `prompt`, `messages` or `input_ids`.
-
-    Raises:
-        InvalidRequestError: names the line.
-    """
-    requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            kind = next(k for k in ("prompt", "messages", "input_ids") if k in entry)
-        except (ValueError, TypeError, StopIteration):
-            raise InvalidRequestError(
-                f"{path}:{number}: a JSON object with prompt, messages or input_ids is needed"
-            ) from None
-        requests.append({"text_input" if kind == "prompt" else kind: entry[kind]})
-    if not requests:
-        raise InvalidRequestError(f"{path}: no prompts in it")
-    return requests
 
 
 def bench(

@@ -93,23 +93,11 @@ def through_server(settings: ServingSettings) -> Iterator[Generate]:
 @contextmanager
 def in_process(settings: ServingSettings) -> Iterator[Generate]:
     """The same engine and models in this process, for machines that the server wheel does not support."""
-    from kimi_backend.engine.engine import Engine
-    from kimi_backend.runners.loading import load_pair
-    from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+    from kimi_backend.cli.local_engine import local_engine
     from kimi_backend.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(settings.tokenizer or settings.checkpoint)
-    target, draft = load_pair(settings)
-    engine = Engine(
-        target,
-        draft,
-        settings=scheduler_settings(settings),
-        eos_token_ids=tokenizer.eos_token_ids,
-        tokenizer=tokenizer,
-    )
-    engine.start()
-    try:
-        engine.wait_until_ready(60)
+    with local_engine(settings, tokenizer) as engine:
 
         def generate(prompt: str, max_tokens: int, k: int, temperature: float) -> DemoRun:
             request = GenerateRequest(
@@ -135,8 +123,6 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
             return DemoRun("".join(d.text for d in deltas), speed, speculation_json(stats.speculation))
 
         yield generate
-    finally:
-        engine.stop()
 
 
 def run_demo(

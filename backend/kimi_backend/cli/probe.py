@@ -9,16 +9,6 @@ import typer
 if TYPE_CHECKING:
     from kimi_backend.runners.probe import ProbeResult
 
-DEFAULT_PROMPTS = (
-    "def fibonacci(n):\n    ",
-    "import json\nimport sys\n\n\ndef main():\n    ",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
-    "def read_lines(path):\n    with open(path) as file:\n        ",
-    "for i in range(10):\n    if i % 2 == 0:\n        ",
-    "try:\n    value = int(text)\nexcept ValueError:\n    ",
-)
 SHOWN_ROWS = 12
 
 
@@ -48,11 +38,7 @@ def probe_command(
     from kimi_backend.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)
-    token_ids = (
-        read_prompt_token_ids(prompts, tokenizer)
-        if prompts
-        else [tuple(tokenizer.encode(prompt)) for prompt in DEFAULT_PROMPTS]
-    )
+    token_ids = read_prompt_token_ids(prompts, tokenizer)
     settings = ServingSettings(checkpoint=str(checkpoint), draft=str(draft), device=device)
     longest = max(map(len, token_ids)) + num_tokens
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_backend.cli.main import app
+from kimi_backend.cli.prompt_file import DEFAULT_PROMPTS, read_prompt_token_ids, read_prompts
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.text.tokenizer import load_tokenizer
 
 PROMPTS = '{"prompt": "def f(x):"}\n\n{"input_ids": [5, 6, 7, 8]}\n'
 
@@ -77,11 +79,28 @@ def test_options_that_do_not_go_together(folder: Path, options: list[str], messa
         ('{"prompt": "a", "input_ids": [1]}\n', r"wrong\.jsonl:1"),
         ('{"input_ids": [true]}\n', r"wrong\.jsonl:1"),
         ("\n", "no prompts in it"),
+        ("\udcff", "byte 0 is not UTF-8"),
     ],
 )
-def test_a_wrong_prompt_file_is_named(folder: Path, content: str, message: str) -> None:
+@pytest.mark.parametrize("where", [["--in-process", "--checkpoint", "tiny"], ["--url=localhost:9"]])
+def test_a_wrong_prompt_file_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: list[str], content: str, message: str
+) -> None:
     path = folder / "wrong.jsonl"
-    path.write_text(content)
-    arguments = ["bench", "--in-process", "--checkpoint", str(folder / "tiny"), "--prompts", str(path)]
+    path.write_text(content, errors="surrogateescape")
+    monkeypatch.chdir(folder)
+    arguments = ["bench", *where, "--prompts", str(path)]
     with pytest.raises(InvalidRequestError, match=message):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_messages_go_to_a_server_only(folder: Path) -> None:
+    path = folder / "chat.jsonl"
+    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    assert [list(prompt) for prompt in read_prompts(path)] == [["text_input"], ["messages"]]
+    with pytest.raises(InvalidRequestError, match="prompt 2 has messages, which go to a server only"):
+        read_prompt_token_ids(path, load_tokenizer(folder / "tiny"))
+
+
+def test_without_a_file_there_are_prompts() -> None:
+    assert read_prompts(None) == [{"text_input": prompt} for prompt in DEFAULT_PROMPTS]
