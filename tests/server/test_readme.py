@@ -1,5 +1,6 @@
 """The README's commands, word for word, against the server that it says to start."""
 
+import json
 import re
 import shlex
 import socket
@@ -54,6 +55,11 @@ def test_perf_analyzer(readme_server):
     run(command("./scripts/get_perf_analyzer.sh"))
     out = run(command(".venv/bin/perf_analyzer"))
     assert "Request count: 32" in out
+
+
+def test_bench(readme_server):
+    report = json.loads(run([*command(".venv/bin/kimi bench"), "--json"]))
+    assert report["texts_equal"]
 
 
 def test_generate_and_curl(readme_server):

@@ -27,8 +27,11 @@ def bench(
 
     Args:
         load_generator: perf_analyzer, own, or auto: the former where it is installed.
-        fields: sampling fields of every request; its `seed` is raised by one from request to request.
+        fields: sampling fields of every request; its `seed` is raised by one from request to request. Without one the
+            server draws each request's, but for a comparison, whose two texts need the same: there it is 0.
     """
+    if compare_no_spec:
+        fields = {"seed": 0, **fields}
     runs = {"speculative": fields}
     if compare_no_spec:
         runs["plain"] = {**fields, "num_speculative_tokens": 0}
