@@ -25,7 +25,9 @@ def bench_command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Request i gets seed + i; by default any, in comparisons 0.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Request i gets seed + i; by default any, in comparisons 0.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at the end-of-sequence token.")] = False,
     num_requests: Annotated[int | None, typer.Option(min=1, help="By default one a prompt.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests that run together.")] = 16,
