@@ -218,8 +218,9 @@ def only_fetch_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_a_captured_step_waits_once(only_fetch_waits: None) -> None:
-    one = loop("mla31", graph_recorder(), [3, 1, 2])
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_a_captured_step_waits_once(launch_ahead: bool, only_fetch_waits: None) -> None:
+    one = loop("mla31", graph_recorder(), [3, 1, 2], launch_ahead=launch_ahead)
     torch.cuda.set_sync_debug_mode("default")
     one.step()
     torch.cuda.set_sync_debug_mode("error")
