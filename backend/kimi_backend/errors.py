@@ -4,7 +4,6 @@ KimiError
 ├── InvalidRequestError      the request is wrong; says which field, what was given, what is allowed
 ├── CapacityError            no room now; try later
 │   └── ModelUnavailableError    a runner is loading, dead or of another epoch
-├── RequestCancelledError    the client or its deadline ended the request
 ├── CheckpointError          files that cannot be served; lists every reason found
 └── ConfigError              a config.json field or a server setting is missing, contradictory or unsupported
 """
@@ -30,12 +29,6 @@ class CapacityError(KimiError):
 
 class ModelUnavailableError(CapacityError):
     """A model runner does not answer: loading, dead, or restarted."""
-
-
-class RequestCancelledError(KimiError):
-    """The request ended because its client or its deadline said so."""
-
-    code = "CANCELLED"
 
 
 class CheckpointError(KimiError):

@@ -24,7 +24,7 @@ COUNT_BUCKETS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 """Of tokens a request."""
 PHASES = ("schedule", "target", "commit", "draft", "publish")
 RUNNERS = ("target", "draft")
-REFUSAL_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
+REFUSAL_CODES = ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")
 _POSITIONS = tuple(map(str, range(MAX_SPECULATIVE_TOKENS)))
 _NO_SPECULATION = SpeculationStats()
 UNLABELLED = ""

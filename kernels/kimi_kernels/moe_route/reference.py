@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.moe_route.arguments import check_router
 
 RENORMALIZE_EPS = 1e-20
 NO_EXPERT = -1
@@ -23,19 +23,16 @@ def route_experts(
     """`signatures.RouteExperts`.
 
     Raises:
-        ValueError: a shape or dtype is wrong, the experts do not divide into groups, or the chosen groups hold fewer
-            than top_k experts.
+        ValueError: as `check_router`.
     """
-    require_shape("router_logits", router_logits, None, None)
-    require_dtype("router_logits", router_logits, torch.float32)
-    num_experts = router_logits.shape[1]
-    require_shape("correction_bias", correction_bias, num_experts)
-    require_dtype("correction_bias", correction_bias, torch.float32)
-    divides = num_groups > 0 and num_experts % num_groups == 0
-    require(divides, "num_groups", num_groups, f"a divisor of the {num_experts} experts")
-    require(0 < topk_groups <= num_groups, "topk_groups", topk_groups, f"1 to num_groups {num_groups}")
-    eligible = num_experts // num_groups * topk_groups
-    require(0 < top_k <= eligible, "top_k", top_k, f"1 to the {eligible} experts of topk_groups groups")
+    check_router(
+        router_logits,
+        correction_bias,
+        top_k=top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        slot_mapping=slot_mapping,
+    )
 
     # Not torch.sigmoid: its vector and scalar paths differ in the last bit, and a row may fall to either.
     scores = (-router_logits.double()).exp_().add_(1).reciprocal_().float()

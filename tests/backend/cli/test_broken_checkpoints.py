@@ -441,30 +441,20 @@ INT4_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", INT4_CASES)
+CASES = [("int4", case) for case in INT4_CASES] + [("fp8", case) for case in FP8_TENSORS]
+
+
+@pytest.mark.parametrize(("quantization", "case"), CASES)
 def test_a_broken_checkpoint_is_named(
     whole: dict[str, Path],
+    quantization: str,
     case: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    break_it, message = INT4_CASES[case]
-    folder = copy_folder(whole["int4"], tmp_path / "broken")
-    break_it(folder)
-    assert_named(inspect_broken(folder, monkeypatch, capsys), message)
-
-
-@pytest.mark.parametrize("case", FP8_TENSORS)
-def test_a_broken_fp8_checkpoint_is_named(
-    whole: dict[str, Path],
-    case: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    break_it, message = FP8_TENSORS[case]
-    folder = copy_folder(whole["fp8"], tmp_path / "broken")
+    break_it, message = (INT4_CASES if quantization == "int4" else FP8_TENSORS)[case]
+    folder = copy_folder(whole[quantization], tmp_path / "broken")
     break_it(folder)
     assert_named(inspect_broken(folder, monkeypatch, capsys), message)
 
