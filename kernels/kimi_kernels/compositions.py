@@ -19,14 +19,7 @@ def composed_router_logits(linear: op.Linear) -> op.RouterLogits:
 def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.MlaQuery:
     """`signatures.MlaQuery`."""
 
-    def mla_query(
-        q: Tensor,
-        w_uk: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        interleaved: bool,
-        upcoming: PackedWeight | None = None,
-    ) -> Tensor:
+    def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
         q_nope, q_pe = torch.split(q, [w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=2)
         return torch.cat([per_head_linear(q_nope, w_uk), rope(q_pe, cos_sin, positions, interleaved)], dim=2)
 

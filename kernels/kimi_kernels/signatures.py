@@ -144,14 +144,12 @@ class MlaQuery(Protocol):
         cos_sin: Tensor,
         positions: Tensor,
         interleaved: bool,
-        upcoming: PackedWeight | None = None,
     ) -> Tensor:
         """
         Args:
             q: [T, N, P + R], may be strided.
             w_uk: [N, P, L], contiguous.
             cos_sin, positions, interleaved: as in `Rope`, for the R columns.
-            upcoming: a weight that is read soon after; an op may have it fetched meanwhile.
         Returns:
             [T, N, L + R]: q_nope @ w_uk, then rotated q_pe.
         """

@@ -123,14 +123,7 @@ class MlaAttention:
         outputs = []
         if metadata.decode is not None:
             positions = metadata.positions[:num_decode]
-            q_latent = self._kernels.mla_query(
-                q[:num_decode],
-                self._w_uk,
-                self._cos_sin,
-                positions,
-                g.rope.interleaved,
-                upcoming=self._o_proj.weight,
-            )
+            q_latent = self._kernels.mla_query(q[:num_decode], self._w_uk, self._cos_sin, positions, g.rope.interleaved)
             latents, _ = self._kernels.mla_decode(
                 q_latent, latent_cache, metadata.decode, g.kv_lora_rank, g.softmax_scale, kv_scale
             )

@@ -18,9 +18,9 @@ from kimi_backend.layers.mlp import DenseMlp
 from kimi_backend.layers.side_stream import Work, side_stream
 from kimi_backend.layers.weight_loader import WeightLoader
 
-MOST_ROWS_BESIDE = 256
-"""Up to so many rows both kinds of experts wait for memory, and the shared one fills the time in which the router and
-the sort of its choices read next to nothing. More rows compute for longer than they read."""
+MOST_ROWS_BESIDE = 8
+"""Up to so many rows the shared expert fills the time in which the router and the sort of its choices read next to
+nothing. More rows' experts begin so soon that the two only take memory from each other (docs/performance.md)."""
 
 
 class MoeMlp:

@@ -8,10 +8,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.early_start import starts_early
-from kimi_kernels.prefetch.kernel import fetch_ahead, prefetch_chunks
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
 from kimi_kernels.rope.reference import check_rotation
-from kimi_kernels.weights import PackedWeight
 
 COLUMNS = 128
 """Latent columns of a program: with 64 heads, two programs a multiprocessor even for one row."""
@@ -32,9 +30,6 @@ def mla_query_kernel(
     nope,
     latent,
     num_pairs,
-    upcoming,  # any weight, or None
-    upcoming_stride,
-    upcoming_bytes,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -45,10 +40,6 @@ def mla_query_kernel(
     """One program a head, COLUMNS latent columns and ROWS rows; those of the first columns rotate as well."""
     if PDL:
         gdc_launch_dependents()
-    if upcoming is not None:
-        prefetch_chunks(
-            upcoming, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), upcoming_stride, upcoming_bytes
-        )
     head = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, NOPE)
@@ -88,14 +79,7 @@ def mla_query_kernel(
         )
 
 
-def mla_query(
-    q: Tensor,
-    w_uk: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    interleaved: bool,
-    upcoming: PackedWeight | None = None,
-) -> Tensor:
+def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """`signatures.MlaQuery`.
 
     Raises:
@@ -118,11 +102,9 @@ def mla_query(
         columns = min(COLUMNS, max(16, triton.next_power_of_2(latent)))
         early = starts_early(q.device)
         column_tiles = triton.cdiv(latent, columns)
-        ahead = fetch_ahead(upcoming, num_tokens, num_heads * column_tiles, q.device)
         mla_query_kernel[(num_heads, column_tiles, triton.cdiv(num_tokens, rows))](
             q, w_uk, cos_sin, positions, out, num_tokens, q.stride(0), q.stride(1), num_heads, nope, latent,
-            rope // 2, ahead and ahead.weight, ahead.stride if ahead else 0, ahead.num_bytes if ahead else 0,
-            INTERLEAVED=interleaved, ROWS=rows, COLUMNS=columns,
+            rope // 2, INTERLEAVED=interleaved, ROWS=rows, COLUMNS=columns,
             NOPE=max(16, triton.next_power_of_2(nope)), PAIRS=triton.next_power_of_2(rope // 2), PDL=early,
             num_warps=4, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip

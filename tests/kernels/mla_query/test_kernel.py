@@ -55,19 +55,6 @@ def test_it_equals_the_ops_it_fuses_on_a_card(num_tokens: int, interleaved: bool
     check(inputs(num_tokens, 64, 128, 64, 512, torch.bfloat16, "cuda"), interleaved)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("out_features", [1, 700, 7168])
-@pytest.mark.parametrize("num_tokens", [1, 64, 65])
-def test_fetching_a_weight_ahead_changes_nothing(num_tokens: int, out_features: int) -> None:
-    """Also a weight smaller than what the launch would ask for, which ends where nothing else is allocated."""
-    q, w_uk, cos_sin, positions = inputs(num_tokens, 64, 128, 64, 512, torch.bfloat16, "cuda")
-    upcoming = KernelSet.triton().pack_linear(torch.randn(out_features, 8192, device="cuda", dtype=torch.bfloat16))
-    plain = mla_query(q, w_uk, cos_sin, positions, True)
-    ahead = mla_query(q, w_uk, cos_sin, positions, True, upcoming)
-    torch.cuda.synchronize()
-    assert torch.equal(plain, ahead)
-
-
 def test_a_weight_that_does_not_fit_is_named() -> None:
     q, w_uk, cos_sin, positions = inputs(2, 4, 32, 16, 64, torch.float32)
     with pytest.raises(ValueError, match="w_uk"):
