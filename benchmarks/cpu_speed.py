@@ -132,6 +132,7 @@ def start_servers(stack: ExitStack, args: argparse.Namespace) -> tuple[EmbeddedS
             device="cpu",
             kernels=args.kernels,
             cpu_threads=args.cpu_threads,
+            speculation_policy="fixed",
             max_model_len=1024,
             metrics_interval_s=METRICS_INTERVAL_S,
         )

@@ -116,6 +116,7 @@ def main() -> int:
         device=options.device,
         kernels=options.kernels,
         cpu_threads=options.threads,
+        speculation_policy="fixed",
         max_num_seqs=32,
         max_model_len=1024,
     )

@@ -59,6 +59,7 @@ def settings_of(args: argparse.Namespace, kernels: str) -> ServingSettings:
         draft=str((args.draft or args.checkpoint / "draft").resolve()),
         device=args.device,
         kernels=kernels,
+        speculation_policy="fixed",
         max_model_len=longest,
         max_num_seqs=args.batch,
         kv_tokens=longest * args.batch * 2,

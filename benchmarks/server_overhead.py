@@ -129,6 +129,7 @@ def settings_of(args: argparse.Namespace, aux_transfer: str, mps: str) -> Servin
         "max_num_batched_tokens": MAX_MODEL_LEN,
         "max_speculative_tokens": args.k,
         "num_speculative_tokens": args.k,
+        "speculation_policy": "fixed",
         "kv_tokens": MAX_MODEL_LEN * max(args.streams),
         **dict(pair.split("=", 1) for pair in args.set),
     }

@@ -189,6 +189,7 @@ def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -
         "load_format": "dummy",
         "routing": "uniform",
         "synthetic_acceptance": str(options.acceptance),
+        "speculation_policy": "fixed",
         "max_model_len": str(longest),
         "kv_tokens": str(max(most, longest)),
         "max_num_seqs": str(max(options.batches)),

@@ -72,6 +72,7 @@ class LoadResult:
             "inter_chunk_ms": _percentiles(gaps),
             "request_ms": _percentiles([r.total_s for r in self.requests]),
             "speculation": pooled_acceptance([r.completion for r in self.requests]),
+            "policy": pooled_policy([r.completion for r in self.requests]),
             **({"pretences": pretences} if pretences else {}),
         }
 
@@ -104,6 +105,18 @@ def pooled_acceptance(completions: Sequence[Completion]) -> dict[str, Any] | Non
             round(a / p, 4) if p else None for a, p in zip(accepted_at, proposed_at, strict=True)
         ],
     }
+
+
+def pooled_policy(completions: Sequence[Completion]) -> dict[str, Any] | None:
+    """The server's speculation policy and the share of verifies that carried 0, 1, … draft tokens; None where no
+    response says."""
+    stats = [c.statistics for c in completions if c.statistics.get("num_draft_tokens_histogram")]
+    depth = max((len(s["num_draft_tokens_histogram"]) for s in stats), default=0)
+    counts = [_sum_at(stats, "num_draft_tokens_histogram", i) for i in range(depth)]
+    if not any(counts):
+        return None
+    names = sorted({s["speculation_policy"] for s in stats})
+    return {"name": ", ".join(names), "shares": [round(count / sum(counts), 4) for count in counts]}
 
 
 def _sum_at(stats: Sequence[dict[str, Any]], name: str, position: int) -> int:

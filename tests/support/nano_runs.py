@@ -33,6 +33,7 @@ def nano_settings(**changes: Any) -> ServingSettings:
         "checkpoint": str(NANO),
         "draft": str(NANO / "draft"),
         "device": "cuda",
+        "speculation_policy": "fixed",
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 16,

@@ -280,7 +280,7 @@ class ScriptedDraft(ScriptedRunner):
             aux_rows=plan.aux_rows[(rows.real & is_kept)[rows.real]],
             # One draw tells whether the extension was finite, of those too that want none any more.
             num_proposals=np.where(plan.num_proposals > 0, np.maximum(wanted, 1), 0).astype(np.int32),
-            output_index=(plan.rows.seq_lens - plan.rows.query_lens + accepted + 2)[plan.num_proposals > 0],
+            output_index=(follow.first_index + accepted)[plan.num_proposals > 0],
             follow=None,
         )
         reply = self._propose(known)

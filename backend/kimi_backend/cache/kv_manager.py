@@ -128,6 +128,12 @@ class KvManager:
             blocks.draft_ids.clear()
         blocks.uses_draft = False
 
+    def begin_draft(self, blocks: SequenceBlocks) -> None:
+        """Let a sequence that has no draft blocks take some from now on."""
+        assert not blocks.uses_draft
+        assert self.draft_pool is not None
+        blocks.uses_draft = True
+
     def release(self, blocks: SequenceBlocks) -> None:
         """Give everything back; published blocks stay findable until their memory is needed."""
         self.target_pool.release(blocks.target_ids)

@@ -16,6 +16,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.responses import speculation_json, statistics_json
+from kimi_backend.spec_decode.policy import policy_shares
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams, TokenDelta
 
@@ -105,6 +106,8 @@ def _report(statistics: EngineStatistics, requests: list[dict[str, Any]], wall_s
         "acceptance_rate": speculation["draft_acceptance_rate"] if speculation else None,
         "acceptance_per_position": speculation["acceptance_per_position"] if speculation else [],
         "speculative_decoding": speculation,
+        "speculation_policy": statistics.speculation_policy,
+        "num_draft_tokens_histogram": list(statistics.totals.num_draft_tokens_histogram),
         "num_output_tokens": num_tokens,
         "wall_s": round(wall_s, 4),
         "output_tokens_per_second": round(num_tokens / wall_s, 2),
@@ -129,6 +132,8 @@ def print_report(report: dict[str, Any]) -> None:
     for position, rate in enumerate(report["acceptance_per_position"], 1):
         if rate is not None:
             table.add_row(f"accepted at position {position}", f"{rate:.3f}")
+    table.add_row("speculation policy", report["speculation_policy"])
+    table.add_row("verifies with k = 0, 1, …", policy_shares(report["num_draft_tokens_histogram"]))
     for phase, milliseconds in report["step_ms"].items():
         table.add_row(f"mean step, {phase} (ms)", f"{milliseconds:.3f}")
     Console().print(table)

@@ -100,6 +100,8 @@ def print_table(report: dict[str, Any]) -> None:
     if speculation:
         table.add_row("acceptance length", str(speculation["acceptance_length"]), *[""] * (len(runs) - 1))
         table.add_row("per position", str(speculation["acceptance_per_position"]), *[""] * (len(runs) - 1))
+    for key, row in (("name", "speculation policy"), ("shares", "verifies with k = 0, 1, …")):
+        table.add_row(row, *(str((report[name].get("policy") or {}).get(key, "-")) for name in runs))
     console = Console(stderr=True)
     console.print(table)
     if "speedup" in report:

@@ -16,6 +16,7 @@ from rich.table import Table
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.serving.responses import speculation_json
+from kimi_backend.spec_decode.policy import policy_shares
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 
 PROMPT = "def fibonacci(n):\n    "
@@ -32,6 +33,8 @@ class DemoRun:
     text: str
     tokens_per_second: float
     speculation: dict[str, Any] | None
+    num_draft_tokens_histogram: list[int]
+    """Verifies by the draft tokens they carried."""
 
 
 Generate = Callable[[str, int, int, float], DemoRun]
@@ -82,7 +85,7 @@ def through_server(settings: ServingSettings) -> Iterator[Generate]:
                         _write(chunk.text)
                     done = stream.result()
                 speed = done.num_output_tokens / done.statistics["total_time_s"]
-                return DemoRun(done.text, speed, done.speculation)
+                return DemoRun(done.text, speed, done.speculation, done.statistics["num_draft_tokens_histogram"])
 
             yield generate
         finally:
@@ -120,7 +123,8 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
             if stats is None or deltas[-1].error is not None:
                 raise KimiError(deltas[-1].error or "the engine gave no statistics")
             speed = stats.num_output_tokens / stats.total_time_s
-            return DemoRun("".join(d.text for d in deltas), speed, speculation_json(stats.speculation))
+            histogram = list(stats.num_draft_tokens_histogram)
+            return DemoRun("".join(d.text for d in deltas), speed, speculation_json(stats.speculation), histogram)
 
         yield generate
 
@@ -165,6 +169,8 @@ def _report(runs: dict[str, DemoRun]) -> int:
     table.add_row("acceptance length", f"{acceptance.get('mean_acceptance_length') or 1:.2f}", "1.00")
     for position, rate in enumerate(per_position, 1):
         table.add_row(f"accepted at position {position}", "-" if rate is None else f"{rate:.0%}", "")
+    shares = policy_shares(speculative.num_draft_tokens_histogram)
+    table.add_row("verifies with k = 0, 1, …", shares, "100%")
     _console.print(table)
     if speculative.tokens_per_second < plain.tokens_per_second:
         _console.print(
@@ -175,6 +181,7 @@ def _report(runs: dict[str, DemoRun]) -> int:
         "texts_equal": is_equal,
         "acceptance_length": acceptance.get("mean_acceptance_length"),
         "acceptance_per_position": per_position,
+        "num_draft_tokens_histogram": speculative.num_draft_tokens_histogram,
         "tokens_per_second": {name: round(run.tokens_per_second, 2) for name, run in runs.items()},
     }
     _write(json.dumps(summary) + "\n")

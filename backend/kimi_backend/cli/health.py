@@ -91,7 +91,8 @@ def _generate(post: Post, with_draft: bool) -> Health:
     reply = json.loads(body)
     if reply["num_output_tokens"] != _PROBE["max_tokens"]:
         return Health(f"generate: {reply['num_output_tokens']} tokens came, {_PROBE['max_tokens']} were asked for")
-    speculates = json.loads(reply["statistics"])["speculative_decoding"] is not None
+    statistics = json.loads(reply["statistics"])
+    speculates = statistics["is_draft_there"]  # whether it was used is the speculation policy's choice
     if with_draft and not speculates:
         return Health("generate: it answered without the draft; eagle3_draft is lost or still loading")
     return Health(None, speculates=speculates)

@@ -19,6 +19,9 @@ def serve_command(
     draft: Annotated[str | None, typer.Option(help="Folder of the draft; without one there is no speculation.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder of the tokenizer, if not the checkpoint's.")] = None,
     num_speculative_tokens: K_OPTION = None,
+    speculation_policy: Annotated[
+        str | None, typer.Option(help="adaptive: as many draft tokens as is fastest; fixed: as many as asked for.")
+    ] = None,
     draft_vocab: Annotated[int | None, typer.Option(help="Most frequent tokens that the draft keeps.")] = None,
     draft_quantization: Annotated[str | None, typer.Option(help="Rounds the draft at load: none, fp8, int4.")] = None,
     draft_head_quantization: Annotated[str | None, typer.Option(help="The same of its head, if another.")] = None,
@@ -61,6 +64,7 @@ _SERVE_SETTINGS = frozenset(
         "draft",
         "tokenizer",
         "num_speculative_tokens",
+        "speculation_policy",
         "draft_vocab",
         "draft_quantization",
         "draft_head_quantization",

@@ -60,6 +60,12 @@ class ServingSettings:
     max_speculative_tokens: int = _setting(
         MAX_SPECULATIVE_TOKENS, "Most draft tokens a request may ask for.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
     )
+    speculation_policy: str = _setting(
+        "adaptive",
+        "`adaptive` drafts as many tokens as is fastest, at most what the request asks for, none where that is fastest;"
+        " `fixed` drafts what it asks for.",
+        choices=("adaptive", "fixed"),
+    )
     block_size: int = _setting(64, "Tokens in a KV block, of both pools.", choices=(16, 32, 64, 128))
     kv_tokens: int = _setting(0, "Tokens that the KV pools hold; 0 takes what the memory plan allows.", minimum=0)
     kv_cache_dtype: str = _setting(

@@ -120,9 +120,10 @@ class EngineCore:
         self._emit(commit.outputs)  # last before the call, so that the emitter works while the draft does
         self.times.lap("commit")
         self._propose(draft_plan, commit.draft_work)
-        self.times.lap("draft")
+        draft_s = self.times.lap("draft")
         self._publish(batch.sequences)
         self.times.lap("publish")
+        self.scheduler.policy.end_round(is_pure_decode=batch.num_decodes == len(batch.sequences), draft_s=draft_s)
         return True
 
     def _following_draft(self, batch: StepBatch, plan: TargetPlan) -> LaunchedDraft | None:
@@ -256,9 +257,9 @@ class EngineCore:
                 continue
             if (
                 sequence.target_len >= (blocks.num_published_target + 1) * size
-                or sequence.draft_len >= (blocks.num_published_draft + 1) * size
+                or sequence.publishable_draft_len >= (blocks.num_published_draft + 1) * size
             ):
-                self.kv.publish(blocks, sequence.token_ids, sequence.target_len, sequence.draft_len)
+                self.kv.publish(blocks, sequence.token_ids, sequence.target_len, sequence.publishable_draft_len)
 
     def _reach_target(self) -> bool:
         link = self._target_link

@@ -11,7 +11,7 @@ from kimi_backend.engine.commit import StepOutput
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.spec_decode.stats import SpeculationCounter
-from kimi_backend.types.request import EndCause, FinishReason, SpeculationStats, TokenDelta
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, EndCause, FinishReason, SpeculationStats, TokenDelta
 
 logger = logging.getLogger("kimi_backend.engine")
 
@@ -33,6 +33,8 @@ class OutputTotals:
     """Prompt tokens of finished requests that were looked up in the prefix cache: all but of those never started."""
     num_output_tokens: int = 0
     speculation: SpeculationStats | None = None
+    num_draft_tokens_histogram: tuple[int, ...] = (0,) * (MAX_SPECULATIVE_TOKENS + 1)
+    """Verifies of all requests that carried 0, 1, … draft tokens; steps that drew a first token are none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Emitter:
         self._ended_by: dict[EndCause, int] = {}
         self._tokens = [0, 0, 0, 0]
         self._speculation = SpeculationCounter()
+        self._num_verifies = [0] * (MAX_SPECULATIVE_TOKENS + 1)
         self._thread = threading.Thread(target=self._run, name="kimi-emitter", daemon=True)
 
     def start(self) -> None:
@@ -116,6 +119,7 @@ class Emitter:
                 num_output_tokens=output,
                 num_looked_up_tokens=looked_up,
                 speculation=self._speculation.snapshot(),
+                num_draft_tokens_histogram=tuple(self._num_verifies),
             )
 
     def _run(self) -> None:
@@ -138,6 +142,7 @@ class Emitter:
 
     def _emit(self, request_output: RequestOutput, output: StepOutput) -> None:
         sequence = request_output.sequence
+        is_verify = request_output.num_output_tokens > 0
         try:
             delta = request_output.push(output)
         except Exception as error:
@@ -150,7 +155,7 @@ class Emitter:
             self._with_stop_strings.discard(sequence.uid)
             if output.finish is None:
                 self._on_end(sequence, Finish(delta.finish_reason, error=delta.error, cause=delta.cause))
-        self._count(output, delta)
+        self._count(output, delta, is_verify)
         try:
             request_output.sink(delta)
         except Exception:
@@ -159,10 +164,12 @@ class Emitter:
             if self._outputs.pop(sequence.uid, None) is not None:
                 self._on_end(sequence, Finish(FinishReason.CANCELLED, error="the client's sink failed"))
 
-    def _count(self, output: StepOutput, delta: TokenDelta) -> None:
+    def _count(self, output: StepOutput, delta: TokenDelta, is_verify: bool) -> None:
+        """is_verify: its step did not draw the request's first token."""
         with self._lock:
             self._tokens[2] += len(delta.token_ids)
             self._speculation.add(output.num_draft_tokens, output.num_accepted)
+            self._num_verifies[output.num_draft_tokens] += is_verify
             if delta.finish_reason is not None and delta.stats is not None:
                 self._tokens[0] += delta.stats.num_prompt_tokens
                 self._tokens[1] += delta.stats.num_cached_tokens

@@ -92,7 +92,13 @@ class Engine:
         )
         check_request(request, limits, self._settings)
         sequence = self._make_sequence(request, geometry)
-        output = RequestOutput(sequence, self._make_text(request.sampling), sink, geometry.pretences)
+        output = RequestOutput(
+            sequence,
+            self._make_text(request.sampling),
+            sink,
+            geometry.pretences,
+            self._settings.speculation_policy.value,
+        )
         with self._loop.changed:
             core = self._loop.require_ready()
             num_waiting = self._loop.num_newcomers + len(core.scheduler.waiting)

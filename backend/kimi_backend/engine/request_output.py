@@ -39,9 +39,14 @@ class RequestOutput:
     """
 
     def __init__(
-        self, sequence: EngineSequence, text: OutputText, sink: DeltaSink, pretences: tuple[str, ...] = ()
+        self,
+        sequence: EngineSequence,
+        text: OutputText,
+        sink: DeltaSink,
+        pretences: tuple[str, ...] = (),
+        speculation_policy: str = "",
     ) -> None:
-        """pretences: repeated in the statistics, see `RunnerDescription.pretences`."""
+        """pretences: repeated in the statistics, see `RunnerDescription.pretences`; speculation_policy likewise."""
         self.sequence = sequence
         self.sink = sink
         self.is_finished = False
@@ -49,6 +54,8 @@ class RequestOutput:
         self.speculation = SpeculationCounter(sequence.speculation.num_speculative_tokens)
         self._text = text
         self._pretences = pretences
+        self._speculation_policy = speculation_policy
+        self._num_verifies = [0] * (sequence.speculation.num_speculative_tokens + 1)
         self._first_token_s: float | None = None
 
     def push(self, output: StepOutput) -> TokenDelta | None:
@@ -58,6 +65,8 @@ class RequestOutput:
         update, token_ids = self._push_text(output)
         if update.num_tokens and self._first_token_s is None:
             self._first_token_s = output.time_s
+        if self.num_output_tokens:
+            self._num_verifies[output.num_draft_tokens] += 1
         self.num_output_tokens += update.num_tokens
         self.speculation.add(output.num_draft_tokens, output.num_accepted)
         finish, matched = output.finish, update.matched_stop
@@ -117,6 +126,9 @@ class RequestOutput:
             num_preemptions=sequence.num_preemptions,
             seed=sequence.seed,
             speculation=self.speculation.snapshot(),
+            speculation_policy=self._speculation_policy,
+            is_draft_there=sequence.is_draft_there,
+            num_draft_tokens_histogram=tuple(self._num_verifies),
             pretences=self._pretences,
         )
 

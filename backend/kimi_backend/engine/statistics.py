@@ -24,6 +24,9 @@ class EngineStatistics:
     problem: str | None
     """Why it does not serve, or serves without speculation; None when all is well."""
     is_speculating: bool
+    speculation_policy: str
+    num_chosen_draft_tokens: int
+    """Most draft tokens that a sequence may propose now."""
     num_running: int
     num_waiting: int
     num_preemptions: int
@@ -50,6 +53,8 @@ def take_statistics(
             state=state,
             problem=problem,
             is_speculating=False,
+            speculation_policy="",
+            num_chosen_draft_tokens=0,
             num_running=0,
             num_waiting=num_new,
             num_preemptions=0,
@@ -67,6 +72,8 @@ def take_statistics(
         state=state,
         problem=problem,
         is_speculating=core.is_speculating,
+        speculation_policy=scheduler.settings.speculation_policy.value,
+        num_chosen_draft_tokens=scheduler.policy.num_chosen_tokens,
         num_running=len(scheduler.running),
         num_waiting=num_new + len(scheduler.waiting),
         num_preemptions=scheduler.num_preemptions,

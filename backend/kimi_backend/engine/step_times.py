@@ -16,11 +16,13 @@ class StepTimes:
         """A step begins."""
         self._last = perf_counter()
 
-    def lap(self, phase: str) -> None:
-        """The phase ends now."""
+    def lap(self, phase: str) -> float:
+        """The phase ends now; returns its seconds."""
         now = perf_counter()
-        self.seconds[phase] += now - self._last
+        seconds = now - self._last
+        self.seconds[phase] += seconds
         self._last = now
+        return seconds
 
     def note_runner(self, role: str, microseconds: int) -> None:
         """A reply says how long its runner took."""

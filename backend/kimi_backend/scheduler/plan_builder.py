@@ -116,8 +116,8 @@ class PlanBuilder:
         sequences = [w.sequence for w in work]
         rows = _int64([s.row for s in sequences])
         query_lens = np.array([w.num_rows for w in work], np.int32)
-        starts = np.array([s.draft_len for s in sequences], np.int32)
-        seq_lens = starts + query_lens
+        lengths = np.array([s.draft_len for s in sequences], np.int32) + query_lens
+        seq_lens = lengths - np.array([s.draft_start for s in sequences], np.int32)
         num_proposals = np.array([w.num_proposals for w in work], np.int32)
         proposing = [s for s, count in zip(sequences, num_proposals.tolist(), strict=True) if count]
         is_proposing = num_proposals > 0
@@ -141,7 +141,7 @@ class PlanBuilder:
             num_proposals=num_proposals,
             greedy=np.array([s.speculation.is_greedy for s in proposing], np.bool_),
             sampling=self._draft_sampling.build(rows[is_proposing], proposing),
-            output_index=seq_lens[is_proposing].astype(np.int64) + 1,
+            output_index=lengths[is_proposing].astype(np.int64) + 1,
             leaves_tokens=self._launch_ahead,
         )
 
@@ -156,7 +156,8 @@ class PlanBuilder:
             return None
         sequences = [batch.sequences[i] for i in index]
         rows = _int64([s.row for s in sequences])
-        query_lens, seq_lens = target.rows.query_lens[index], target.rows.seq_lens[index]
+        query_lens, lengths = target.rows.query_lens[index], target.rows.seq_lens[index]
+        seq_lens = lengths - np.array([s.draft_start for s in sequences], np.int32)
         # As if the verify accepted nothing.
         remaining = [s.num_remaining_tokens - 1 for s in sequences]
         most = np.array(
@@ -181,7 +182,7 @@ class PlanBuilder:
             num_proposals=most,
             greedy=np.array([s.speculation.is_greedy for s in proposing], np.bool_),
             sampling=self._draft_sampling.build(rows[most > 0], proposing),
-            output_index=seq_lens[most > 0].astype(np.int64) + 1,
+            output_index=lengths[most > 0].astype(np.int64) + 1,
             follow=FollowPlan(
                 drawn_rows=np.array(index, np.int32),
                 room=room,

@@ -14,6 +14,7 @@ from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.scheduler.waiting_queue import WaitingQueue
+from kimi_backend.spec_decode.make_policy import make_policy
 
 
 @dataclass(slots=True)
@@ -50,7 +51,10 @@ class Scheduler:
         """By priority, then arrival."""
         self.table = BatchTable(settings.max_num_seqs, -(-max_model_len // kv.block_size))
         self.num_preemptions = 0
+        self.policy = make_policy(settings.speculation_policy, clock)
+        """Chooses who drafts how many tokens. The engine tells it of each round's end."""
         self._clock = clock
+        self._admitted: Sequence | None = None
 
     @property
     def has_work(self) -> bool:
@@ -58,6 +62,7 @@ class Scheduler:
 
     def schedule(self) -> StepBatch:
         """Choose the next step's rows and take every block that it and the draft after it may write."""
+        self._choose_speculation()
         self._take_blocks()
         decodes = [s for s in self.running if s.is_decoding]
         prefills = [s for s in self.running if not s.is_decoding] if len(decodes) < len(self.running) else []
@@ -87,7 +92,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Free a running sequence's blocks; it waits again, with all its tokens as input."""
         self._leave(sequence)
-        sequence.target_len = sequence.draft_len = sequence.num_draft_tokens = 0
+        sequence.target_len = sequence.draft_len = sequence.draft_start = sequence.num_draft_tokens = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.push(sequence)
@@ -96,7 +101,25 @@ class Scheduler:
         """Let a sequence go on without the draft, from now until it starts again."""
         assert sequence.blocks is not None
         self.kv.drop_draft(sequence.blocks)
-        sequence.draft_len = sequence.num_draft_tokens = 0
+        sequence.draft_len = sequence.draft_start = sequence.num_draft_tokens = 0
+
+    def _choose_speculation(self) -> None:
+        """Ask the policy, and let sequences leave the draft or come to it."""
+        candidates = [s for s in self.running if s.wants_draft] if self.is_drafting else []
+        self.policy.begin_round([s.speculation for s in candidates], len(self.running))
+        for sequence in candidates:
+            if sequence.uses_draft and not sequence.speculation.uses_draft:
+                num_in_flight = sequence.num_draft_tokens
+                self.drop_draft(sequence)
+                sequence.num_draft_tokens = num_in_flight  # paid for already
+            elif sequence.speculation.uses_draft and not sequence.uses_draft and sequence.is_decoding:
+                self.begin_draft(sequence)
+
+    def begin_draft(self, sequence: Sequence) -> None:
+        """Let a decoding sequence use the draft from its next row on, with nothing of its text in the draft's KV."""
+        assert sequence.blocks is not None
+        self.kv.begin_draft(sequence.blocks)
+        sequence.draft_len = sequence.draft_start = sequence.target_len
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None
@@ -136,7 +159,7 @@ class Scheduler:
             return target_slots, 0
         num_next = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens - 1)
         draft_slots = target_slots + max(num_next - 1, 0)
-        return target_slots, min(draft_slots, sequence.max_num_tokens)
+        return target_slots, min(draft_slots, sequence.max_num_tokens) - sequence.draft_start
 
     def _admit(self, batch: StepBatch, budget: int) -> None:
         """Start waiting sequences, strictly in order, while rows and blocks last."""
@@ -152,7 +175,14 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         """Give blocks for all known tokens at once, leaving one for each running sequence to grow into."""
+        sequence.is_draft_there = self.is_drafting
         uses_draft = sequence.wants_draft and self.is_drafting
+        if uses_draft and self._admitted is not sequence:  # once, though it may not find room for a while
+            others = [s.speculation for s in self.running if s.wants_draft]
+            num_expected = min(len(self.running) + len(self.waiting), self.settings.max_num_seqs)
+            self.policy.admit(sequence.speculation, others, num_expected)
+            self._admitted = sequence
+        uses_draft = uses_draft and sequence.speculation.uses_draft
         target_slots, draft_slots = self._slots(sequence, uses_draft)
         if sequence.chain is None:
             sequence.chain = self.kv.new_chain(sequence.request.cache_salt)
@@ -166,6 +196,7 @@ class Scheduler:
         )
         if blocks is None:
             return False
+        self._admitted = None
         sequence.blocks = blocks
         sequence.target_len = blocks.num_cached_tokens
         sequence.draft_len = blocks.num_cached_tokens if uses_draft else 0

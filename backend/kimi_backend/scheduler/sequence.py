@@ -40,8 +40,10 @@ class Sequence:
         "chain",
         "deadline_s",
         "draft_len",
+        "draft_start",
         "finish",
         "first_scheduled_s",
+        "is_draft_there",
         "last_token_id",
         "max_num_tokens",
         "num_cached_tokens",
@@ -90,7 +92,7 @@ class Sequence:
         self.deadline_s = None if request.timeout_s is None else arrival_s + request.timeout_s
         self.max_num_tokens = max_num_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling)
+        self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling, params.temperature)
         self.wants_draft = num_speculative_tokens > 0
         prompt = np.array(request.prompt_token_ids, np.int32)
         self._tokens = np.empty(min(max_num_tokens, len(prompt) + 256) + 1, np.int32)
@@ -102,8 +104,10 @@ class Sequence:
         self.blocks: SequenceBlocks | None = None
         self.row = -1
         self.target_len = self.draft_len = 0
+        self.draft_start = 0  # the position in the draft's slot 0
         self.num_draft_tokens = 0  # in flight: the next verify may check them
         self.num_preemptions = 0
+        self.is_draft_there = False  # when it last started, whether the policy uses it or not
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens: int | None = None  # at the first start
         self.finish: Finish | None = None
@@ -127,6 +131,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Only the last token lacks KV: its row samples, and draft tokens may follow it."""
         return self.target_len == self.num_tokens - 1
+
+    @property
+    def publishable_draft_len(self) -> int:
+        """Draft KV that others may share: only one that began with the sequence depends on its tokens alone."""
+        return 0 if self.draft_start else self.draft_len
 
     @property
     def uses_draft(self) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from kimi_backend.errors import ConfigError
+from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 
@@ -23,6 +24,8 @@ class SchedulerSettings:
     """k of a request that names none."""
     max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     """Largest k that a request may ask for."""
+    speculation_policy: PolicyName = PolicyName.FIXED
+    """Who chooses k, up to what a request asks for: nobody, or the engine by what it measures."""
     enable_prefix_cache: bool = True
     launch_ahead: bool = True
     """Whether steps are sent before the host knows what the step before left for them on the device, where it can."""

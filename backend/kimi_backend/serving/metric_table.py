@@ -199,6 +199,19 @@ METRICS: tuple[Metric, ...] = (
         _POSITIONS,
         lambda s: _by_position(_speculation(s).drafted_per_position),
     ),
+    _labelled(
+        MetricKind.COUNTER,
+        "spec_decode_num_verifies_total",
+        "Verifies of a sequence by the draft tokens they carried, 0 included.",
+        "num_draft_tokens",
+        tuple(map(str, range(MAX_SPECULATIVE_TOKENS + 1))),
+        lambda s: _by_position(s.totals.num_draft_tokens_histogram),
+    ),
+    _gauge(
+        "spec_decode_num_chosen_tokens",
+        "Draft tokens a round that the policy allows now; 0 while it lets nobody draft.",
+        lambda s: s.num_chosen_draft_tokens,
+    ),
     Metric(
         name=ACCEPT_LENGTH,
         kind=MetricKind.GAUGE,

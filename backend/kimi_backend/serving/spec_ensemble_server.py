@@ -22,6 +22,7 @@ from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.processes import is_alive
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
+from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.chat_template import load_chat_template
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -40,6 +41,7 @@ def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
         max_queue_size=settings.max_queue_size,
         num_speculative_tokens=min(settings.num_speculative_tokens, settings.max_speculative_tokens),
         max_speculative_tokens=settings.max_speculative_tokens,
+        speculation_policy=PolicyName(settings.speculation_policy),
         launch_ahead=settings.launch_ahead == "true",
     )
 

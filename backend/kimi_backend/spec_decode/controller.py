@@ -1,14 +1,44 @@
 """How many tokens to draft next for a request, and how."""
 
+from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
 from kimi_backend.spec_decode.draft_sampling import DraftSamplingChooser
 from kimi_backend.types.request import DraftSampling
 
+GREEDY_TEMPERATURE = 1e-5
+COOL_TEMPERATURE = 0.7
+
 
 class SpeculationController:
-    """Speculation of one request: at most what it asked for, never more than it can still use."""
+    """Speculation of one request: at most what it asked for, never more than it can still use.
 
-    def __init__(self, num_speculative_tokens: int, draft_sampling: DraftSampling) -> None:
+    The engine's `SpeculationPolicy` writes `uses_draft` and `num_chosen_tokens`; without one they stay at what the
+    request asked for.
+    """
+
+    __slots__ = (
+        "_chooser",
+        "acceptance",
+        "kind",
+        "num_chosen_tokens",
+        "num_speculative_tokens",
+        "num_unsettled_rounds",
+        "pool",
+        "uses_draft",
+    )
+
+    def __init__(self, num_speculative_tokens: int, draft_sampling: DraftSampling, temperature: float = 1.0) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self.num_chosen_tokens = num_speculative_tokens
+        """Draft tokens a round, now."""
+        self.uses_draft = num_speculative_tokens > 0
+        """Whether the draft's KV shall follow this sequence. With 0 chosen tokens the draft only extends it."""
+        self.kind = (temperature >= GREEDY_TEMPERATURE) + (temperature > COOL_TEMPERATURE)
+        """Requests of one kind are expected to be accepted alike: greedy, cool or warm ones."""
+        self.acceptance = SequenceAcceptance()
+        self.pool: AcceptancePool | None = None
+        """Of its kind; given by the policy, if that learns."""
+        self.num_unsettled_rounds = 0
+        """Rounds that say little of the draft, because its KV began in the middle of the sequence."""
         self._chooser = DraftSamplingChooser(draft_sampling)
 
     @property
@@ -22,8 +52,16 @@ class SpeculationController:
         A verify of k draft tokens may emit k + 1, so the last token is never drafted: whatever is accepted fits, and
         every KV slot stays below the model's longest sequence.
         """
-        return max(0, min(self.num_speculative_tokens, num_remaining_tokens - 1))
+        return max(0, min(self.num_chosen_tokens, num_remaining_tokens - 1))
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Learn from one verify that carried draft tokens."""
         self._chooser.record(num_draft_tokens, num_accepted)
+        if self.pool is None:
+            return
+        if self.num_unsettled_rounds:
+            self.num_unsettled_rounds -= 1
+            self.pool.num_accepted += num_accepted
+            return
+        self.acceptance.record(num_draft_tokens, num_accepted)
+        self.pool.record(num_draft_tokens, num_accepted)

@@ -154,6 +154,12 @@ class RequestStats:
     seed: int
     speculation: SpeculationStats | None
     """None when speculation did not run."""
+    speculation_policy: str = ""
+    """Who chose the number of draft tokens: `adaptive` or `fixed`."""
+    is_draft_there: bool = False
+    """Whether a draft was there when the request started, used or not."""
+    num_draft_tokens_histogram: tuple[int, ...] = ()
+    """[k + 1]: verifies that carried 0, 1, … k draft tokens; the step that drew the first token is none of them."""
     pretences: tuple[str, ...] = ()
     """What was not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
 

@@ -35,7 +35,17 @@ def bench(folder: Path, *options: str) -> dict[str, Any]:
 
 def test_speculation_changes_speed_and_no_token(folder: Path) -> None:
     plain = bench(folder, "-k", "0")
-    fast = bench(folder, "-k", "3", "--draft", str(folder / "tiny" / "draft"), "--draft-sampling", "coupled")
+    fast = bench(
+        folder,
+        "-k",
+        "3",
+        "--draft",
+        str(folder / "tiny" / "draft"),
+        "--draft-sampling",
+        "coupled",
+        "--speculation-policy",
+        "fixed",
+    )
     for key in ("text", "token_ids", "finish_reason"):
         assert [r[key] for r in plain["requests"]] == [r[key] for r in fast["requests"]]
     assert [r["statistics"]["seed"] for r in fast["requests"]] == [4, 5]

@@ -24,7 +24,7 @@ def server(*, not_ready=(), silent=(), status=200, body=None, speculation=SPECUL
             return 400, ""
         if fields is None:
             return 200, ""
-        statistics = json.dumps({"speculative_decoding": speculation})
+        statistics = json.dumps({"speculative_decoding": speculation, "is_draft_there": speculation is not None})
         return status, body or json.dumps({"num_output_tokens": num_tokens, "statistics": statistics})
 
     post.asked = asked

@@ -20,6 +20,7 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import FinishReason
 from support.engine_runs import EngineHarness, Outcome
 from support.plain_decoding import decode_plainly
+from support.random_policy import RandomPolicy
 from support.random_requests import random_requests
 from support.scripted_logits import LogitScript, prefix_hash
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
@@ -42,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         rows=st.sampled_from([8, 16, 64]),
         prefix_cache=st.booleans(),
         launch_ahead=st.booleans(),
+        is_restless=st.booleans(),
     )
     def create(
         self,
@@ -54,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         rows: int,
         prefix_cache: bool,
         launch_ahead: bool,
+        is_restless: bool,
     ) -> None:
         smallest = MAX_LEN // block_size
         self.rng = random.Random(seed)
@@ -74,6 +77,8 @@ class EngineMachine(RuleBasedStateMachine):
             EOS,
         )
         self.scheduler = self.harness.core.scheduler
+        if is_restless:
+            self.scheduler.policy = RandomPolicy(seed)
         self.scheduler.schedule = self.everyone_has_a_row(self.scheduler.schedule)  # type: ignore[method-assign]
         self.requests = random_requests(self.rng, 60, VOCAB, longest_prompt=16, longest_output=24)
         self.cancelled: set[int] = set()
@@ -155,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
             table = self.scheduler.table
             for runner, blocks, length, num_tokens in (
                 (self.target, table.target_blocks, sequence.target_len, sequence.target_len),
-                (self.draft, table.draft_blocks, sequence.draft_len, sequence.draft_len + 1),
+                (self.draft, table.draft_blocks, sequence.draft_len - sequence.draft_start, sequence.draft_len + 1),
             ):
                 if length and runner._is_known:
                     found = runner.store.read_prefixes(blocks[[sequence.row]], np.array([length]))

@@ -27,7 +27,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> ServingSettings:
     TokenCounts.of(counted, VOCAB_SIZE).write(folder / "draft" / TOKEN_COUNTS_FILE)
     prompts = [json.dumps({"input_ids": [index, 5, 6, 7 + index]}) for index in range(4)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
-    return ServingSettings(checkpoint=str(folder), draft=str(folder / "draft"), max_model_len=64, device="cpu")
+    return ServingSettings(
+        checkpoint=str(folder), draft=str(folder / "draft"), max_model_len=64, device="cpu", speculation_policy="fixed"
+    )
 
 
 def bench(settings: ServingSettings, **changes: Any) -> dict[str, Any]:

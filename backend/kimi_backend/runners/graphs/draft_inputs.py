@@ -92,7 +92,8 @@ def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None
     """
     num_seqs = len(plan.num_proposals)
     _fill_steps(arrays, plan, block_size)
-    first_index = plan.rows.seq_lens.astype(np.int64) + 1
+    first_index = np.zeros(num_seqs, np.int64)
+    first_index[plan.num_proposals > 0] = plan.output_index
     step = np.arange(len(arrays["token_index"]))[:, None]
     arrays["token_index"][:, :num_seqs] = first_index + step
     arrays["is_wanted"][:, :num_seqs] = step < plan.num_proposals

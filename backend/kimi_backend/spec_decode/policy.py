@@ -1,0 +1,81 @@
+"""Who drafts how many tokens in the next round: as the requests asked, or as measured to be fastest."""
+
+from enum import Enum
+from typing import Protocol
+
+from kimi_backend.spec_decode.controller import SpeculationController
+
+
+class PolicyName(str, Enum):
+    """Values of the setting `speculation_policy`."""
+
+    ADAPTIVE = "adaptive"
+    """As many draft tokens as emit most tokens a second, at most what the request asked for; none where that is 0."""
+    FIXED = "fixed"
+    """What the request asked for, always."""
+
+
+class SpeculationPolicy(Protocol):
+    """Told of every round of the engine; writes `uses_draft` and `num_chosen_tokens` of the controllers.
+
+    The emitted tokens do not depend on it (docs/sampling.md), only the time that they take.
+    """
+
+    @property
+    def num_chosen_tokens(self) -> int:
+        """Most draft tokens that it now lets a sequence propose."""
+        ...
+
+    def admit(
+        self, controller: SpeculationController, running: list[SpeculationController], num_sequences: int
+    ) -> None:
+        """A sequence is about to start, or to start again, without any KV of its own.
+
+        Args:
+            running: those of the running sequences that want to speculate.
+            num_sequences: how many sequences are expected to run with it.
+        """
+        ...
+
+    def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
+        """Choose for the round that begins now.
+
+        Args:
+            controllers: of the running sequences that want to speculate, while there is a draft.
+            num_sequences: all that run.
+        """
+        ...
+
+    def end_round(self, *, is_pure_decode: bool, draft_s: float) -> None:
+        """The round has ended well. Not called for one that failed.
+
+        Args:
+            is_pure_decode: no prompt was part of it.
+            draft_s: seconds that the engine waited for the draft in it.
+        """
+        ...
+
+
+class FixedPolicy:
+    """Each sequence drafts what it asked for."""
+
+    def __init__(self) -> None:
+        self.num_chosen_tokens = 0
+
+    def admit(
+        self, controller: SpeculationController, running: list[SpeculationController], num_sequences: int
+    ) -> None:
+        """Nothing to decide."""
+
+    def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
+        self.num_chosen_tokens = max((c.num_speculative_tokens for c in controllers), default=0)
+
+    def end_round(self, *, is_pure_decode: bool, draft_s: float) -> None:
+        """Nothing to learn."""
+
+
+def policy_shares(histogram: list[int]) -> str:
+    """How verifies were spread over k: `12 %, 0 %, 88 %`, as far as the largest k that was used."""
+    largest = max((k for k, count in enumerate(histogram) if count), default=0)
+    total = max(sum(histogram), 1)
+    return ", ".join(f"{count / total:.0%}" for count in histogram[: largest + 1])

@@ -1,0 +1,184 @@
+"""Does the adaptive choice of k ever lose? kimi-nano through the real Triton Server, on a CPU.
+
+    python benchmarks/speculation_policy.py [--temperatures 0 1] [--streams 1 4 8] [--repeats 5] [--json OUT]
+
+Three servers run side by side: one without a draft, one that drafts as many tokens as each request asks for, and one
+that chooses (`speculation_policy = adaptive`). For each temperature and number of streams the cases take turns in short
+slices, so that whatever else the machine does falls on all alike, and medians are compared. The adaptive server is
+not told of a change: it meets each new load as it comes, and its first slice, which pays for learning, is shown apart.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from cpu_speed import PROMPTS
+from kimi_backend.cli.serve import make_server
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.serving.embedded_server import EmbeddedServer
+from kimi_client.load import LoadResult, run_load
+
+BAR = 0.97
+"""The adaptive server must give at least this part of the better of "no draft" and the best fixed k."""
+MOST_DRAFT_TOKENS = 3
+
+
+@dataclass(slots=True)
+class Case:
+    """One way of serving and what its slices measured."""
+
+    name: str
+    server: EmbeddedServer
+    k: int
+    rates: list[float] = field(default_factory=list)
+    """Output tokens a second, one entry a slice."""
+    verifies: list[int] = field(default_factory=lambda: [0] * (MOST_DRAFT_TOKENS + 1))
+    """By number of draft tokens."""
+    texts: list[str] = field(default_factory=list)
+
+    def run(self, temperature: float, streams: int, num_requests: int, max_tokens: int) -> None:
+        """One slice."""
+        requests = [
+            {
+                "text_input": PROMPTS[i % len(PROMPTS)],
+                "seed": i,
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "ignore_eos": True,
+                "num_speculative_tokens": self.k,
+            }
+            for i in range(num_requests)
+        ]
+        result: LoadResult = asyncio.run(run_load(f"localhost:{self.server.ports.grpc}", requests, streams))
+        if result.errors:
+            raise SystemExit(f"{self.name}: {result.errors[0]}")
+        self.rates.append(result.output_tokens_per_second)
+        self.texts = sorted(request.completion.text for request in result.requests)
+        for request in result.requests:
+            for k, count in enumerate(request.completion.statistics["num_draft_tokens_histogram"]):
+                self.verifies[k] += count
+
+
+def measure(cases: list[Case], temperature: float, streams: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The cases in turn; the first slice of each counts apart."""
+    num_requests = max(2 * streams, 3)
+    for repeat in range(args.repeats + 1):
+        shift = repeat % len(cases)
+        for case in cases[shift:] + cases[:shift]:
+            case.run(temperature, streams, num_requests, args.max_tokens)
+    plain, *fixed, adaptive = cases
+    rates = {case.name: median(case.rates[1:]) for case in cases}
+    best_fixed = max(fixed, key=lambda case: rates[case.name])
+    # Neighbours in time are compared with each other: the machine's load moves both.
+    to_plain = median(a / p for a, p in zip(adaptive.rates[1:], plain.rates[1:], strict=True))
+    to_fixed = median(a / f for a, f in zip(adaptive.rates[1:], best_fixed.rates[1:], strict=True))
+    return {
+        "temperature": temperature,
+        "streams": streams,
+        "tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
+        "best_fixed": best_fixed.name,
+        "adaptive_to_plain": round(to_plain, 3),
+        "adaptive_to_best_fixed": round(to_fixed, 3),
+        "first_slice_to_plain": round(adaptive.rates[0] / plain.rates[0], 3),
+        "shares": [round(count / sum(adaptive.verifies), 3) for count in adaptive.verifies],
+        "texts_equal": all(case.texts == plain.texts for case in cases),
+        "meets_bar": min(to_plain, max(to_fixed, to_plain if rates[plain.name] > rates[best_fixed.name] else 0)) >= BAR,
+    }
+
+
+def start_servers(stack: ExitStack, args: argparse.Namespace) -> list[EmbeddedServer]:
+    """Without a draft, fixed, adaptive."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kimi_policy_")))
+    servers = []
+    for name, draft in (("plain", ""), ("fixed", str(args.draft)), ("adaptive", str(args.draft))):
+        settings = ServingSettings(
+            checkpoint=str(args.checkpoint),
+            draft=draft,
+            device="cpu",
+            max_model_len=1024,
+            max_num_seqs=32,
+            speculation_policy="adaptive" if name == "adaptive" else "fixed",
+        )
+        server = make_server(settings, log_file=folder / f"{name}.log")
+        server.start()
+        stack.callback(server.stop)
+        servers.append(server)
+    for server in servers:
+        server.wait_until_ready()
+    return servers
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    names = list(runs[0]["tokens_per_second"])
+    head = [
+        "temperature",
+        "streams",
+        *names,
+        "adaptive / no draft",
+        "adaptive / best fixed",
+        "verifies with k = 0, 1, 2, 3",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for run in runs:
+        rates = [f"{rate:.0f}" for rate in run["tokens_per_second"].values()]
+        shares = ", ".join(f"{100 * share:.0f} %" for share in run["shares"])
+        ratios = [f"{run['adaptive_to_plain']:.2f}", f"{run['adaptive_to_best_fixed']:.2f} ({run['best_fixed']})"]
+        cells = [f"{run['temperature']:g}", str(run["streams"]), *rates, *ratios, shares]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdict(runs: list[dict[str, Any]]) -> str:
+    """One plain sentence or two."""
+    missed = [f"temperature {r['temperature']:g} x {r['streams']}" for r in runs if not r["meets_bar"]]
+    differing = [f"temperature {r['temperature']:g} x {r['streams']}" for r in runs if not r["texts_equal"]]
+    said = f"MISSES the bar of {BAR} at {', '.join(missed)}." if missed else f"At least {BAR} of the better of both."
+    return said + (f" TEXTS DIFFER at {', '.join(differing)}." if differing else " Every text the same.")
+
+
+def main() -> None:
+    nano = (Path(__file__).parents[1] / "demo" / "kimi-nano").resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=nano)
+    parser.add_argument("--draft", type=Path, default=nano / "draft")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    runs = []
+    with ExitStack() as stack:
+        plain, fixed, adaptive = start_servers(stack, args)
+        for temperature in args.temperatures:
+            for streams in args.streams:
+                cases = [Case("no draft", plain, 0), *(Case(f"k = {k}", fixed, k) for k in args.k)]
+                cases.append(Case("adaptive", adaptive, MOST_DRAFT_TOKENS))
+                runs.append(measure(cases, temperature, streams, args))
+                print(json.dumps(runs[-1]), file=sys.stderr)
+    print(table(runs) + "\n\n" + verdict(runs))
+    if args.json:
+        report = {
+            "command": sys.argv[1:],
+            "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "runs": runs,
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

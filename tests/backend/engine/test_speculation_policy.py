@@ -1,0 +1,166 @@
+"""Whoever chooses k: the same tokens, and statistics that say what was done."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from kimi_backend.engine.engine import Engine
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
+from kimi_backend.spec_decode.policy import PolicyName
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from support.engine_checks import check_identities
+from support.engine_runs import EngineHarness, Outcome
+from support.plain_decoding import decode_plainly
+from support.random_policy import RandomPolicy
+from support.random_requests import random_requests
+from support.recording_client import RecordingClient
+from support.scripted_logits import LogitScript
+from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+
+VOCAB = 32
+EOS = frozenset({5})
+MAX_LEN = 96
+SCRIPT = LogitScript(VOCAB)
+
+
+def harness_of(launch_ahead: bool, policy: PolicyName = PolicyName.FIXED) -> EngineHarness:
+    sizes = {"block_size": 2, "max_model_len": MAX_LEN, "num_blocks": 1600}
+    settings = SchedulerSettings(
+        max_num_seqs=20, max_num_batched_tokens=60, launch_ahead=launch_ahead, speculation_policy=policy
+    )
+    target = ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT)
+    return EngineHarness(target, ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT), settings, EOS)
+
+
+def run_conversations(harness: EngineHarness) -> list[Outcome]:
+    """Each request, then two that continue what it got, so that cached blocks of all kinds are met."""
+    requests = random_requests(random.Random(3), 40, VOCAB, longest_prompt=12, longest_output=30)
+    beginnings = [harness.add(request) for request in requests]
+    harness.run()
+    for o in beginnings:
+        for tail in (2, 3):
+            prompt = (*o.request.prompt_token_ids, *o.token_ids, 1, tail)
+            harness.add(replace(o.request, prompt_token_ids=prompt))
+    harness.run()
+    return harness.outcomes
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_policy_that_acts_at_random_changes_no_token(seed: int, launch_ahead: bool) -> None:
+    harness = harness_of(launch_ahead)
+    policy = harness.core.scheduler.policy = RandomPolicy(seed)
+    outcomes = run_conversations(harness)
+    assert policy.num_begins > 20
+    assert policy.num_ends > 20
+    expected = decode_plainly(SCRIPT, [o.request for o in outcomes], eos_token_ids=EOS, max_model_len=MAX_LEN)
+    for outcome, tokens in zip(outcomes, expected, strict=True):
+        assert outcome.token_ids == tokens
+        check_identities(outcome)
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_the_adaptive_policy_changes_no_token(launch_ahead: bool) -> None:
+    harness = harness_of(launch_ahead, PolicyName.ADAPTIVE)
+    policy = harness.core.scheduler.policy
+    assert isinstance(policy, AdaptivePolicy)
+    time, rng = [0.0], random.Random(0)
+
+    def clock() -> float:
+        """Rounds of any length, so that it changes its mind."""
+        time[0] += rng.choice((0.001, 0.002, 0.004))
+        return time[0]
+
+    policy._clock = clock
+    outcomes = run_conversations(harness)
+    expected = decode_plainly(SCRIPT, [o.request for o in outcomes], eos_token_ids=EOS, max_model_len=MAX_LEN)
+    assert [o.token_ids for o in outcomes] == expected
+    drafted = {step.num_draft_tokens for o in outcomes for step in o.steps[1:]}
+    assert {0, 1, 3} <= drafted
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_a_draft_that_came_late_guesses_right_where_it_knows_the_target(launch_ahead: bool) -> None:
+    """Its noise, its positions and its rows are those of the tokens it follows, wherever it began."""
+    sizes = {"block_size": 2, "max_model_len": MAX_LEN}
+    harness = EngineHarness(
+        ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT),
+        ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT, 1.0),
+        SchedulerSettings(launch_ahead=launch_ahead),
+    )
+    policy = harness.core.scheduler.policy = RandomPolicy(1, restlessness=0.4)
+    request = GenerateRequest(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(seed=1, temperature=1.2),
+        num_speculative_tokens=3,
+        draft_sampling=DraftSampling.COUPLED,
+    )
+    outcome = harness.add(request)
+    harness.run()
+    assert policy.num_begins > 1
+    assert len(outcome.rounds) > 10
+    assert all(accepted == drafted for drafted, accepted in outcome.rounds)
+
+
+def test_tokens_in_flight_are_verified_when_their_sequence_leaves_the_draft() -> None:
+    harness = harness_of(False)
+    outcome = harness.add(GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3), num_speculative_tokens=3))
+    harness.step()
+    sequence = outcome.sequence
+    assert sequence.num_draft_tokens == 3
+    sequence.speculation.uses_draft = False
+    harness.step()
+    assert outcome.steps[-1].num_draft_tokens == 3
+    assert not sequence.uses_draft
+    assert sequence.num_draft_tokens == 0
+    draft_pool = harness.core.kv.draft_pool
+    assert draft_pool is not None
+    assert draft_pool.num_held == 0, "its blocks are free again"
+
+
+def test_draft_blocks_that_began_in_the_middle_are_shared_with_nobody() -> None:
+    harness = harness_of(False)
+    sampling = SamplingParams(seed=4, max_tokens=40, ignore_eos=True)
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling=sampling, num_speculative_tokens=2)
+    outcome = harness.add(request)
+    harness.step()
+    outcome.sequence.speculation.uses_draft = False
+    harness.step()
+    outcome.sequence.speculation.uses_draft = True
+    harness.run()
+    again = harness.add(replace(request, prompt_token_ids=(1, 2, 3, *outcome.token_ids)))
+    harness.step()
+    assert (again.sequence.num_cached_tokens or 0) <= 3, "both pools' hit ends where the draft's first KV ended"
+    harness.run()
+
+
+@pytest.mark.parametrize("name", list(PolicyName))
+def test_statistics_say_who_chose_and_what(name: PolicyName) -> None:
+    engine = Engine(
+        ScriptedTarget(describe("target", SCRIPT), SCRIPT),
+        ScriptedDraft(describe("draft", SCRIPT), SCRIPT),
+        settings=SchedulerSettings(speculation_policy=name),
+    )
+    engine.start()
+    engine.wait_until_ready(10)
+    client = RecordingClient()
+    sampling = SamplingParams(seed=4, max_tokens=60, ignore_eos=True)
+    engine.submit(GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling), client)
+    client.wait()
+    statistics = engine.statistics()
+    engine.drain(10)
+    stats = client.deltas[-1].stats
+    assert stats is not None
+    assert stats.speculation is not None
+    assert (stats.speculation_policy, statistics.speculation_policy) == (name.value, name.value)
+    assert stats.is_draft_there
+    histogram = stats.num_draft_tokens_histogram
+    assert sum(histogram[1:]) == stats.speculation.num_spec_steps
+    assert sum(k * count for k, count in enumerate(histogram)) == stats.speculation.num_draft_tokens
+    # Every verify emits its accepted tokens and one more; the first token came from the prompt.
+    assert 1 + sum(histogram) + stats.speculation.num_accepted_draft_tokens == 60
+    assert statistics.totals.num_draft_tokens_histogram[: len(histogram)] == histogram
+    assert 0 <= statistics.num_chosen_draft_tokens <= 3
