@@ -104,7 +104,7 @@ def _meant(name: str) -> str:
     """The field that a client may have had in mind, as words; empty when none is near."""
     near = difflib.get_close_matches(name, FIELDS, 1, cutoff=0.8)
     meant = ELSEWHERE.get(name) or (near[0] if near else None)
-    return "" if meant is None else f", is {meant} meant?"
+    return "" if meant is None else f" (is {meant} meant?)"
 
 
 class _Collector:
