@@ -143,7 +143,8 @@ def teacher_forced(args: argparse.Namespace) -> Report:
             result["bar"] = BARS[temperature]
             report[f"T={temperature:g} window={window}"] = result
             brief = {name: value for name, value in result.items() if name != "differences"}
-            print("b", f"T={temperature:g} window={window}", json.dumps(brief))
+            print("b", f"T={temperature:g} window={window}", json.dumps(brief), flush=True)
+            args.save("b", report)
     return report
 
 
@@ -173,7 +174,8 @@ def free_running(args: argparse.Namespace) -> Report:
             row = _free_row(plain, found)
             row["acceptance_length"] = length
             report.setdefault(f"T={temperature:g}", {})[f"k={k}"] = row
-            print("c", f"T={temperature:g} k={k}", json.dumps(row))
+            print("c", f"T={temperature:g} k={k}", json.dumps(row), flush=True)
+            args.save("c", report)
     return report
 
 
@@ -225,12 +227,18 @@ def main() -> None:
         "longest_prompt": max(map(len, args.token_ids)),
         "num_tokens": args.num_tokens,
     }
-    for name in args.only:
-        start = time.perf_counter()
-        report[name] = MEASUREMENTS[name](args)
-        print(name, f"took {time.perf_counter() - start:.1f} s")
+
+    def save(name: str, found: Report) -> None:
+        """As soon as there is a part of a measurement, so that an interrupted run leaves what it has."""
+        report[name] = found
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+    args.save = save
+    for name in args.only:
+        start = time.perf_counter()
+        save(name, MEASUREMENTS[name](args))
+        print(name, f"took {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":
