@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from kimi_backend.serving.metric_table import METRICS, MetricKind
+from kimi_backend.serving.metric_kinds import MetricKind
+from kimi_backend.serving.metric_table import METRICS
 from kimi_client import InvalidRequest, KimiClient, RequestTimedOut
 from support.prometheus_text import parse_samples, scrape, value
 from support.server_process import MAX_MODEL_LEN

@@ -4,11 +4,15 @@ docs/metrics.md repeats the table (`make generated`). Counters add up the very n
 `statistics`; histograms observe those responses' times.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
-
 from kimi_backend.engine.statistics import EngineStatistics
+from kimi_backend.serving.metric_kinds import (
+    Metric,
+    MetricKind,
+    counter,
+    gauge,
+    histogram,
+    labelled,
+)
 from kimi_backend.types.request import (
     CANCEL_CAUSES,
     MAX_SPECULATIVE_TOKENS,
@@ -18,7 +22,6 @@ from kimi_backend.types.request import (
     SpeculationStats,
 )
 
-LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 COUNT_BUCKETS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 """Of tokens a request."""
@@ -27,87 +30,6 @@ RUNNERS = ("target", "draft")
 REFUSAL_CODES = ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")
 _POSITIONS = tuple(map(str, range(MAX_SPECULATIVE_TOKENS)))
 _NO_SPECULATION = SpeculationStats()
-UNLABELLED = ""
-"""Key of the only value of a metric without a label of its own."""
-
-
-class MetricKind(Enum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One metric family. Exactly one of `read` and `observe` is set."""
-
-    name: str
-    kind: MetricKind
-    meaning: str
-    vllm_name: str | None = None
-    """Published too, with the same values: what vLLM's dashboards ask for."""
-    label: str | None = None
-    label_values: tuple[str, ...] = (UNLABELLED,)
-    read: Callable[[EngineStatistics], Mapping[str, float]] | None = None
-    """Label value -> value since start (counters) or now (gauges)."""
-    observe: Callable[[RequestStats], float | None] | None = None
-    """A finished request's value; None where it has none."""
-    buckets: tuple[float, ...] = ()
-
-
-def _counter(
-    name: str, meaning: str, read: Callable[[EngineStatistics], float], vllm_name: str | None = None
-) -> Metric:
-    return Metric(
-        name=name,
-        kind=MetricKind.COUNTER,
-        meaning=meaning,
-        vllm_name=vllm_name,
-        read=lambda s: {UNLABELLED: read(s)},
-    )
-
-
-def _gauge(name: str, meaning: str, read: Callable[[EngineStatistics], float], vllm_name: str | None = None) -> Metric:
-    return Metric(
-        name=name, kind=MetricKind.GAUGE, meaning=meaning, vllm_name=vllm_name, read=lambda s: {UNLABELLED: read(s)}
-    )
-
-
-def _labelled(
-    kind: MetricKind,
-    name: str,
-    meaning: str,
-    label: str,
-    label_values: tuple[str, ...],
-    read: Callable[[EngineStatistics], Mapping[str, float]],
-    vllm_name: str | None = None,
-) -> Metric:
-    return Metric(
-        name=name,
-        kind=kind,
-        meaning=meaning,
-        vllm_name=vllm_name,
-        label=label,
-        label_values=label_values,
-        read=read,
-    )
-
-
-def _histogram(
-    name: str,
-    meaning: str,
-    observe: Callable[[RequestStats], float | None],
-    buckets: tuple[float, ...] = LATENCY_BUCKETS_S,
-    vllm_name: str | None = None,
-) -> Metric:
-    return Metric(
-        name=name,
-        kind=MetricKind.HISTOGRAM,
-        meaning=meaning,
-        vllm_name=vllm_name,
-        observe=observe,
-        buckets=buckets,
-    )
 
 
 def _speculation(statistics: EngineStatistics) -> SpeculationStats:
@@ -164,25 +86,25 @@ ACCEPT_LENGTH = "spec_accept_length"
 REFUSED = "kimi_requests_refused_total"
 
 METRICS: tuple[Metric, ...] = (
-    _counter(
+    counter(
         "spec_decode_num_drafts_total",
         "Rounds: verifies that carried at least one draft token.",
         lambda s: _speculation(s).num_spec_steps,
         "vllm:spec_decode_num_drafts_total",
     ),
-    _counter(
+    counter(
         "spec_decode_num_draft_tokens_total",
         "Draft tokens that were verified.",
         lambda s: _speculation(s).num_draft_tokens,
         "vllm:spec_decode_num_draft_tokens_total",
     ),
-    _counter(
+    counter(
         "spec_decode_num_accepted_tokens_total",
         "Draft tokens that were kept.",
         lambda s: _speculation(s).num_accepted_draft_tokens,
         "vllm:spec_decode_num_accepted_tokens_total",
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "spec_decode_num_accepted_tokens_per_pos_total",
         "Rounds that kept the draft token at this position, counted from 0.",
@@ -191,7 +113,7 @@ METRICS: tuple[Metric, ...] = (
         lambda s: _by_position(_speculation(s).accepted_per_position),
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "spec_decode_num_draft_tokens_per_pos_total",
         "Rounds that proposed a token at this position, counted from 0.",
@@ -199,7 +121,7 @@ METRICS: tuple[Metric, ...] = (
         _POSITIONS,
         lambda s: _by_position(_speculation(s).drafted_per_position),
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "spec_decode_num_verifies_total",
         "Verifies of a sequence by the draft tokens they carried, 0 included.",
@@ -207,7 +129,7 @@ METRICS: tuple[Metric, ...] = (
         tuple(map(str, range(MAX_SPECULATIVE_TOKENS + 1))),
         lambda s: _by_position(s.totals.num_draft_tokens_histogram),
     ),
-    _gauge(
+    gauge(
         "spec_decode_num_chosen_tokens",
         "Draft tokens a round that the policy allows now; 0 while it lets nobody draft.",
         lambda s: s.num_chosen_draft_tokens,
@@ -218,26 +140,26 @@ METRICS: tuple[Metric, ...] = (
         meaning="1 + accepted tokens a round, over the last 10 s that had a round; 0 before the first.",
         read=lambda s: {},
     ),
-    _gauge(
+    gauge(
         "spec_decode_is_on",
         "1 while the draft answers; 0 without a draft or while it is lost.",
         lambda s: float(s.is_speculating),
     ),
-    _gauge("kimi_requests_running", "Sequences that hold a row.", lambda s: s.num_running, "vllm:num_requests_running"),
-    _gauge(
+    gauge("kimi_requests_running", "Sequences that hold a row.", lambda s: s.num_running, "vllm:num_requests_running"),
+    gauge(
         "kimi_requests_waiting",
         "Requests that wait for room, preempted ones included.",
         lambda s: s.num_waiting,
         "vllm:num_requests_waiting",
     ),
-    _counter(
+    counter(
         "kimi_preemptions_total",
         "Times a running sequence gave its blocks up.",
         lambda s: s.num_preemptions,
         "vllm:num_preemptions_total",
     ),
-    _labelled(MetricKind.GAUGE, "kimi_kv_blocks", "Blocks of the pool.", "pool", ("target", "draft"), _blocks),
-    _labelled(
+    labelled(MetricKind.GAUGE, "kimi_kv_blocks", "Blocks of the pool.", "pool", ("target", "draft"), _blocks),
+    labelled(
         MetricKind.GAUGE,
         "kimi_kv_blocks_used",
         "Blocks that sequences hold; cached blocks that nobody holds are free.",
@@ -245,37 +167,37 @@ METRICS: tuple[Metric, ...] = (
         ("target", "draft"),
         _blocks_used,
     ),
-    _gauge(
+    gauge(
         "kimi_kv_cache_usage",
         "Used part of the target's pool, 0 to 1.",
         _cache_usage,
         "vllm:kv_cache_usage_perc",
     ),
-    _counter(
+    counter(
         "kimi_prefix_cache_query_tokens_total",
         "Prompt tokens of finished requests that were looked up in the prefix cache.",
         lambda s: s.totals.num_looked_up_tokens,
         "vllm:prefix_cache_queries_total",
     ),
-    _counter(
+    counter(
         "kimi_prefix_cache_hit_tokens_total",
         "Those of them whose KV was there.",
         lambda s: s.totals.num_cached_tokens,
         "vllm:prefix_cache_hits_total",
     ),
-    _counter(
+    counter(
         "kimi_prompt_tokens_total",
         "Prompt tokens of finished requests, cached ones included.",
         lambda s: s.totals.num_prompt_tokens,
         "vllm:prompt_tokens_total",
     ),
-    _counter(
+    counter(
         "kimi_generation_tokens_total",
         "Output tokens.",
         lambda s: s.totals.num_output_tokens,
         "vllm:generation_tokens_total",
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "kimi_requests_finished_total",
         "Requests that got their end, by `finish_reason` of the response; `error`: it failed.",
@@ -283,7 +205,7 @@ METRICS: tuple[Metric, ...] = (
         tuple(reason.value for reason in FinishReason),
         _finished,
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "vllm:request_success_total",
         "vLLM's form of the same, of those that ended by themselves.",
@@ -291,7 +213,7 @@ METRICS: tuple[Metric, ...] = (
         ("stop", "length"),
         _succeeded,
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "kimi_requests_cancelled_total",
         "Cancelled requests: `client` cancelled or left, its `deadline` passed, `shutdown`.",
@@ -299,7 +221,7 @@ METRICS: tuple[Metric, ...] = (
         tuple(cause.value for cause in CANCEL_CAUSES),
         lambda s: _ended(s, CANCEL_CAUSES),
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "kimi_requests_failed_total",
         "Requests that ended with an error after they were taken.",
@@ -307,7 +229,7 @@ METRICS: tuple[Metric, ...] = (
         tuple(cause.value for cause in FAIL_CAUSES),
         lambda s: _ended(s, FAIL_CAUSES),
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         REFUSED,
         "Requests that were answered with an error at once, by its code: wrong, or no room.",
@@ -315,8 +237,8 @@ METRICS: tuple[Metric, ...] = (
         REFUSAL_CODES,
         lambda s: {},
     ),
-    _counter("kimi_steps_total", "Steps sent to the target.", lambda s: s.num_steps),
-    _labelled(
+    counter("kimi_steps_total", "Steps sent to the target.", lambda s: s.num_steps),
+    labelled(
         MetricKind.COUNTER,
         "kimi_step_seconds_total",
         "The engine thread's seconds by phase of the step; `target` and `draft` are waits for the runners, for either"
@@ -325,7 +247,7 @@ METRICS: tuple[Metric, ...] = (
         PHASES,
         lambda s: s.step_seconds,
     ),
-    _labelled(
+    labelled(
         MetricKind.COUNTER,
         "kimi_runner_seconds_total",
         "Seconds that the runners took of the phases `target` and `draft`; the rest is the way there and back.",
@@ -333,52 +255,52 @@ METRICS: tuple[Metric, ...] = (
         RUNNERS,
         lambda s: s.runner_seconds,
     ),
-    _histogram(
+    histogram(
         "kimi_time_to_first_token_seconds",
         "From arrival to the first token.",
         lambda r: r.first_token_time_s,
         vllm_name="vllm:time_to_first_token_seconds",
     ),
-    _histogram(
+    histogram(
         "kimi_inter_token_seconds",
         "A request's mean time a token after its first.",
         _inter_token_s,
         TOKEN_BUCKETS_S,
         "vllm:request_time_per_output_token_seconds",
     ),
-    _histogram(
+    histogram(
         "kimi_prefill_seconds",
         "From the first step to the first token.",
         _prefill_s,
         vllm_name="vllm:request_prefill_time_seconds",
     ),
-    _histogram(
+    histogram(
         "kimi_decode_seconds",
         "From the first token to the end.",
         _decode_s,
         vllm_name="vllm:request_decode_time_seconds",
     ),
-    _histogram(
+    histogram(
         "kimi_request_prompt_tokens",
         "Prompt tokens a request.",
         lambda r: r.num_prompt_tokens,
         COUNT_BUCKETS,
         "vllm:request_prompt_tokens",
     ),
-    _histogram(
+    histogram(
         "kimi_request_generation_tokens",
         "Output tokens a request.",
         lambda r: r.num_output_tokens,
         COUNT_BUCKETS,
         "vllm:request_generation_tokens",
     ),
-    _histogram(
+    histogram(
         "kimi_request_seconds",
         "From arrival to the end, of every request that was taken.",
         lambda r: r.total_time_s,
         vllm_name="vllm:e2e_request_latency_seconds",
     ),
-    _histogram(
+    histogram(
         "kimi_queue_seconds",
         "From arrival to the first step.",
         lambda r: r.queue_time_s,

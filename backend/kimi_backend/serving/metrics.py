@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kimi_backend.engine.statistics import EngineState, EngineStatistics
-from kimi_backend.serving.metric_table import ACCEPT_LENGTH, METRICS, REFUSED, UNLABELLED, Metric, MetricKind
+from kimi_backend.serving.metric_kinds import UNLABELLED, Metric, MetricKind
+from kimi_backend.serving.metric_table import ACCEPT_LENGTH, METRICS, REFUSED
 from kimi_backend.types.request import RequestStats
 
 logger = logging.getLogger("kimi_backend.serving")
