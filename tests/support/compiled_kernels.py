@@ -202,12 +202,39 @@ def mha() -> Build:
     )
 
 
+def streamed_linear(num_rows: int, out_features: int) -> Build:
+    """The product of few rows with a plain weight."""
+    from kimi_kernels.linear.stream_launch import stream_launch
+
+    launch = stream_launch(num_rows, out_features)
+    types = {
+        "weights": f"tensordesc<bf16[{launch.tile_rows}, {launch.step}],{WIDE}>",
+        "xs": f"tensordesc<bf16[{launch.columns}, {launch.step}],{WIDE}>",
+        "OUT": "*bf16",
+        "PARTIALS": "*fp32",
+        "ARRIVALS": "*i32",
+        **dict.fromkeys(("num_rows", "in_features", "out_features"), "i32"),
+    }
+    tile = {"TILE_ROWS": launch.tile_rows, "STEP": launch.step, "COLUMNS": launch.columns}
+    return Build(
+        module="kimi_kernels.linear.kernel_stream",
+        function="stream_linear_kernel",
+        types=types,
+        constants={**tile, "SPLITS": launch.splits, "STAGES": launch.stages},
+        num_warps=4,
+        is_gluon=True,
+    )
+
+
 BUILDS: dict[str, Callable[[], Build]] = {
     **{f"mla hopper {rows} {name}": lambda rows=rows, name=name: mla_hopper(rows, name == "float8")  # type: ignore[misc]
        for rows in (16, 32, 64) for name in ("bf16", "float8")},
     **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
     "prefill": prefill,
     "mha": mha,
+    **{f"streamed {rows} x {out}": lambda rows=rows, out=out: streamed_linear(rows, out)  # type: ignore[misc]
+       for rows in (8, 16) for out in (2112, 7168, 36_864)},
+    **{f"streamed head {rows}": lambda rows=rows: streamed_linear(rows, 163_840) for rows in (32, 64)},  # type: ignore[misc]
 }  # fmt: skip
 
 

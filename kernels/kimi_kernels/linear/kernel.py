@@ -1,5 +1,5 @@
-"""The linear layers in Triton-language: tiles of int4 and fp8, made for few rows; plain weights and long prompts go to
-cuBLAS."""
+"""The linear layers in Triton-language: tiles of int4 and fp8, made for few rows; a large plain weight that streams by
+few rows (`kernel_stream`); other plain products and long prompts go to cuBLAS."""
 
 import torch
 import triton
@@ -7,7 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.linear.kernel_stream import stream_linear
 from kimi_kernels.linear.kernel_widen import widened_linear
+from kimi_kernels.linear.stream_launch import can_stream, new_arrivals, stream_launch
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
 from kimi_kernels.weights import Fp8Weight, Int4Weight, PackedWeight, Weight
@@ -109,7 +111,8 @@ def pack_linear(weight: Weight) -> PackedWeight:
         require_shape("weight", weight, None, None)
         require_float("weight", weight)
         out_features, in_features = weight.shape
-        return PackedWeight(kind=PLAIN_KIND, tensors=(weight,), out_features=out_features, in_features=in_features)
+        tensors = (weight, *new_arrivals(weight))
+        return PackedWeight(kind=PLAIN_KIND, tensors=tensors, out_features=out_features, in_features=in_features)
     values = weight.packed if isinstance(weight, Int4Weight) else weight.values
     require_shape("weight", values, None, None)
     out_features = values.shape[0]
@@ -125,14 +128,15 @@ def pack_linear(weight: Weight) -> PackedWeight:
 
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x @ weight.T (`signatures.Linear`). One stream at a time may use a quantised weight: it holds scratch of its own.
+    """x @ weight.T (`signatures.Linear`). One stream at a time may use a weight: it may hold scratch of its own.
 
     Raises:
         ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
     """
     require_shape("x", x, None, weight.in_features)
     if weight.kind == PLAIN_KIND:
-        return torch.nn.functional.linear(x, weight.tensors[0])
+        streamed = _streamed(x, weight, x.dtype)
+        return torch.nn.functional.linear(x, weight.tensors[0]) if streamed is None else streamed
     kind = PACKED_KINDS.get(weight.kind)
     if kind is None:
         raise ValueError(
@@ -155,10 +159,21 @@ def router_logits(x: Tensor, gate: PackedWeight) -> Tensor:
     """
     require_shape("x", x, None, gate.in_features)
     require(gate.kind == PLAIN_KIND, "gate", f"a weight packed as {gate.kind!r}", repr(PLAIN_KIND))
+    streamed = _streamed(x, gate, torch.float32)
+    if streamed is not None:
+        return streamed
     weight = gate.tensors[0]
     if x.is_cuda and x.dtype == weight.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return torch.nn.functional.linear(x.float(), weight.float())
+
+
+def _streamed(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor | None:
+    """The product of few rows with a plain weight that streams; None for all others."""
+    if len(weight.tensors) < 2 or not can_stream(x, weight.tensors[0]):
+        return None
+    launch = stream_launch(x.shape[0], weight.out_features)
+    return stream_linear(x, weight.tensors[0], weight.tensors[1], launch, dtype)
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:

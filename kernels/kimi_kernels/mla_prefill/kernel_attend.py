@@ -32,9 +32,7 @@ def _attend_tile(
     return new_max, row_sum, acc
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_tiles"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens"]
-)
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens"])
 def attend_kernel(
     q,  # [tokens, heads, P + Q], last dimension contiguous
     k_nope,  # [heads * seqs * chunk, P]: descriptor of [K, P] boxes
