@@ -22,6 +22,7 @@ KINDS = (
 )
 OTHER = "other"
 NUM_LISTED = 40
+NUM_LAST_LEFT_OUT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,27 @@ def profile_rounds(run: Callable[[], object], num_rounds: int) -> GpuTime:
         kernels=kernels[:NUM_LISTED],
         **coverage(_intervals(profiler), num_rounds),
     )
+
+
+def profile_end(run: Callable[[], object], round_ms: float, num_rounds: int) -> dict[str, Any]:
+    """Coverage of some of the last rounds of a whole run, the very last left out.
+
+    Args:
+        run: ends with rounds that take `round_ms` each.
+    Returns:
+        `covered_us` and `idle` as in `GpuTime`, and `round_us`, which they are parts of.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return last_rounds(_intervals(profiler), 1e3 * round_ms, num_rounds)
+
+
+def last_rounds(intervals: list[tuple[float, float, str]], round_us: float, num_rounds: int) -> dict[str, Any]:
+    """See `profile_end`."""
+    end = max(stop for _, stop, _ in intervals) - NUM_LAST_LEFT_OUT * round_us
+    inside = [item for item in intervals if end - num_rounds * round_us <= item[0] < end]
+    return {"round_us": round(round_us, 1), **coverage(inside, num_rounds)}
 
 
 def _intervals(profiler: Any) -> list[tuple[float, float, str]]:

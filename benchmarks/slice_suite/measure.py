@@ -13,7 +13,7 @@ from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MlaDraftCo
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.settings import ServingSettings
 from slice_suite.floor import Load, draft_bytes, target_bytes
-from slice_suite.gpu_time import profile_rounds
+from slice_suite.gpu_time import profile_end, profile_rounds
 from slice_suite.in_process import run_batch
 from slice_suite.recording import Round, replay
 
@@ -46,7 +46,8 @@ def measure_case(
     result = shape | _through_engine(rounds, steady, batch_size)
     if not steady:
         return result
-    if draft is not None and settings.launch_ahead == "true":
+    is_ahead = draft is not None and settings.launch_ahead == "true"
+    if is_ahead:
         ahead = run_batch(target, draft, settings, num_output_tokens=num_output_tokens, launch_ahead=True, **shape)
         result = _launched_ahead(result, ahead, batch_size)
     for _ in range(2):  # the first pass warms up
@@ -56,6 +57,13 @@ def measure_case(
     if is_profiled and torch.cuda.is_available():
         few = steady[:NUM_PROFILED_ROUNDS]
         result["gpu"] = asdict(profile_rounds(lambda: replay(target, draft, few), len(few)))
+        result["gpu_in_engine"] = profile_end(
+            lambda: run_batch(
+                target, draft, settings, num_output_tokens=num_output_tokens, launch_ahead=is_ahead, **shape
+            ),
+            result["round_ms"],
+            NUM_PROFILED_ROUNDS,
+        )
     if ceilings is not None:
         result |= _floors(settings, ceilings, result, num_output_tokens)
     return result

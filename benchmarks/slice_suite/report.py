@@ -88,6 +88,8 @@ def row(case: Case) -> str:
         gpu = case["gpu"]
         busy = f"gpu busy {gpu['busy_us'] / 1e3:.3f} (covered {gpu['covered_us'] / 1e3:.3f})"
         cells.append(f"{busy} in {gpu['num_kernels']:.0f} kernels")
+    if "gpu_in_engine" in case:
+        cells.append(f"(in the engine {case['gpu_in_engine']['covered_us'] / 1e3:.3f})")
     if peer is not None:
         cells.append(f"vLLM {peer}")
     cells.append(f"prefill {case.get('prefill_ms')} ms")

@@ -16,7 +16,7 @@ from kimi_backend.config.model_config import KimiModelConfig  # noqa: E402
 from kimi_backend.config.settings import ServingSettings  # noqa: E402
 from slice_suite.configs import write_slice  # noqa: E402
 from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
-from slice_suite.gpu_time import coverage, kind_of  # noqa: E402
+from slice_suite.gpu_time import coverage, kind_of, last_rounds  # noqa: E402
 from slice_suite.report import per_layer  # noqa: E402
 from slice_suite.served import server_share  # noqa: E402
 from slice_suite.tables import judged_table  # noqa: E402
@@ -112,6 +112,13 @@ def test_time_without_a_kernel_is_told_by_the_kernels_around_it() -> None:
     found = coverage(intervals, num_rounds=2)
     assert found["covered_us"] == 2.0
     assert found["idle"] == [{"before": "second", "after": "late", "times": 0.5, "us": 1.0}]
+
+
+def test_the_last_rounds_are_cut_out_of_a_run() -> None:
+    """Rounds of 10 us whose kernel takes 7, after a prompt of 100: two of them, the last three left out."""
+    rounds = [(100.0 + 10 * i, 107.0 + 10 * i, "round") for i in range(8)]
+    found = last_rounds([(0.0, 100.0, "prompt"), *rounds], round_us=10.0, num_rounds=2)
+    assert (found["round_us"], found["covered_us"]) == (10.0, 7.0)
 
 
 def test_the_servers_share_is_what_its_runners_do_not_take() -> None:
