@@ -15,7 +15,7 @@ KINDS = (
     ("sampling", r"draw|sample|noise|select|process_|candidate|logprob|verify_kernel|accept|mass|shard|check_kernel"),
     ("router", r"route"),
     ("quantised products", r"tiled_linear"),
-    ("dense products", r"nvjet|cutlass|gemm|gemv|splitKreduce|cublas"),
+    ("dense products", r"stream_linear|nvjet|cutlass|gemm|gemv|splitKreduce|cublas"),
     ("norms and activation", r"rms_norm|silu|rope"),
     ("copies", r"^Mem(cpy|set)"),
     ("small tensor operations", r"at::|at_cuda|elementwise|compute_cuda|cub::|metadata|_rows_kernel"),
