@@ -42,6 +42,7 @@ def settings_of(args: argparse.Namespace, longest: int) -> ServingSettings:
         "capture_batch_sizes": ",".join(map(str, args.streams)),
         "kv_tokens": 2 * longest * max(args.streams),
         "max_speculative_tokens": max(args.k),
+        "speculation_policy": "fixed",
         **dict(pair.split("=", 1) for pair in args.set),
     }
     return ServingSettings.from_parameters({name: str(value) for name, value in values.items()}, {})
