@@ -1,4 +1,4 @@
-"""Dense linear layers of few rows: a quantised draft's head and projections, a model's plain ones, cuBLAS on the same."""
+"""Dense linear layers of few rows: a quantised draft's head and projections, plain ones, and cuBLAS on the same."""
 
 import functools
 from collections.abc import Callable
