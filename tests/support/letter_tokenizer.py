@@ -10,6 +10,7 @@ class LetterTokenizer:
     eos_token_id = None
     eos_token_ids: tuple[int, ...] = ()
     is_byte_level = True
+    longest_token_bytes = None
     control_tokens: Mapping[str, int] = {}
     special_names: Mapping[str, str] = {}
     special_token_ids: frozenset[int] = frozenset()

@@ -85,12 +85,7 @@ class Engine:
             CapacityError: the queue is full or the engine shuts down; ModelUnavailableError: a runner is missing.
         """
         geometry = self._loop.require_ready().geometry
-        limits = AdmissionLimits(
-            vocab_size=geometry.vocab_size,
-            max_model_len=geometry.max_model_len,
-            max_sequence_slots=geometry.num_target_blocks * geometry.block_size,
-        )
-        check_request(request, limits, self._settings)
+        check_request(request, _limits(geometry), self._settings)
         sequence = self._make_sequence(request, geometry)
         output = RequestOutput(
             sequence,
@@ -109,6 +104,15 @@ class Engine:
             self._loop.emitter.register(output)
             self._loop.add(sequence)
         return RequestHandle(request.request_id, sequence.seed, lambda reason: self._loop.cancel(sequence, reason))
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that `submit` takes.
+
+        Raises:
+            CapacityError: as `submit`.
+        """
+        return _limits(self._loop.require_ready().geometry).max_prompt_tokens
 
     @property
     def target_process_id(self) -> int | None:
@@ -175,3 +179,11 @@ class Engine:
             skip_special=params.skip_special_tokens,
             min_tokens=params.min_tokens,
         )
+
+
+def _limits(geometry: Geometry) -> AdmissionLimits:
+    return AdmissionLimits(
+        vocab_size=geometry.vocab_size,
+        max_model_len=geometry.max_model_len,
+        max_sequence_slots=geometry.num_target_blocks * geometry.block_size,
+    )

@@ -24,6 +24,11 @@ class AdmissionLimits:
     max_sequence_slots: int
     """KV slots of the smaller pool: a longer sequence could never run."""
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """So that the prompt and one output token fit."""
+        return min(self.max_model_len, self.max_sequence_slots) - 1
+
 
 def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: SchedulerSettings) -> None:
     """Pass silently if the request can be served.
@@ -35,10 +40,9 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
     if not prompt:
         raise InvalidRequestError("prompt: empty, at least 1 token is needed")
     _check_token_ids("prompt", prompt, limits.vocab_size)
-    longest = min(limits.max_model_len, limits.max_sequence_slots)
-    if len(prompt) + 1 > longest:
+    if len(prompt) > limits.max_prompt_tokens:
         raise InvalidRequestError(
-            f"prompt: {len(prompt)} tokens given, at most {longest - 1} are allowed,"
+            f"prompt: {len(prompt)} tokens given, at most {limits.max_prompt_tokens} are allowed,"
             " so that the prompt and one output token fit"
         )
     if request.num_speculative_tokens is not None:
@@ -77,6 +81,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_bad_words(params.bad_words, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    if params.allowed_token_ids and {(token_id,) for token_id in params.allowed_token_ids} <= set(params.bad_words):
+        raise InvalidRequestError("allowed_token_ids: each is a bad word too; one that is none is needed")
     if len(params.stop) > MAX_STOP_STRINGS or "" in params.stop:
         raise InvalidRequestError(
             f"stop: {len(params.stop)} strings given, at most {MAX_STOP_STRINGS} non-empty ones are allowed"

@@ -36,12 +36,22 @@ class RequestParser:
         self._encode_chat = encode_chat
         self._default_max_tokens = default_max_tokens
 
-    def parse(self, request_id: str, tensors: Mapping[str, Any], parameters: Mapping[str, Any]) -> ParsedRequest:
-        """See `collect_values` for the arguments and for the errors; more come from the prompt and its fields."""
+    def parse(
+        self,
+        request_id: str,
+        tensors: Mapping[str, Any],
+        parameters: Mapping[str, Any],
+        max_prompt_tokens: int | None = None,
+    ) -> ParsedRequest:
+        """See `collect_values` for the arguments and for the errors; more come from the prompt and its fields.
+
+        Args:
+            max_prompt_tokens: a text that cannot be so short is refused unread: tokenising 60 MB takes 5 s.
+        """
         values = collect_values(tensors, parameters)
         if values.get("exclude_input_in_output", True) is not True:
             raise InvalidRequestError("exclude_input_in_output: false given, only true is supported")
-        prompt = self._prompt_token_ids(values)
+        prompt = self._prompt_token_ids(values, max_prompt_tokens)
         generate = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
@@ -58,7 +68,7 @@ class RequestParser:
             return_token_ids=values.get("return_token_ids", False),
         )
 
-    def _prompt_token_ids(self, values: dict[str, Any]) -> list[int]:
+    def _prompt_token_ids(self, values: dict[str, Any], max_prompt_tokens: int | None) -> list[int]:
         given = [name for name in PROMPT_FIELDS if name in values]
         if len(given) != 1:
             what = "none was given" if not given else f"{' and '.join(given)} were given"
@@ -70,12 +80,22 @@ class RequestParser:
         if given[0] == "input_ids":
             prompt: list[int] = values["input_ids"]
         elif given[0] == "text_input":
+            self._check_length(values["text_input"], max_prompt_tokens)
             prompt = self._tokenizer.encode(values["text_input"])
         else:
             prompt = self._render_chat(values)
         if not prompt:
             raise InvalidRequestError(f"{given[0]}: empty, at least 1 token is needed")
         return prompt
+
+    def _check_length(self, text: str, max_prompt_tokens: int | None) -> None:
+        if max_prompt_tokens is None or (longest := self._tokenizer.longest_token_bytes) is None:
+            return
+        if len(text) > longest * max_prompt_tokens:
+            raise InvalidRequestError(
+                f"text_input: {len(text)} characters given, which are more than the {max_prompt_tokens} tokens that are"
+                f" allowed, as none has more than {longest} bytes"
+            )
 
     def _render_chat(self, values: dict[str, Any]) -> list[int]:
         if self._encode_chat is None:

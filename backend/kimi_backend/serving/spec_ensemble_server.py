@@ -19,7 +19,7 @@ from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.metrics import MetricsPublisher
-from kimi_backend.serving.processes import is_alive
+from kimi_backend.serving.processes import freeze_what_is_loaded, is_alive
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.spec_decode.policy import PolicyName
@@ -99,7 +99,9 @@ class SpecEnsembleServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
-        return cls(settings, pb_utils)
+        server = cls(settings, pb_utils)
+        freeze_what_is_loaded()
+        return server
 
     def accept(self, requests: list[Any]) -> None:
         """Start each request; a bad one is answered at once and disturbs no other.
@@ -130,7 +132,7 @@ class SpecEnsembleServer:
     def _start(self, request_id: str, request: Any, sender: Any) -> None:
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        parsed = self._parser.parse(request_id, tensors, _parameters(request))
+        parsed = self._parser.parse(request_id, tensors, _parameters(request), self._engine.max_prompt_tokens)
         with self._handles_lock:
             self._sender.register(request_id, sender, parsed)
             self._handles[request_id] = self._engine.submit(parsed.generate, self._on_delta)

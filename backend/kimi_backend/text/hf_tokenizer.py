@@ -71,6 +71,7 @@ class HfTokenizer:
         self._splitter = ControlTokenSplitter(ids)
         self._added_by_id = {token.token_id: token.content for token in _read_added_tokens(definition)}
         rule = _token_bytes_rule(definition.get("decoder"))
+        self.longest_token_bytes: int | None = None  # normalizers may shorten a text by any factor
         self.is_byte_level = rule is not None
         self._bytes_of_token: Callable[[str], bytes] = rule or str.encode
         self.bos_token_id: int | None = vocab.get(special_names.get("bos_token", ""))

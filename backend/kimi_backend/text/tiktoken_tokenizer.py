@@ -77,6 +77,7 @@ class TiktokenTokenizer:
         self._encoding = tiktoken.Encoding(
             "kimi", pat_str="|".join(PRE_TOKENIZER_ALTERNATIVES), mergeable_ranks=dict(ranks), special_tokens={}
         )
+        self.longest_token_bytes: int | None = max(map(len, ranks))
         self._bytes_by_id = {rank: token for token, rank in ranks.items()}
         self._bytes_by_id |= {token_id: token.content.encode() for token_id, token in declared.items()}
         self.vocab_size = max(self._bytes_by_id) + 1

@@ -47,6 +47,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def longest_token_bytes(self) -> int | None:
+        """Bytes of text that one token stands for at most; None where a text may be changed before it is encoded."""
+        ...
+
+    @property
     def is_byte_level(self) -> bool:
         """`decode` is the concatenation of `token_bytes`, read as UTF-8 with U+FFFD for what is not."""
         ...

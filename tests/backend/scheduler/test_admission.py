@@ -59,6 +59,7 @@ def test_a_number_out_of_range_is_refused(field: str, value: float, allowed: str
         ({"bad_words": ((1,),) * 1025}, "bad_words: 1025 words given, at most 1024 are allowed"),
         ({"stop_token_ids": (100,)}, "stop_token_ids: token id 100 given"),
         ({"allowed_token_ids": (1, 200)}, "allowed_token_ids: token id 200 given"),
+        ({"allowed_token_ids": (1, 2), "bad_words": ((2,), (1,), (3, 4))}, "allowed_token_ids: each is a bad word too"),
         ({"stop": ("a", "")}, "stop: 2 strings given, at most 16 non-empty ones are allowed"),
         ({"stop": ("a",) * 17}, "stop: 17 strings given"),
         ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens: 9 given, at most max_tokens \(8\) is allowed"),

@@ -12,6 +12,8 @@ from kimi_backend.types.request import DraftSampling
 class CharacterTokenizer:
     """One id a character: enough to see what was encoded."""
 
+    longest_token_bytes: int | None = 4
+
     def encode(self, text, allow_special=False):
         assert not allow_special, "client text must never become control tokens"
         return [ord(c) for c in text]
@@ -202,3 +204,19 @@ def test_names_of_other_servers_are_no_fields_here_and_lead_to_fields():
     fields = {field.name for field in INPUT_FIELDS}
     assert not fields & ELSEWHERE.keys()
     assert fields >= set(ELSEWHERE.values())
+
+
+def test_a_text_of_too_many_tokens_is_refused_unread(parser, monkeypatch):
+    def parse(num_chars, **limit):
+        return parser.parse("r", {"text_input": strings("x" * num_chars)}, {}, **limit)
+
+    assert len(parse(40, max_prompt_tokens=10).generate.prompt_token_ids) == 40  # may be ten; the engine counts them
+    assert len(parse(41).generate.prompt_token_ids) == 41
+    with monkeypatch.context() as patch:
+        patch.setattr(CharacterTokenizer, "encode", lambda *_: pytest.fail("it was read"))
+        with pytest.raises(
+            InvalidRequestError, match="text_input: 41 characters given, which are more than the 10 tok"
+        ):
+            parse(41, max_prompt_tokens=10)
+    monkeypatch.setattr(CharacterTokenizer, "longest_token_bytes", None)
+    assert len(parse(41, max_prompt_tokens=10).generate.prompt_token_ids) == 41
