@@ -1,5 +1,6 @@
-"""What can be seen of another process on this machine."""
+"""What can be seen of another process on this machine, and what a long-lived one does to itself."""
 
+import gc
 from pathlib import Path
 
 _DEAD_STATES = ("Z", "X")
@@ -14,3 +15,10 @@ def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:
     except (OSError, IndexError):
         return False
     return state not in _DEAD_STATES
+
+
+def freeze_what_is_loaded() -> None:
+    """Take all objects of now out of the garbage collector's sight: a look at all of them, modules and a tokenizer's
+    tables included, would hold a step up for tens of milliseconds. Call it once a server has loaded everything."""
+    gc.collect()
+    gc.freeze()

@@ -17,6 +17,7 @@ from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_sides import AUTO, AuxReceiver, offer_aux_buffer
 from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
+from kimi_backend.serving.processes import freeze_what_is_loaded
 from kimi_backend.serving.token_board import TokenReader, TokenWriter
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
 from kimi_backend.types import codec
@@ -102,7 +103,9 @@ class RunnerServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
-        return cls(load(settings), pb_utils, settings.aux_transfer)
+        server = cls(load(settings), pb_utils, settings.aux_transfer)
+        freeze_what_is_loaded()
+        return server
 
     def run(self, requests: list[Any]) -> list[Any]:
         """One response for each request, in order; a bad one fails alone."""

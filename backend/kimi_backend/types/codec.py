@@ -8,6 +8,10 @@ more than the step's whole scheduling. Layout, in native byte order (both ends r
 
 Fields stand in the order of the dataclass, nested dataclasses in place. An int or bool is an int64 of no dimensions; an
 absent optional field has -1 dimensions and no data. Decoded arrays are read-only views of the buffer.
+
+A nested dataclass that says `packed_whole` is one field, a packed message of its own. It is packed once as long as the
+same object comes, and unpacked once as long as the same bytes come: a batch's sampling parameters are two thirds of a
+plan's fields and the same from step to step. Its arrays must not be written to.
 """
 
 import dataclasses
@@ -17,6 +21,7 @@ import operator
 import struct
 import types
 import typing
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -45,6 +50,8 @@ class _Field:
     nested: type | None = None
     scalar: type[int] | None = None
     """int or bool where the field is no array."""
+    whole: type | None = None
+    """The class of a nested dataclass that is packed whole."""
 
 
 def _array_dtype(annotation: Any) -> np.dtype[Any]:
@@ -59,6 +66,8 @@ def _describe(name: str, annotation: Any) -> _Field | None:
     if typing.get_origin(annotation) is np.ndarray:
         return _Field(name, _array_dtype(annotation))
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        if getattr(annotation, "packed_whole", False):
+            return _Field(name, np.dtype(np.uint8), whole=annotation)
         fields = _schema(annotation)
         return _Field(name, None, annotation) if fields else None
     return None  # a value that cannot cross a border, such as a tensor handle: sent beside the buffer
@@ -90,6 +99,30 @@ def _packer(cls: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[_Field, .
     return operator.attrgetter(*paths), fields
 
 
+_NUM_KEPT = 4
+"""Of a process: a plan of either model, and one more each for a batch that comes and goes."""
+_packed: deque[tuple[Any, Buffer]] = deque(maxlen=_NUM_KEPT)
+_unpacked: deque[tuple[type, bytes, Any]] = deque(maxlen=_NUM_KEPT)
+
+
+def _pack_whole(message: Any) -> Buffer:
+    for kept, buffer in tuple(_packed):
+        if kept is message:
+            return buffer
+    buffer = encode(message)
+    _packed.append((message, buffer))
+    return buffer
+
+
+def _unpack_whole(cls: Any, data: bytes) -> Any:
+    for kept_cls, kept, message in tuple(_unpacked):
+        if kept_cls is cls and kept == data:
+            return message
+    message = decode(cls, np.frombuffer(data, np.uint8))
+    _unpacked.append((cls, data, message))
+    return message
+
+
 def encode(message: Any) -> Buffer:
     """Pack a plan or a reply; fields that hold tensor handles are left out."""
     cls: Any = type(message)
@@ -103,8 +136,8 @@ def encode(message: Any) -> Buffer:
             header += (0, *_NO_DIMENSIONS)
             parts.append(_SCALAR.pack(value))
         else:
-            array = value
-            if type(value) is not np.ndarray or value.dtype != field.dtype:
+            array = value if field.whole is None else _pack_whole(value)
+            if type(array) is not np.ndarray or array.dtype != field.dtype:
                 array = np.ascontiguousarray(value, dtype=field.dtype).reshape(np.shape(value))
             shape = array.shape
             header += (len(shape), *shape, *_NO_DIMENSIONS[len(shape) :])
@@ -148,7 +181,10 @@ class _Reader:
                 if count < 0:
                     raise ValueError(f"shape {shape}")
                 array = np.frombuffer(data, field.dtype, count, offset)
-                yield array if ndim == 1 else array.reshape(shape)
+                if field.whole is not None:
+                    yield _unpack_whole(field.whole, array.tobytes())
+                else:
+                    yield array if ndim == 1 else array.reshape(shape)
                 offset += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -7,7 +7,7 @@ meanings hold here too: a runner turns each array into a tensor of the same name
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ BoolArray = npt.NDArray[np.bool_]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
     """Sampling parameters of the B sampling sequences; see `kimi_kernels.sampling_inputs.SamplingInputs`."""
+
+    packed_whole: ClassVar[bool] = True
+    """See `types.codec`."""
 
     temperature: FloatArray
     top_k: Int32Array
