@@ -5,9 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from kimi_backend.engine.engine import Engine
-from kimi_backend.runners.loading import load_pair
-from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+from kimi_backend.cli.local_engine import local_engine
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_client import KimiClient
@@ -62,18 +60,8 @@ def test_64_streams_in_order_with_one_end_each(url):
 def engine(checkpoint):
     settings = serving_settings(checkpoint)
     tokenizer = load_tokenizer(settings.checkpoint)
-    target, draft = load_pair(settings)
-    running = Engine(
-        target,
-        draft,
-        settings=scheduler_settings(settings),
-        eos_token_ids=tokenizer.eos_token_ids,
-        tokenizer=tokenizer,
-    )
-    running.start()
-    running.wait_until_ready(60)
-    yield running, tokenizer
-    running.stop()
+    with local_engine(settings, tokenizer) as running:
+        yield running, tokenizer
 
 
 @pytest.mark.parametrize("k", [0, 3, 7])
