@@ -73,6 +73,7 @@ def new_arrivals(weight: Tensor) -> tuple[Tensor, ...]:
         and weight.numel() >= FEWEST_VALUES
         and weight.shape[1] % 8 == 0
         and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
         and _is_hopper(weight.device)
     )
     if not streams:
