@@ -309,9 +309,11 @@ class AdaptivePolicy:
         if member is None:
             return
         member.uses_draft = False
-        times = self.costs.estimates(self._num_sequences)
         index = next((i for i, c in enumerate(self._controllers) if c is member), None)
-        if times is None or index is None:
+        if index is None:
+            return  # it has ended; there may be no sequence at all
+        times = self.costs.estimates(self._num_sequences)
+        if times is None:
             return
         best = best_choice(times, self._gains(self._controllers), self._num_sequences)
         bar = (1 + self._doubt(best.num_draft_tokens)) * self._num_sequences / times[0]

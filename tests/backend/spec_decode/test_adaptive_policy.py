@@ -238,3 +238,21 @@ def test_regret_is_bounded_whatever_rounds_cost(
     times = fixed_times(costs, lambda _: rate, num_sequences, limit=limit)
     assert seconds < 1.04 * times[0], "never slower than without a draft"
     assert seconds < 1.2 * min(times)
+
+
+def test_all_sequences_may_end_while_one_is_tried() -> None:
+    simulation, _ = simulate(GPU, lambda _: 0.1, num_sequences=2, num_tokens=500)
+    policy = simulation.policy
+    assert isinstance(policy, AdaptivePolicy)
+    for _ in range(20_000):
+        if policy._visit is not None and policy._visit.member is not None:
+            break
+        simulation.round()
+    else:
+        pytest.fail("no sequence was tried")
+    simulation.running.clear()
+    policy.begin_round([], 0)
+    policy.end_round(is_pure_decode=False, draft_s=0.0)
+    assert policy._visit is None
+    simulation.add(lambda _: 0.1)
+    assert simulation.run(200) > 0
