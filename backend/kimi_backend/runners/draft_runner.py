@@ -217,12 +217,15 @@ class DraftRunner:
         normed, feedback = self._extend(plan, aux, tensors)
         is_finite = normed.isfinite().all(dim=1)
         status = torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
-        if not plan.num_proposals.any():
-            return self._reply(plan, {"seq_status": status})
-        proposing = tensors["proposing"]
-        token_ids, drawn_status = self._proposer.propose(plan, tensors, normed[proposing], feedback[proposing])
-        status[proposing] = drawn_status
-        return self._reply(plan, {"seq_status": status, "draft_token_ids": token_ids})
+        token_ids, proposing = None, tensors["proposing"]
+        if plan.num_proposals.any():
+            token_ids, drawn_status = self._proposer.propose(plan, tensors, normed[proposing], feedback[proposing])
+            status[proposing] = drawn_status
+        if plan.leaves_tokens and self._graphs is not None and plan.num_proposals.max() < len(self._graphs.left):
+            self._graphs.leave(status, proposing, token_ids)
+            return self._left(self._graphs, plan)
+        drawn = {} if token_ids is None else {"draft_token_ids": token_ids}
+        return self._reply(plan, {"seq_status": status, **drawn})
 
     @property
     def _aux_width(self) -> int:

@@ -273,6 +273,19 @@ class DraftGraphs:
 
         return _Step(arrays, partial(pad_proposals, num_seqs=0), run)
 
+    def leave(self, status: torch.Tensor, proposing: torch.Tensor, token_ids: torch.Tensor | None) -> None:
+        """Into `left`, what a step that ran as it came has drawn.
+
+        Args:
+            status: [S] int32.
+            proposing: [B] int64, which of the S sequences propose.
+            token_ids: [B, W] int64, placeholders where none is wanted; None where nobody proposes.
+        """
+        self.left[0, : len(status)] = status
+        if token_ids is not None:
+            kept = token_ids.masked_fill((status[proposing] != STATUS_OK)[:, None], PLACEHOLDER_TOKEN_ID)
+            self.left[1 : 1 + token_ids.shape[1], proposing] = kept.T.to(torch.int32)
+
     def _leave(self, bucket: Bucket, tensors: Tensors) -> None:
         """The stored draws to `left`: what `_wanted` keeps of them, but nothing of a sequence that failed."""
         size, shape = bucket.num_proposals * bucket.num_seqs, (bucket.num_proposals, bucket.num_seqs)

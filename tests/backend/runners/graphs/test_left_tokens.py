@@ -131,6 +131,18 @@ def test_draws_that_read_the_window(is_captured: bool, monkeypatch: pytest.Monke
     assert max(map(sum, (s.accepted for s in loops[1].sequences))) > 0
 
 
+def test_a_draft_step_that_runs_as_it_comes_leaves_its_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does whose draws want processors, or whose prompt does not end yet."""
+    loops = both_ways([3, 1, 2])
+    for loop in loops:
+        monkeypatch.setattr(loop._draft._graphs, "proposal_bucket", lambda plan: None)  # type: ignore[union-attr]
+    for _ in range(7):
+        steps = [loop.step(12) for loop in loops]
+        assert_equal_steps(*steps)
+        assert steps[1].draft_reply is not None and steps[1].draft_reply.tokens.num_seqs == 3
+    assert max(map(sum, (s.accepted for s in loops[1].sequences))) > 0
+
+
 def test_chunks_beside_verifies_run_eagerly() -> None:
     """A prompt of several chunks keeps the whole step out of the buckets while another sequence verifies."""
     texts = [prompts(1)[0], GENERATOR.integers(0, 96, 60).tolist()]
