@@ -70,10 +70,11 @@ def measure_case(
 
 
 def _launched_ahead(lockstep: dict[str, Any], rounds: Sequence[Round], batch_size: int) -> dict[str, Any]:
-    """The case with its round as served; the parts of a round are known in lockstep only."""
+    """The case with its round as served. The parts of a round, and when a prompt's draft is done, are known in lockstep
+    only."""
     steady = steady_rounds(rounds, batch_size, needs_draft=False)
     found = _through_engine(rounds, steady, batch_size)
-    names = ("round_ms", "round_p10_ms", "round_p90_ms", "decode_tokens_per_s", "tokens_per_s", "prefill_ms")
+    names = ("round_ms", "round_p10_ms", "round_p90_ms", "decode_tokens_per_s", "tokens_per_s")
     in_lockstep = {f"lockstep_{name}": lockstep[name] for name in names if name in lockstep}
     return lockstep | {name: found[name] for name in names if name in found} | in_lockstep
 
