@@ -1,0 +1,104 @@
+"""A draft that begins in the middle of a sequence, through captured steps: the same proposals as through plain ones.
+
+Its slots count from where it began, its noise from the sequence's first token.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.plan import DraftPlan, DraftReply
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.pretending import with_synthetic_acceptance
+from support.captured_runners import Setting, runner_pair
+from support.engine_runs import EngineHarness
+from support.random_policy import RandomPolicy
+
+ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.reference(), 2.5, torch.device("cpu")))
+"""Draft tokens become the text, so one wrong number shows."""
+REQUESTS = [
+    GenerateRequest(
+        request_id=str(index),
+        prompt_token_ids=tuple(range(8, 14 + 5 * index)),
+        sampling=SamplingParams(max_tokens=40, temperature=float(index % 2), seed=index, ignore_eos=True),
+        num_speculative_tokens=(3, 2, 5)[index % 3],
+        draft_sampling=DraftSampling.COUPLED,
+    )
+    for index in range(6)
+]
+
+
+def run(
+    kind: str, setting: Setting, *, is_captured: bool, launch_ahead: bool
+) -> tuple[EngineHarness, list[list[list[int]]]]:
+    """To the end under a policy that acts at random; what each draft step proposed, where its reply says so."""
+    target, draft = runner_pair(setting, kind, EagerRecorder() if is_captured else None)
+    proposals: list[list[list[int]]] = []
+    propose = draft.propose
+
+    def kept(plan: DraftPlan) -> DraftReply:
+        reply = propose(plan)
+        proposals.append(reply.draft_token_ids.tolist())
+        return reply
+
+    draft.propose = kept  # type: ignore[method-assign]
+    settings = SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=64, launch_ahead=launch_ahead)
+    harness = EngineHarness(target, draft, settings)
+    policy = harness.core.scheduler.policy = RandomPolicy(5)
+    for request in REQUESTS:
+        harness.add(request)
+    harness.run()
+    assert policy.num_begins > 5
+    return harness, proposals
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_captured_steps_propose_what_plain_ones_do(kind: str) -> None:
+    setting = Setting(kernels=KernelSet.reference())
+    _, plain = run(kind, setting, is_captured=False, launch_ahead=False)
+    _, captured = run(kind, setting, is_captured=True, launch_ahead=False)
+    assert sum(len(step) for step in plain) > 40
+    assert captured == plain
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_a_draft_that_follows_proposes_what_one_that_waits_does(kind: str) -> None:
+    lockstep, _ = run(kind, ACCEPTING, is_captured=True, launch_ahead=False)
+    ahead, _ = run(kind, ACCEPTING, is_captured=True, launch_ahead=True)
+    for waited, launched in zip(lockstep.outcomes, ahead.outcomes, strict=True):
+        assert launched.token_ids == waited.token_ids
+        assert launched.rounds == waited.rounds
+    assert sum(accepted for outcome in ahead.outcomes for _, accepted in outcome.rounds) > 30
+
+
+def test_a_late_draft_proposes_what_one_that_never_saw_the_beginning_would() -> None:
+    """Its plan says where its slots begin and which token it draws."""
+    target, draft = runner_pair(Setting(kernels=KernelSet.reference()), "mla31", None)
+    plans: list[DraftPlan] = []
+    propose = draft.propose
+
+    def kept(plan: DraftPlan) -> DraftReply:
+        plans.append(plan)
+        return propose(plan)
+
+    draft.propose = kept  # type: ignore[method-assign]
+    harness = EngineHarness(target, draft, SchedulerSettings(launch_ahead=False))
+    outcome = harness.add(REQUESTS[0])
+    harness.step()
+    outcome.sequence.speculation.uses_draft = False
+    harness.step()
+    assert len(plans) == 1, "the draft is not called"
+    outcome.sequence.speculation.uses_draft = True
+    start = outcome.sequence.target_len
+    harness.step()
+    late = plans[-1]
+    assert outcome.sequence.draft_start == start
+    assert late.rows.seq_lens.tolist() == [1]
+    assert late.output_index.tolist() == [start + 2]
+    assert late.rows.token_ids.tolist() == [outcome.token_ids[-1]]
+    harness.step()
+    assert (plans[-1].rows.seq_lens - plans[-1].rows.query_lens).tolist() == [1]
+    np.testing.assert_array_equal(plans[-1].output_index, [outcome.sequence.draft_len + 1])
