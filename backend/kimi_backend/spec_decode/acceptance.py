@@ -23,14 +23,15 @@ class AcceptancePool:
     """Rates a position over the rounds of many sequences. Recent rounds count more."""
 
     def __init__(self) -> None:
-        self.num_accepted = 0
-        """Draft tokens kept since start, never forgotten."""
+        self.num_rounds = self.num_accepted = 0
+        """Verifies recorded, and draft tokens kept, since start; never forgotten."""
         self._new: list[tuple[int, int]] = []
         self._tried = [0.0] * MAX_SPECULATIVE_TOKENS
         self._kept = [0.0] * MAX_SPECULATIVE_TOKENS
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
         """One verify. Cheap: it runs between the target's reply and the draft's call."""
+        self.num_rounds += 1
         self.num_accepted += num_accepted
         self._new.append((num_draft_tokens, num_accepted))
 

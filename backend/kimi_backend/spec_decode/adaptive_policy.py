@@ -10,6 +10,7 @@ from kimi_backend.spec_decode.choice import Choice, best_choice, rate, round_s, 
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.exploration import (
     FEWEST_TRIAL_ROUNDS,
+    GRACE_ROUNDS,
     SETTLING_ROUNDS,
     TRIAL_ROUNDS,
     VISIT_ROUNDS,
@@ -80,8 +81,7 @@ class AdaptivePolicy:
         controller.uses_draft = True
         times = self.costs.estimates(num_sequences)
         if times is not None:
-            candidates = [*running, controller]
-            best = best_choice(times, self._gains(candidates), num_sequences)
+            best = self._best([*running, controller], times, num_sequences)
             controller.uses_draft = best.members[-1]
             if not any(c.uses_draft for c in running):
                 self._num_draft_tokens = best.num_draft_tokens
@@ -178,6 +178,16 @@ class AdaptivePolicy:
             result.append(gains(kind_rates, controller.acceptance.factor(mean), controller.num_speculative_tokens))
         return result
 
+    def _best(self, controllers: list[SpeculationController], times: list[float], num_sequences: int) -> Choice:
+        """The fastest choice; of those that draft, while little is known of a kind that drafts."""
+        chances = self._gains(controllers)
+        best = best_choice(times, chances, num_sequences)
+        young = tuple(c.uses_draft and c.pool is not None and c.pool.num_rounds < GRACE_ROUNDS for c in controllers)
+        if best.num_draft_tokens or not any(young):
+            return best
+        rates = [rate(times, chances, young, k, num_sequences) for k in range(1, max(map(len, chances)))]
+        return Choice(1 + rates.index(max(rates)), young, max(rates))
+
     def _decide(self) -> None:
         b, members = self._num_sequences, self._members
         k = (self._num_draft_tokens or 0) if members else 0
@@ -189,7 +199,7 @@ class AdaptivePolicy:
         if members and not self.costs.is_known(b, 0) and b / times[0] * (1 + DOUBTS * self.costs.doubt(b, 0)) > now:
             self._visit = Visit(0, now)  # what drafting is to be compared with, at any price
             return
-        best = best_choice(times, chances, b)
+        best = self._best(self._controllers, times, b)
         if not members and best.tokens_per_s < now * (1 + self._doubt(best.num_draft_tokens)):
             best = Choice(0, (False,) * len(chances), now)
         if best.tokens_per_s <= now:
@@ -250,7 +260,8 @@ class AdaptivePolicy:
         likely_loss = max(LEAST_LOSS, 1 - there / now) * (VISIT_ROUNDS + 1) * times[k]
         if not self.ledger.allows(likely_loss):
             return False
-        return self.costs.age(b, k) > STALE_ROUNDS or there * (1 + DOUBTS * self.costs.doubt(b, k)) > now
+        is_uncertain = there <= now < there * (1 + DOUBTS * self.costs.doubt(b, k))
+        return is_uncertain or self.costs.age(b, k) > STALE_ROUNDS
 
     def _try(
         self, member: SpeculationController, times: list[float], num_sequences: int, num_unsettled_rounds: int = 0
@@ -315,7 +326,7 @@ class AdaptivePolicy:
         times = self.costs.estimates(self._num_sequences)
         if times is None:
             return
-        best = best_choice(times, self._gains(self._controllers), self._num_sequences)
+        best = self._best(self._controllers, times, self._num_sequences)
         bar = (1 + self._doubt(best.num_draft_tokens)) * self._num_sequences / times[0]
         if best.members[index] and best.tokens_per_s > bar:
             member.uses_draft = True

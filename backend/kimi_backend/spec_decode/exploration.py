@@ -6,6 +6,8 @@ from kimi_backend.spec_decode.controller import SpeculationController
 
 EXPLORATION_SHARE = 0.01
 """Of all time in rounds: what visits that are not needed may lose, in all, against the choice that stood."""
+GRACE_ROUNDS = 20
+"""Verifies of a kind of request before a draft may be left alone for it: the first few may be unlucky."""
 VISIT_ROUNDS = 3
 """Rounds at another number of draft tokens; as many as a first value needs."""
 TRIAL_ROUNDS = 16
