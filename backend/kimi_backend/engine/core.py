@@ -277,6 +277,8 @@ class EngineCore:
 
     def _reach_draft(self) -> None:
         link = self._draft_link
+        if link is not None and link.has_died:  # rounds without draft tokens would not notice
+            self._lose_draft(f"its process {link.process_id} has died")
         if link is None or link.is_up:
             return
         description = link.try_connect()

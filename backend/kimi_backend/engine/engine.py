@@ -117,8 +117,17 @@ class Engine:
     @property
     def target_process_id(self) -> int | None:
         """The process of the target that was last met; None before, or when it runs in this one."""
-        description = self._loop.target_description
-        return None if description is None else description.process_id
+        return self._loop.target_link.process_id
+
+    @property
+    def draft_process_id(self) -> int | None:
+        """Likewise of the draft."""
+        return None if self._loop.draft_link is None else self._loop.draft_link.process_id
+
+    def report_dead_draft(self, process_id: int) -> None:
+        """Speculation goes off though nobody calls the draft; does nothing if another process serves it by now."""
+        if self._loop.draft_link is not None:
+            self._loop.draft_link.report_death(process_id)
 
     def fail_live(self, problem: str) -> None:
         """End every live request by an error now, though the engine's thread may be waiting for a dead target."""

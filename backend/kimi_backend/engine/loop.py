@@ -90,9 +90,14 @@ class EngineLoop:
         return self._thread.is_alive()
 
     @property
-    def target_description(self) -> RunnerDescription | None:
-        """What the target last said of itself."""
-        return self._target_link.description
+    def target_link(self) -> RunnerLink:
+        """Of the target."""
+        return self._target_link
+
+    @property
+    def draft_link(self) -> RunnerLink | None:
+        """Of the draft, if there is one."""
+        return self._draft_link
 
     @property
     def num_newcomers(self) -> int:

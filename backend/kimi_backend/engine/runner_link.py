@@ -30,6 +30,7 @@ class RunnerLink:
         """Clock time since when it has been gone; None while it is up or was never there."""
         self.problem = f"runner {role} is loading"
         """Why it is not up."""
+        self._dead_process_id: int | None = None
 
     @property
     def epoch(self) -> int | None:
@@ -63,6 +64,20 @@ class RunnerLink:
         self._wait(f"runner {self.role} is gone: {problem}")
         if self.problem != before:  # said once, however often it is tried again
             logger.warning("runner=%s is gone: %s", self.role, problem)
+
+    def report_death(self, process_id: int) -> None:
+        """A process has died that this runner may have run in. From any thread."""
+        self._dead_process_id = process_id
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it is up only because nobody has called it since its process died."""
+        return self.is_up and self.description is not None and self.process_id == self._dead_process_id is not None
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that was last met; None before, or when it runs in this one."""
+        return None if self.description is None else self.description.process_id
 
     def retry_now(self) -> None:
         """It is known to be there: do not wait before asking."""

@@ -152,22 +152,25 @@ class SpecEnsembleServer:
             handle.cancel()
 
     def _watch(self) -> None:
-        """Look for the drain file, and whether the target's process is alive.
+        """Look for the drain file, and whether the runners' processes are alive.
 
-        The server itself takes a second to answer a call to a stub that has died; clients need not wait for that.
+        The server itself takes a second to answer a call to a stub that has died; clients need not wait for that. And
+        the draft may not be called for long, where drafting does not pay.
         """
         drain_file = Path(self._settings.drain_file) if self._settings.drain_file else None
-        dead: int | None = None
+        dead_target: int | None = None
         while not self._closed.wait(WATCH_S):
             if drain_file is not None and drain_file.exists():
                 logger.info("draining: live requests are cancelled, new ones refused")
                 self._sender.is_draining = True
                 self._engine.stop()
                 return
-            process_id = self._engine.target_process_id
-            if process_id is not None and process_id != dead and not is_alive(process_id):
-                dead = process_id
-                self._engine.fail_live(f"runner kimi_target: its process {process_id} has died")
+            target, draft = self._engine.target_process_id, self._engine.draft_process_id
+            if target is not None and target != dead_target and not is_alive(target):
+                dead_target = target
+                self._engine.fail_live(f"runner kimi_target: its process {target} has died")
+            if draft is not None and not is_alive(draft):
+                self._engine.report_dead_draft(draft)
 
 
 def _parameters(request: Any) -> dict[str, Any]:

@@ -93,6 +93,32 @@ def test_a_dead_draft_turns_speculation_off_and_fails_nobody(
     assert sum(drafted_late) == 0
 
 
+def test_a_draft_whose_process_died_is_noticed_though_nobody_calls_it(requests: list[GenerateRequest]) -> None:
+    description = replace(describe("draft", SCRIPT, num_blocks=400), process_id=7)
+    draft = ScriptedDraft(description, SCRIPT)
+    pair = Pair([replace(request, num_speculative_tokens=0) for request in requests[:3]], draft)
+    link = pair.harness.core._draft_link
+    assert link is not None
+    spoken = []
+
+    def die(step: int) -> None:
+        if step == 2:
+            link.report_death(6)  # an earlier one's
+        if step == 4:
+            assert pair.harness.core.is_speculating
+            draft.unavailable = True
+            link.report_death(7)
+        if step == 5:
+            spoken.append(pair.harness.core.is_speculating)
+            draft.unavailable = False
+            draft.description = replace(description, process_id=8, runner_epoch=description.runner_epoch + 1)
+            pair.harness.clock.now += 10
+
+    pair.harness.run(each_step=die)
+    assert spoken == [False]
+    assert pair.harness.core.is_speculating, "another process serves the draft by now"
+
+
 def test_speculation_returns_with_the_draft(requests: list[GenerateRequest], expected: list[list[int]]) -> None:
     pair = Pair(requests)
 
