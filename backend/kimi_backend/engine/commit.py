@@ -59,7 +59,8 @@ def commit_step(batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: 
         token_ids = next(emitted) if is_sampling else []
         if is_sampling:
             num_rows, output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, status[index], time_s)
-            output.logprobs = _logprob_rows(sequence, reply, sample_index)
+            if reply.logprobs is not None:
+                output.logprobs = _logprob_rows(sequence, reply, sample_index)
             commit.outputs.append(output)
             num_proposals = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens)
         elif status[index] != 0:

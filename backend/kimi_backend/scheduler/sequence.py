@@ -150,11 +150,9 @@ class Sequence:
         """
         stop_ids = self.stop_token_ids
         kept = len(token_ids)
-        for index, token_id in enumerate(token_ids):
-            if token_id in stop_ids:
-                self.finish = Finish(FinishReason.STOP, matched_stop=token_id)
-                kept = index + 1
-                break
+        if not stop_ids.isdisjoint(token_ids):
+            kept = next(index for index, token_id in enumerate(token_ids, 1) if token_id in stop_ids)
+            self.finish = Finish(FinishReason.STOP, matched_stop=token_ids[kept - 1])
         if not kept:
             return 0
         start, end = self.num_tokens, self.num_tokens + kept
