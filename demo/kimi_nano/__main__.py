@@ -34,8 +34,9 @@ def _parser() -> argparse.ArgumentParser:
     unloop.add_argument("checkpoint", type=Path, help="the target's folder")
     unloop.add_argument("data", type=Path)
     unloop.add_argument("out", type=Path)
-    unloop.add_argument("--seconds", type=float, default=45.0)
+    unloop.add_argument("--seconds", type=float, default=270.0)
     unloop.add_argument("--steps", type=int, default=0, help="instead of seconds")
+    unloop.add_argument("--teacher", type=Path, help="another target's folder; left out, the target teaches itself")
     unloop.add_argument("--device", default="auto")
     drafts = commands.add_parser("drafts", help="drafts of a target that is finished")
     drafts.add_argument("checkpoint", type=Path, help="the target's folder")
@@ -119,7 +120,7 @@ def _unloop(args: argparse.Namespace) -> None:
 
     budget = Budget(seconds=args.seconds, steps=args.steps)
     run = Run(recipe=RECIPES[args.recipe], target=Budget(), drafts=Budget(), unloop=budget, seed=args.seed)
-    unloop_of(args.checkpoint, args.data, args.out, run, device=_device(args.device))
+    unloop_of(args.checkpoint, args.data, args.out, run, device=_device(args.device), teacher=args.teacher)
 
 
 def _drafts(args: argparse.Namespace) -> None:

@@ -65,9 +65,9 @@ class Recipe:
     """Steps that a draft is unrolled over."""
     unroll_decay: float = 0.8
     """Weight of a step's loss relative to the step before."""
-    coupled_share: float = 0.5
+    coupled_share: float = 0.6
     """Of the chance that coupled draws differ in the drafts' loss, beside the divergence."""
-    coupled_from: float = 0.5
+    coupled_from: float = 0.4
     """Progress from which on it counts."""
     peak_lr: float = 3e-3
     draft_peak_lr: float = 1e-2

@@ -81,12 +81,15 @@ def train(
     _say(started, "drafts written")
 
 
-def unloop_of(folder: Path, data: Path, out: Path, run: Run, *, device: torch.device) -> None:
+def unloop_of(
+    folder: Path, data: Path, out: Path, run: Run, *, device: torch.device, teacher: Path | None = None
+) -> None:
     """Train a finished target on against its loops and write it into `out`.
 
     Args:
         folder: the target's checkpoint.
         data: what `dataset.prepare` wrote.
+        teacher: another target's checkpoint; None is the target itself.
     """
     torch.manual_seed(run.seed)
     started = time.perf_counter()
@@ -98,7 +101,8 @@ def unloop_of(folder: Path, data: Path, out: Path, run: Run, *, device: torch.de
     if device.type == "cuda":
         target.compile_layers()
     unbake(target)
-    rows = _unloop(target, Windows(dataset.train, device, run.seed), run, dtype, data / "tokenizer")
+    taught_by = read_target(teacher).to(device) if teacher else None
+    rows = _unloop(target, Windows(dataset.train, device, run.seed), run, dtype, data / "tokenizer", taught_by)
     losses = {"before": before}
     for quantizes, name in ((False, "float_after"), (True, "int4_after")):
         target.quantizes = quantizes
@@ -110,14 +114,19 @@ def unloop_of(folder: Path, data: Path, out: Path, run: Run, *, device: torch.de
 
 
 def _unloop(
-    target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, tokenizer: Path
+    target: NanoTarget,
+    corpus: Windows,
+    run: Run,
+    dtype: torch.dtype,
+    tokenizer: Path,
+    teacher: NanoTarget | None = None,
 ) -> list[dict[str, float]]:
     if not run.unloop.seconds and not run.unloop.steps:
         return []
     reader = load_tokenizer(tokenizer)
     ends = [reader.token_bytes(token).endswith(b"\n") for token in range(target.config.vocab_size)]
     line_ends = torch.tensor(ends, device=target.device)
-    return unloop(target, corpus, line_ends, run.unloop, run.recipe.unloop, dtype).rows
+    return unloop(target, corpus, line_ends, run.unloop, run.recipe.unloop, dtype, teacher).rows
 
 
 def train_drafts_of(

@@ -40,18 +40,20 @@ def unloop(
     budget: Budget,
     recipe: UnloopRecipe,
     dtype: torch.dtype,
+    teacher: NanoTarget | None = None,
 ) -> Curve:
     """Train in place, experts rounded in the forward pass.
 
     Args:
         target: with baked weights, or those of a training that rounded them.
         line_ends: [vocab_size] bool, tokens that prompts end with: loops are loops of lines.
+        teacher: with baked weights; None is the target as it is when it has read enough of the corpus.
     """
     target.requires_grad_(True)
     target.quantizes = True
     optimizer = adamw(list(target.parameters()), recipe.peak_lr)
     entropy = torch.compile(cross_entropy) if target.is_compiled else cross_entropy
-    writer = OwnText(target, windows, line_ends, recipe, dtype)
+    writer = OwnText(target, teacher or baked_copy(target), windows, line_ends, recipe, dtype)
     text: WrittenText | None = writer.write()
     loss, divergence, _ = _losses(target, windows, text, recipe, dtype, entropy)
     (loss + divergence).backward()  # what compiles, compiles before the clock starts
@@ -59,7 +61,7 @@ def unloop(
     first_step = 0
     while pace.progress < 1.0:
         if text is None and pace.progress >= recipe.plain_share:
-            writer = OwnText(target, windows, line_ends, recipe, dtype)  # from here on the target is its own teacher
+            writer = OwnText(target, teacher or baked_copy(target), windows, line_ends, recipe, dtype)
             text, first_step = writer.write(), pace.step
         elif text is not None and (pace.step - first_step) % recipe.steps_a_pass == 0:
             text = writer.write()
@@ -116,6 +118,13 @@ def repeated_tokens(written: Tensor, gram: int) -> Tensor:
     return repeats
 
 
+def baked_copy(target: NanoTarget) -> NanoTarget:
+    """The target as it is now, as its file would hold it."""
+    frozen = copy.deepcopy(target).requires_grad_(False)
+    bake(frozen)
+    return frozen
+
+
 @dataclass(frozen=True, slots=True)
 class WrittenText:
     """B prompts of the corpus, the G tokens that the target wrote after each, and its teacher."""
@@ -142,15 +151,20 @@ class WrittenText:
 
 
 class OwnText:
-    """Lets the target, rounded as its file will be, continue prompts of the corpus; its teacher is the target as it
-    was when this object was made."""
+    """Lets the target, rounded as its file will be, continue prompts of the corpus, and asks its teacher."""
 
     def __init__(
-        self, target: NanoTarget, windows: Windows, line_ends: Tensor, recipe: UnloopRecipe, dtype: torch.dtype
+        self,
+        target: NanoTarget,
+        teacher: NanoTarget,
+        windows: Windows,
+        line_ends: Tensor,
+        recipe: UnloopRecipe,
+        dtype: torch.dtype,
     ) -> None:
         self._target = target
-        self._writer, self._teacher = (copy.deepcopy(target).requires_grad_(False) for _ in range(2))
-        bake(self._teacher)
+        self._writer = copy.deepcopy(target).requires_grad_(False)
+        self._teacher = teacher
         self._windows = windows
         self._line_ends = line_ends
         self._recipe = recipe

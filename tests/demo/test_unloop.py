@@ -11,7 +11,7 @@ from kimi_nano.generate import generate
 from kimi_nano.recipe import MICRO
 from kimi_nano.target import NanoTarget
 from kimi_nano.text_measures import distinct_4gram_share
-from kimi_nano.unloop import OwnText, WrittenText, divergence_from_teacher, repeated_tokens, without_repeats
+from kimi_nano.unloop import OwnText, WrittenText, baked_copy, divergence_from_teacher, repeated_tokens, without_repeats
 
 
 def test_a_token_repeats_when_it_completes_an_earlier_4gram_of_its_row() -> None:
@@ -64,7 +64,7 @@ def own_text(seed: int) -> tuple[WrittenText, NanoTarget]:
     target.weight("lm_head.weight").copy_(target.weight("model.embed_tokens.weight") / 4)
     stream = np.random.default_rng(seed).integers(1, 500, 4000).astype(np.uint16)  # 0 pads
     windows = Windows(stream, torch.device("cpu"), seed)
-    text = OwnText(target, windows, LINE_ENDS, MICRO.unloop, torch.float32).write()
+    text = OwnText(target, baked_copy(target), windows, LINE_ENDS, MICRO.unloop, torch.float32).write()
     bake(target)
     return text, target
 
