@@ -120,7 +120,7 @@ def draw_shard(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, first
 
 
 def _not_finite_as_nan(call: SamplingCall) -> Tensor:
-    is_bad = (call.part_bad.view(call.num_rows, -1).amax(dim=1) != 0) | (call.zeros[2] != 0)
+    is_bad = (call.part_bad.view(call.num_rows, -1).amax(dim=1) != 0) | (call.zeros[2, : call.num_rows] != 0)
     return torch.where(is_bad, float("nan"), call.part_best.view(call.num_rows, -1).amax(dim=1))
 
 
