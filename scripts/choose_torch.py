@@ -1,8 +1,8 @@
 """Which torch `make setup` installs. Run by the interpreter that the virtual environment is made from.
 
 The kernels need Triton-language 3.6. A CUDA build of torch pins one: torch 2.11 pins 3.6, torch 2.13 pins 3.7. A CPU
-build pins none. So the newest CPU build that the tests ran with is taken where pip's index has one, else torch 2.11: pip
-then finds everything in one go, and downloads one torch.
+build pins none. So the newest CPU build that the tests ran with is taken where pip's index has one, else torch 2.11:
+pip then finds everything in one go, and downloads one torch.
 
     python scripts/choose_torch.py own           exit status 0: this interpreter has a torch that fits; 1: it has not
     python scripts/choose_torch.py PIP...        the requirement to install, after asking `PIP... index versions torch`
