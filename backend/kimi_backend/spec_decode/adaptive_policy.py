@@ -27,16 +27,20 @@ BEGIN_REGRET = 2.0
 first, and it may have to stop again."""
 DOUBT_TO_BEGIN = 0.5
 """Part of both costs' doubt that drafting must overcome before it is begun."""
-PROXY_DISCOUNT = 0.98
-"""On the cost of not drafting while it was only seen with drafts about: in doubt, see it without."""
+PLAIN_DISCOUNT = 0.95
+"""On the cost of not drafting, wherever the two are compared: less of a gain than this is not worth the risk."""
+FIRST_CHECK_ROUNDS = 50
+"""After so many rounds it is checked, whatever the ledger says, what drafting nothing would cost; then after four times
+as many, and so on up to the next number."""
 STALE_ROUNDS = 1000
 """After so many a neighbouring number of draft tokens may be timed again."""
 DOUBTS = 3.0
 """A number of draft tokens is timed again while so many times the doubt of its cost could make it the better one."""
 LEAST_LOSS = 0.05
 """Part of a visit's time that the ledger is asked for at least; what it did lose is entered afterwards."""
-DECISION_ROUNDS = 4
-"""The choice is weighed so often; every round while the costs for so many sequences are not known."""
+DECISION_ROUNDS, IDLE_DECISION_ROUNDS = 4, 16
+"""Rounds from one weighing of the choice to the next, while somebody drafts and while nobody does; one while the costs
+for so many sequences are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class AdaptivePolicy:
         self._last_setup: _Setup | None = None
         self._begin_s = 0.0
         self._num_accepted = 0
-        self._num_until_decision = 0
+        self._num_until_decision = self._decided_for = 0
 
     @property
     def num_chosen_tokens(self) -> int:
@@ -81,6 +85,7 @@ class AdaptivePolicy:
         controller.uses_draft = True
         times = self.costs.estimates(num_sequences)
         if times is not None:
+            times[0] *= PLAIN_DISCOUNT
             best = self._best([*running, controller], times, num_sequences)
             controller.uses_draft = best.members[-1]
             if not any(c.uses_draft for c in running):
@@ -100,8 +105,9 @@ class AdaptivePolicy:
             self._end_visit(self._visit)
         if self._visit is None and controllers:
             self._num_until_decision -= 1
-            if self._num_until_decision <= 0:
-                self._num_until_decision = 1 if self._is_new_here() else DECISION_ROUNDS
+            if self._num_until_decision <= 0 or num_sequences != self._decided_for:
+                self._num_until_decision = self._rounds_to_next_decision()
+                self._decided_for = num_sequences
                 self._decide()
         self._set_tokens(controllers)
         num_members = sum(c.uses_draft for c in controllers)
@@ -218,12 +224,13 @@ class AdaptivePolicy:
         is_measurable = not members or len(members) == b
         if times is None or (is_measurable and not self.costs.is_known(b, k)):
             return None
-        if self.costs.is_proxy(b, 0):
-            times[0] *= PROXY_DISCOUNT
+        times[0] *= PLAIN_DISCOUNT
         return times
 
-    def _is_new_here(self) -> bool:
-        return not self.costs.is_known(self._num_sequences, 0)
+    def _rounds_to_next_decision(self) -> int:
+        if not self.costs.is_known(self._num_sequences, 0):
+            return 1
+        return DECISION_ROUNDS if self._members else IDLE_DECISION_ROUNDS
 
     def _doubt(self, k: int) -> float:
         """By how much drafting must be better than not drafting to be begun: in doubt, it is not."""
@@ -255,13 +262,16 @@ class AdaptivePolicy:
     def _is_worth_a_visit(self, k: int, times: list[float], now: float) -> bool:
         """Whether its cost is so uncertain that it may be the better choice after all, or was seen too long ago."""
         b = self._num_sequences
+        age = self.costs.age(b, k)
+        if k == 0 and age > min(FIRST_CHECK_ROUNDS * 4 ** (self.costs.num_stays(b, 0) - 1), STALE_ROUNDS):
+            return True
         members = tuple(c.uses_draft and k > 0 for c in self._controllers)
         there = rate(times, self._gains(self._controllers), members, k, b)
         likely_loss = max(LEAST_LOSS, 1 - there / now) * (VISIT_ROUNDS + 1) * times[k]
         if not self.ledger.allows(likely_loss):
             return False
         is_uncertain = there <= now < there * (1 + DOUBTS * self.costs.doubt(b, k))
-        return is_uncertain or self.costs.age(b, k) > STALE_ROUNDS
+        return is_uncertain or age > STALE_ROUNDS
 
     def _try(
         self, member: SpeculationController, times: list[float], num_sequences: int, num_unsettled_rounds: int = 0
@@ -326,6 +336,7 @@ class AdaptivePolicy:
         times = self.costs.estimates(self._num_sequences)
         if times is None:
             return
+        times[0] *= PLAIN_DISCOUNT
         best = self._best(self._controllers, times, self._num_sequences)
         bar = (1 + self._doubt(best.num_draft_tokens)) * self._num_sequences / times[0]
         if best.members[index] and best.tokens_per_s > bar:

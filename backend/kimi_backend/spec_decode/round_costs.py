@@ -109,6 +109,11 @@ class RoundCosts:
         cell = self._cell(num_sequences, num_draft_tokens)
         return cell is not None and cell.log_s is not None
 
+    def num_stays(self, num_sequences: int, num_draft_tokens: int) -> int:
+        """In how many runs of rounds next to each other it was measured."""
+        cell = self._cell(num_sequences, num_draft_tokens)
+        return 0 if cell is None else cell.num_stays
+
     def doubt(self, num_sequences: int, num_draft_tokens: int) -> float:
         """How far off the estimate may well be, as a share of it."""
         cell = self._cell(num_sequences, num_draft_tokens)
