@@ -95,10 +95,12 @@ def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int)
     settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
     forward_logs(pb_utils, settings.log_level)
     kind = PacedTarget if role == "target" else PacedDraft
-    server: Any = RunnerServer(kind(settings.max_num_seqs, wait_s, vocab_size), pb_utils)
+    shows_tokens = settings.token_board == "on"
+    server: Any = RunnerServer(kind(settings.max_num_seqs, wait_s, vocab_size), pb_utils, shows_tokens=shows_tokens)
     if role == "target":
         server._description = dataclasses.replace(server._description, aux_buffer=AUX_BUFFER)
     else:
         server._receiver = _NoReceiver()
-        server._board._wait = lambda event: time.sleep(wait_s)
+        if server._board is not None:
+            server._board._wait = lambda event: time.sleep(wait_s)
     return server

@@ -89,7 +89,6 @@ def wait_for_speculation(client):
 @pytest.mark.parametrize("mps", ["auto", "off"])
 @pytest.mark.parametrize("aux_transfer", ["ipc", "tensor"])
 def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, aux_transfer, mps):
-    """Drafts answer before they have drawn: what the first rounds do in lockstep, later ones do not."""
     chosen = settings(aux_transfer=aux_transfer, mps=mps)
     said = []
     with maybe_mps(chosen, said.append) as variables, running_server(chosen, tmp_path, variables=variables) as server:
@@ -99,8 +98,26 @@ def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, a
         log = (tmp_path / "server.log").read_text()
         assert (SHARED in log) == (aux_transfer == "ipc")
         assert (SENT in log) == (aux_transfer == "tensor")
-        assert BOARD in log
     assert said == ([] if mps == "off" else ["with MPS: target and draft share the GPU without changing contexts"])
+
+
+@pytest.mark.parametrize("mps", ["auto", "off"])
+def test_captured_drafts_show_their_tokens_on_the_board(tmp_path, mps):
+    """Captured steps are those of the Triton-language kernels, whose last bits follow the batch: no texts are compared
+    here, but drafts must be accepted as often as those that are waited for."""
+    accepted = {}
+    for board in ("off", "on"):
+        folder = tmp_path / board
+        folder.mkdir()
+        chosen = settings(kernels="triton", token_board=board, mps=mps, capture_batch_sizes="8")
+        with (
+            maybe_mps(chosen, lambda _: None) as variables,
+            running_server(chosen, folder, variables=variables) as server,
+        ):
+            results = [served(KimiClient(f"localhost:{server.ports.grpc}")) for _ in range(3)]
+            accepted[board] = sum(count for result in results for _, count in result)
+            assert (BOARD in (folder / "server.log").read_text()) == (board == "on")
+    assert accepted["on"] > 0.8 * accepted["off"] > 0
 
 
 @pytest.mark.parametrize("mps", ["auto", "off"])

@@ -84,15 +84,19 @@ def _make_board(shape: tuple[int, int] | None) -> TokenWriter | None:
 class RunnerServer:
     """Answers `kimi_target`'s or `eagle3_draft`'s requests with a runner."""
 
-    def __init__(self, runner: Runner, pb_utils: Any, aux_transfer: str = AUTO) -> None:
-        """aux_transfer: the setting of that name."""
+    def __init__(self, runner: Runner, pb_utils: Any, aux_transfer: str = AUTO, *, shows_tokens: bool = False) -> None:
+        """
+        Args:
+            aux_transfer: the setting of that name.
+            shows_tokens: whether a draft shows its tokens on a board, where it can.
+        """
         self._runner = runner
         self._pb = pb_utils
         offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer)
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
         self._receiver = AuxReceiver(_device_of(self._description), aux_transfer)
         self._tokens = TokenReader()
-        self._board = _make_board(getattr(runner, "left_shape", None))
+        self._board = _make_board(getattr(runner, "left_shape", None)) if shows_tokens else None
         if self._board is not None:
             self._description = dataclasses.replace(self._description, token_board=self._board.handle)
 
@@ -103,7 +107,8 @@ class RunnerServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
-        server = cls(load(settings), pb_utils, settings.aux_transfer)
+        shows_tokens = settings.token_board == "on"
+        server = cls(load(settings), pb_utils, settings.aux_transfer, shows_tokens=shows_tokens)
         freeze_what_is_loaded()
         return server
 

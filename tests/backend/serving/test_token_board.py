@@ -77,7 +77,7 @@ class Pair:
             self.drafts.append(runner)
         if model in self.loopback.servers:
             self.loopback.servers[model].close()
-        self.loopback.servers[model] = RunnerServer(runner, self.loopback.pb_utils)
+        self.loopback.servers[model] = RunnerServer(runner, self.loopback.pb_utils, shows_tokens=True)
 
     def engine(self, *, launch_ahead: bool = True) -> EngineHarness:
         aux, tokens = AuxTransfer(), TokenTransfer()
