@@ -93,6 +93,7 @@ def print_tables(paths: list[Path], out: Path | None) -> None:
     ):
         print(text + "\n")
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         title = f"Kimi-K2.5 slice, {document['device']}, {document['date']}; {', '.join(document['pretences'])}"
         report.plot(found, out / "slice.png", title)
 

@@ -97,7 +97,7 @@ def row(case: Case) -> str:
 
 
 def plot(cases: list[Case], path: Path, title: str) -> None:
-    """Rounds of the deepest slice: target, draft and host as bars, the floor and the peer as marks."""
+    """Rounds of the deepest slice: target, draft and host in lockstep as bars; launched ahead, floor, peer as marks."""
     from matplotlib.figure import Figure
 
     deepest = max(case["num_layers"] for case in cases)
@@ -108,20 +108,24 @@ def plot(cases: list[Case], path: Path, title: str) -> None:
     left = [0.0] * len(shown)
     for part, color in (("target_ms", "#2f8f83"), ("draft_ms", "#7a5195"), ("host_ms", "#b0b0b0")):
         widths = [case[part] for case in shown]
-        axes.barh(places, widths, left=left, color=color, label=part.removesuffix("_ms"))
+        axes.barh(places, widths, left=left, color=color, label=f"{part.removesuffix('_ms')}, in lockstep")
         left = [a + b for a, b in zip(left, widths, strict=True)]
     floors = [case.get("floor_ms") for case in shown]
     axes.scatter([f or 0 for f in floors], places, marker="|", s=260, color="black", label="floor", zorder=3)
+    axes.scatter(
+        [case["round_ms"] for case in shown], places, s=36, color="black", label="round, launched ahead with k > 0",
+        zorder=4,
+    )  # fmt: skip
     peers = [(peer_ms(case), place) for place, case in zip(places, shown, strict=True)]
     axes.scatter(
         [peer for peer, _ in peers if peer], [place for peer, place in peers if peer], marker="D", s=28,
-        color="#d1495b", label="vLLM 0.22.0", zorder=3,
+        color="#d1495b", label="vLLM 0.22.0 on an H100", zorder=3,
     )  # fmt: skip
     axes.set_yticks(
         list(places),
         [f"k={c['num_speculative_tokens']}  {c['batch_size']} x {c['prompt_len'] / 1024:g}k" for c in shown],
     )
     axes.invert_yaxis()
-    axes.set(xlabel="ms a round", title=title)
-    axes.legend(loc="lower right")
+    axes.set(xlabel="ms a round", title=title.replace("; ", "\n"))
+    axes.legend(loc="upper right")
     figure.savefig(path, dpi=110)
