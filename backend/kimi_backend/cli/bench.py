@@ -21,7 +21,7 @@ def bench_command(
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", min=0, max=7, help="Draft tokens a step.")
     ] = 3,
-    speculation_policy: Annotated[str, typer.Option(help="adaptive or fixed; --in-process only.")] = "adaptive",
+    speculation_policy: Annotated[str, typer.Option(help="adaptive or fixed; --in-process only.")] = "fixed",
     draft_sampling: Annotated[str, typer.Option(help="coupled, greedy or auto.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,

@@ -61,7 +61,7 @@ class ServingSettings:
         MAX_SPECULATIVE_TOKENS, "Most draft tokens a request may ask for.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
     )
     speculation_policy: str = _setting(
-        "adaptive",
+        "fixed",
         "`adaptive` drafts as many tokens as is fastest, at most what the request asks for, none where that is fastest;"
         " `fixed` drafts what it asks for.",
         choices=("adaptive", "fixed"),
