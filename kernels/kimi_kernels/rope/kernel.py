@@ -36,7 +36,7 @@ def store_pairs(x, columns, first, second, INTERLEAVED: tl.constexpr, num_pairs,
         tl.store(x + columns + num_pairs, second.to(x.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rope_kernel(
     x,  # [T, heads, 2 * pairs], last dimension contiguous
     cos_sin,  # [max positions, 2 * pairs] float32
