@@ -153,7 +153,10 @@ def draw_dashboard(address: str, start_s: float, end_s: float, title: str, out: 
     panels = json.loads(DASHBOARD.read_text())["panels"]
     rows = -(-len(panels) // 4)
     figure = Figure(figsize=(16, 2.6 * rows), layout="constrained")
-    for axes, panel in zip(figure.subplots(rows, 4).flat, panels, strict=True):
+    places = figure.subplots(rows, 4).flatten()
+    for spare in places[len(panels) :]:
+        spare.remove()
+    for axes, panel in zip(places, panels, strict=False):
         count = draw_panel(axes, panel, address, start_s, end_s)
         print(f"{panel['title']}: {count} series")
     figure.suptitle(title, fontsize=10)
