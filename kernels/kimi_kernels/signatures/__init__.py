@@ -1,0 +1,61 @@
+"""The contract of every op: one Protocol each, implemented by each kernel set.
+
+Each module says what the letters of its shapes stand for. Ops return new tensors unless they say "in place".
+Accumulation is float32 or wider; results have the dtype of the first argument unless stated.
+"""
+
+from kimi_kernels.signatures.attention import (
+    MhaAttention,
+    MlaDecode,
+    MlaPrefill,
+    MlaQuery,
+    PlanMlaDecode,
+    StoreKv,
+    StoreLatent,
+)
+from kimi_kernels.signatures.dense import (
+    AddRmsNorm,
+    ChunkedRmsNorm,
+    ConcatRmsNorm,
+    Linear,
+    PackLinear,
+    PerHeadLinear,
+    RmsNorm,
+    Rope,
+    SiluMul,
+)
+from kimi_kernels.signatures.experts import (
+    MoeExperts,
+    PackExperts,
+    RouteExperts,
+    RouterLogits,
+)
+from kimi_kernels.signatures.sampling import (
+    SampleTokens,
+    VerifyDraftTokens,
+)
+
+__all__ = [
+    "AddRmsNorm",
+    "ChunkedRmsNorm",
+    "ConcatRmsNorm",
+    "Linear",
+    "MhaAttention",
+    "MlaDecode",
+    "MlaPrefill",
+    "MlaQuery",
+    "MoeExperts",
+    "PackExperts",
+    "PackLinear",
+    "PerHeadLinear",
+    "PlanMlaDecode",
+    "RmsNorm",
+    "Rope",
+    "RouteExperts",
+    "RouterLogits",
+    "SampleTokens",
+    "SiluMul",
+    "StoreKv",
+    "StoreLatent",
+    "VerifyDraftTokens",
+]
