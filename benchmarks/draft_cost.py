@@ -23,6 +23,7 @@ import torch
 
 from kernel_cases.ceilings import discard_reason, measure_ceilings
 from kimi_backend.checkpoint.loading import DraftCheckpoint
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs
 from kimi_backend.checkpoint.presets import (
     Architecture,
     DraftKind,
@@ -31,7 +32,6 @@ from kimi_backend.checkpoint.presets import (
     target_config_json,
 )
 from kimi_backend.checkpoint.random_tensors import RandomTensors
-from kimi_backend.checkpoint.tensor_spec import draft_tensor_specs
 from kimi_backend.checkpoint.token_counts import TokenCounts
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat

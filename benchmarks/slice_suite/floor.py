@@ -6,7 +6,7 @@ round computes stays below what it reads up to about 300 rows, so operations are
 
 from dataclasses import dataclass
 
-from kimi_backend.checkpoint.tensor_spec import draft_tensor_specs, target_tensor_specs
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.model_config import KimiModelConfig

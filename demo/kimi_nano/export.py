@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.checkpoint.model_specs import DRAFT_LAYER, target_tensor_specs
 from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.checkpoint.safetensors_source import TEXT_PREFIX
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors, TensorSource
-from kimi_backend.checkpoint.tensor_spec import DRAFT_LAYER, target_tensor_specs
 from kimi_backend.checkpoint.writer import write_checkpoint
 from kimi_backend.config.draft_config import NO_OVERRIDES, DraftOverrides
 from kimi_backend.config.model_config import KimiModelConfig

@@ -5,16 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kimi_backend.checkpoint.model_specs import DRAFT_LAYER, draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.progress import byte_progress
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.safetensors_source import TEXT_PREFIX
-from kimi_backend.checkpoint.tensor_spec import (
-    DRAFT_LAYER,
-    Specs,
-    TensorRole,
-    draft_tensor_specs,
-    target_tensor_specs,
-)
+from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole
 from kimi_backend.checkpoint.writer import DEFAULT_SHARD_BYTES, write_checkpoint
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig
 from kimi_backend.config.model_config import MULTIMODAL_ARCHITECTURE, KimiModelConfig

@@ -2,8 +2,9 @@
 
 import torch
 
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.tensor_source import TensorSource
-from kimi_backend.checkpoint.tensor_spec import Specs, draft_tensor_specs, target_tensor_specs
+from kimi_backend.checkpoint.tensor_spec import Specs
 from kimi_backend.config.draft_config import (
     NO_OVERRIDES,
     DraftOverrides,

@@ -5,16 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from kimi_backend.checkpoint.checked_tensors import VALUE_CHECKED_ROLES, check_values
+from kimi_backend.checkpoint.layer_specs import NIBBLES_PER_WORD
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.progress import WatchedTensors, byte_progress
 from kimi_backend.checkpoint.tensor_source import TensorSource
-from kimi_backend.checkpoint.tensor_spec import (
-    NIBBLES_PER_WORD,
-    Specs,
-    TensorRole,
-    draft_tensor_specs,
-    target_tensor_specs,
-)
+from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole
 from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.config.memory_plan import MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.model_config import KimiModelConfig

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kimi_backend.checkpoint import random_tensors
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset, draft_config_json, target_config_json
 from kimi_backend.checkpoint.random_tensors import RandomTensors
-from kimi_backend.checkpoint.tensor_spec import Specs, draft_tensor_specs, target_tensor_specs
+from kimi_backend.checkpoint.tensor_spec import Specs
 from kimi_backend.config.draft_config import Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod

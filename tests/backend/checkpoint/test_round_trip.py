@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, DraftKind
 from kimi_backend.checkpoint.progress import WatchedTensors
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.safetensors_source import SINGLE_FILE
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors, TensorSource
-from kimi_backend.checkpoint.tensor_spec import draft_tensor_specs, target_tensor_specs
 from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.models.eagle3_draft import Eagle3Draft

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kimi_backend.checkpoint.model_specs import target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, DraftKind
-from kimi_backend.checkpoint.tensor_spec import target_tensor_specs
 from kimi_backend.cli.checkpoint_report import active_parameters, num_parameters
 from kimi_backend.cli.main import app
 from kimi_backend.config.model_config import KimiModelConfig

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kimi_backend.checkpoint.draft_names import DraftTensors, canonical_draft_name
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
-from kimi_backend.checkpoint.tensor_spec import draft_tensor_specs, target_tensor_specs
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.errors import CheckpointError

@@ -1,0 +1,136 @@
+"""The tensors of a layer's parts: norms, matrices and tables, quantised or not, attention and feed-forward blocks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kimi_backend.checkpoint.tensor_spec import TensorRole, TensorSpec, float_dtypes
+from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
+from kimi_backend.config.mla_dims import MlaDims
+from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod
+
+NIBBLES_PER_WORD = 8
+
+
+def norm_spec(dtype: str, size: int, *, is_required: bool = True) -> TensorSpec:
+    return TensorSpec(role=TensorRole.NORM, shape=(size,), dtypes=float_dtypes(dtype), is_required=is_required)
+
+
+def matrix_spec(dtype: str, out_features: int, in_features: int, *, is_required: bool = True) -> TensorSpec:
+    return TensorSpec(
+        role=TensorRole.LINEAR,
+        shape=(out_features, in_features),
+        dtypes=float_dtypes(dtype),
+        is_required=is_required,
+    )
+
+
+def embedding_spec(dtype: str, vocab_size: int, hidden_size: int, *, is_required: bool = True) -> TensorSpec:
+    return TensorSpec(
+        role=TensorRole.EMBEDDING,
+        shape=(vocab_size, hidden_size),
+        dtypes=float_dtypes(dtype),
+        is_required=is_required,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpecs:
+    """The tensors of a linear layer, quantised or not as its module's name says."""
+
+    dtype: str
+    quantization: QuantizationConfig
+
+    def specs(self, module: str, out_features: int, in_features: int) -> Iterator[tuple[str, TensorSpec]]:
+        if not self.quantization.quantizes(module):
+            yield f"{module}.weight", matrix_spec(self.dtype, out_features, in_features)
+        elif self.quantization.method is QuantizationMethod.INT4:
+            yield from _int4(module, self.dtype, out_features, in_features, self.quantization.group_size)
+        else:
+            yield from _fp8(module, out_features, in_features, self.quantization.block_size)
+
+
+def _int4(
+    module: str, dtype: str, out_features: int, in_features: int, group_size: int
+) -> Iterator[tuple[str, TensorSpec]]:
+    matrix = (out_features, in_features)
+    yield (
+        f"{module}.weight_packed",
+        TensorSpec(
+            role=TensorRole.INT4_CODES,
+            shape=(out_features, in_features // NIBBLES_PER_WORD),
+            dtypes=(torch.int32,),
+            matrix_shape=matrix,
+        ),
+    )
+    yield (
+        f"{module}.weight_scale",
+        TensorSpec(
+            role=TensorRole.INT4_SCALES,
+            shape=(out_features, in_features // group_size),
+            dtypes=float_dtypes(dtype),
+            matrix_shape=matrix,
+        ),
+    )
+    yield (
+        f"{module}.weight_shape",
+        TensorSpec(
+            role=TensorRole.INT4_SHAPE,
+            shape=(2,),
+            dtypes=(torch.int32, torch.int64),
+            matrix_shape=matrix,
+            is_required=False,
+        ),
+    )
+
+
+def _fp8(module: str, out_features: int, in_features: int, block_size: int) -> Iterator[tuple[str, TensorSpec]]:
+    matrix = (out_features, in_features)
+    yield (
+        f"{module}.weight",
+        TensorSpec(role=TensorRole.FP8_VALUES, shape=matrix, dtypes=(torch.float8_e4m3fn,), matrix_shape=matrix),
+    )
+    yield (
+        f"{module}.weight_scale_inv",
+        TensorSpec(
+            role=TensorRole.FP8_SCALES,
+            shape=(-(-out_features // block_size), -(-in_features // block_size)),
+            dtypes=(torch.float32, torch.bfloat16),
+            matrix_shape=matrix,
+        ),
+    )
+
+
+def mla_specs(
+    prefix: str, dims: MlaDims, linear: LinearSpecs, input_size: int, output_size: int
+) -> Iterator[tuple[str, TensorSpec]]:
+    num_heads = dims.num_attention_heads
+    if dims.q_lora_rank is None:
+        yield from linear.specs(f"{prefix}.q_proj", num_heads * dims.qk_head_dim, input_size)
+    else:
+        yield from linear.specs(f"{prefix}.q_a_proj", dims.q_lora_rank, input_size)
+        yield f"{prefix}.q_a_layernorm.weight", norm_spec(linear.dtype, dims.q_lora_rank)
+        yield from linear.specs(f"{prefix}.q_b_proj", num_heads * dims.qk_head_dim, dims.q_lora_rank)
+    yield from linear.specs(f"{prefix}.kv_a_proj_with_mqa", dims.latent_dim, input_size)
+    yield f"{prefix}.kv_a_layernorm.weight", norm_spec(linear.dtype, dims.kv_lora_rank)
+    kv_rows = num_heads * (dims.qk_nope_head_dim + dims.v_head_dim)
+    yield from linear.specs(f"{prefix}.kv_b_proj", kv_rows, dims.kv_lora_rank)
+    yield from linear.specs(f"{prefix}.o_proj", output_size, num_heads * dims.v_head_dim)
+
+
+def mha_specs(prefix: str, config: Eagle3MhaDraftConfig, linear: LinearSpecs) -> Iterator[tuple[str, TensorSpec]]:
+    q_rows = config.num_attention_heads * config.head_dim
+    kv_rows = config.num_key_value_heads * config.head_dim
+    yield from linear.specs(f"{prefix}.q_proj", q_rows, 2 * config.hidden_size)
+    yield from linear.specs(f"{prefix}.k_proj", kv_rows, 2 * config.hidden_size)
+    yield from linear.specs(f"{prefix}.v_proj", kv_rows, 2 * config.hidden_size)
+    yield from linear.specs(f"{prefix}.o_proj", config.hidden_size, q_rows)
+
+
+def mlp_specs(
+    prefix: str, linear: LinearSpecs, hidden_size: int, intermediate_size: int
+) -> Iterator[tuple[str, TensorSpec]]:
+    yield from linear.specs(f"{prefix}.gate_proj", intermediate_size, hidden_size)
+    yield from linear.specs(f"{prefix}.up_proj", intermediate_size, hidden_size)
+    yield from linear.specs(f"{prefix}.down_proj", hidden_size, intermediate_size)
