@@ -19,8 +19,6 @@ ROWS = (4, 64, 1024, 8192)
 LAUNCH_LIMIT_US = {4: 6.0, 64: 6.0}
 """Below some hundred rows a launch in a graph is all there is."""
 
-Make = Callable[[int], tuple[tuple[object, ...], Callable[..., object]]]
-
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").to(torch.bfloat16)

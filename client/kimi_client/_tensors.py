@@ -49,16 +49,6 @@ INPUT_TYPES = {
     "return_token_ids": "BOOL",
 }
 JSON_INPUTS = frozenset({"messages", "logit_bias", "tools", "chat_template_kwargs"})
-OUTPUT_NAMES = (
-    "text_output",
-    "finish_reason",
-    "stop_reason",
-    "num_output_tokens",
-    "output_ids",
-    "prompt_token_ids",
-    "logprobs",
-    "statistics",
-)
 _NUMPY_TYPES: dict[str, Any] = {
     "INT32": np.int32,
     "UINT64": np.uint64,

@@ -26,8 +26,17 @@ def test_inputs_are_the_servers():
     assert server == _tensors.INPUT_TYPES
 
 
-def test_outputs_are_the_servers():
-    assert set(_tensors.OUTPUT_NAMES) <= {f.name for f in OUTPUT_FIELDS}
+def test_chunks_are_read_from_the_servers_outputs():
+    asked = []
+
+    class Result:
+        def as_numpy(self, name):
+            asked.append(name)
+
+    assert _tensors.parse_chunk(Result()) == kimi_client.Chunk(text="", num_tokens=0)
+    # The client counts the prompt's tokens from the statistics.
+    assert {f.name for f in OUTPUT_FIELDS} - set(asked) == {"num_input_tokens"}
+    assert set(asked) <= {f.name for f in OUTPUT_FIELDS}
 
 
 def test_public_names_exist():
