@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry, TritonDecodePlan, decode_geometry
+from kimi_kernels.mla_decode.attend_call import AttendCall
+from kimi_kernels.mla_decode.geometry import TILE_KEYS, TritonDecodePlan, decode_geometry
 from kimi_kernels.mla_decode.kernel_attend import attend_kernel, merge_kernel
 from kimi_kernels.mla_decode.kernel_hopper_launch import fits_hopper, launch_hopper
 from kimi_kernels.mla_decode.kernel_plan import ENTRY, RECORD, plan_balanced_kernel, plan_fixed_kernel
@@ -122,54 +123,45 @@ def mla_decode(
     part_out = torch.empty(rows, kv_lora_rank, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     records, entries = plan.tensors
-    _launch_attend(
-        q, latent_cache, batch.block_table, records, out, lse, part_out, part_lse, geometry, kv_lora_rank,
-        softmax_scale * kv_scale * math.log2(math.e), kv_scale,
-    )  # fmt: skip
-    _launch_merge(part_out, part_lse, entries, batch, out, lse, geometry)
+    call = AttendCall(
+        q=q,
+        latent_cache=latent_cache,
+        batch=batch,
+        geometry=geometry,
+        records=records,
+        entries=entries,
+        out=out,
+        lse=lse,
+        part_out=part_out,
+        part_lse=part_lse,
+        kv_lora_rank=kv_lora_rank,
+        scale=softmax_scale * kv_scale * math.log2(math.e),
+        kv_scale=kv_scale,
+    )
+    if fits_hopper(q, latent_cache, kv_lora_rank):
+        launch_hopper(call)
+    else:
+        _launch_attend(call)
+    _launch_merge(call)
     return out, lse
 
 
-def _launch_attend(
-    q: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    records: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    part_out: Tensor,
-    part_lse: Tensor,
-    geometry: DecodeGeometry,
-    kv_lora_rank: int,
-    scale: float,
-    kv_scale: float,
-) -> None:
-    block_size, latent_dim = latent_cache.shape[1:]
+def _launch_attend(call: AttendCall) -> None:
+    q, geometry, block_table = call.q, call.geometry, call.batch.block_table
+    block_size, latent_dim = call.latent_cache.shape[1:]
     swapped = geometry.tile_rows < 64
-    if fits_hopper(q, latent_cache, kv_lora_rank):
-        launch_hopper(
-            q, latent_cache, block_table, records, out, lse, part_out, part_lse, geometry, kv_lora_rank, scale, kv_scale
-        )
-        return
     attend_kernel[(geometry.num_teams * geometry.team_size,)](
-        q, latent_cache, block_table, records, out, lse, part_out, part_lse,
+        q, call.latent_cache, block_table, call.records, call.out, call.lse, call.part_out, call.part_lse,
         q.stride(0), q.stride(1), block_table.stride(0), geometry.num_heads, geometry.num_teams,
-        geometry.team_size, scale, kv_scale,
-        L=kv_lora_rank, P=latent_dim - kv_lora_rank, PAGE=block_size, R=geometry.tile_rows, K=TILE_KEYS,
-        SWAP=swapped, LSE=lse is not None,
-        MATH=_math_dtype(q.dtype, latent_cache.dtype), STAGES=2, num_warps=4 if swapped else 8, num_stages=2,
+        geometry.team_size, call.scale, call.kv_scale,
+        L=call.kv_lora_rank, P=latent_dim - call.kv_lora_rank, PAGE=block_size, R=geometry.tile_rows, K=TILE_KEYS,
+        SWAP=swapped, LSE=call.lse is not None,
+        MATH=_math_dtype(q.dtype, call.latent_cache.dtype), STAGES=2, num_warps=4 if swapped else 8, num_stages=2,
     )  # fmt: skip
 
 
-def _launch_merge(
-    part_out: Tensor,
-    part_lse: Tensor,
-    entries: Tensor,
-    batch: AttentionBatch,
-    out: Tensor,
-    lse: Tensor | None,
-    geometry: DecodeGeometry,
-) -> None:
+def _launch_merge(call: AttendCall) -> None:
+    out, geometry = call.out, call.geometry
     num_tokens, num_heads, kv_lora_rank = out.shape
     tile_rows = geometry.team_size * geometry.tile_rows
     if geometry.split_tokens:
@@ -184,10 +176,10 @@ def _launch_merge(
         rows = max(1, min(triton.next_power_of_2(max(1, fair)), 2 * MERGE_ELEMENTS // (pieces * columns), tile_rows))
     early = out.is_cuda and torch.cuda.get_device_capability(out.device) >= (9, 0)
     merge_kernel[(geometry.max_items, tile_rows // rows, kv_lora_rank // columns)](
-        part_out, part_lse, entries, batch.cu_seqlens_q, out, lse, batch.seq_lens.shape[0], num_tokens, num_heads,
-        geometry.team_size, L=kv_lora_rank, COLUMNS=columns, R=geometry.tile_rows, ROWS=rows, SLOTS=pieces,
-        BALANCED=geometry.split_tokens == 0, LSE=lse is not None, PDL=early, num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        call.part_out, call.part_lse, call.entries, call.batch.cu_seqlens_q, out, call.lse,
+        call.batch.seq_lens.shape[0], num_tokens, num_heads, geometry.team_size, L=kv_lora_rank, COLUMNS=columns,
+        R=geometry.tile_rows, ROWS=rows, SLOTS=pieces, BALANCED=geometry.split_tokens == 0, LSE=call.lse is not None, PDL=early,
+        num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry
+from kimi_kernels.mla_decode.attend_call import AttendCall
+from kimi_kernels.mla_decode.geometry import TILE_KEYS
 from kimi_kernels.mla_decode.kernel_hopper import attend_hopper_kernel
 from kimi_kernels.mla_decode.kernel_hopper_float8 import attend_hopper_float8_kernel
 from kimi_kernels.mla_decode.kernel_hopper_float8_tiles import BOX
@@ -36,33 +37,22 @@ def fits_hopper(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> bool:
     )
 
 
-def launch_hopper(
-    q: Tensor,
-    latent_cache: Tensor,
-    block_table: Tensor,
-    records: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    part_out: Tensor,
-    part_lse: Tensor,
-    geometry: DecodeGeometry,
-    kv_lora_rank: int,
-    scale: float,
-    kv_scale: float,
-) -> None:
-    """Launch one of the Hopper kernels; arguments as `attend_kernel` takes them."""
+def launch_hopper(call: AttendCall) -> None:
+    """Launch one of the Hopper kernels."""
+    latent_cache, block_table, geometry = call.latent_cache, call.batch.block_table, call.geometry
     num_blocks, block_size, latent_dim = latent_cache.shape
+    kv_lora_rank, rows = call.kv_lora_rank, geometry.tile_rows
     rope_dim = latent_dim - kv_lora_rank
-    rows = geometry.tile_rows
-    queries = q.contiguous().view(-1, latent_dim)
+    queries = call.q.contiguous().view(-1, latent_dim)
     cache = latent_cache.view(-1, latent_dim)
     grid = (geometry.num_teams * geometry.team_size,)
     arguments = (
-        block_table, records, out, lse, part_out, part_lse, block_table.stride(0), *block_table.shape, num_blocks,
-        geometry.num_heads, geometry.num_teams, geometry.team_size, scale, kv_scale,
+        block_table, call.records, call.out, call.lse, call.part_out, call.part_lse, block_table.stride(0),
+        *block_table.shape, num_blocks, geometry.num_heads, geometry.num_teams, geometry.team_size, call.scale,
+        call.kv_scale,
     )  # fmt: skip
-    constants = {"L": kv_lora_rank, "P": rope_dim, "PAGE": block_size, "R": rows, "LSE": lse is not None}
-    if latent_cache.dtype == q.dtype:
+    constants = {"L": kv_lora_rank, "P": rope_dim, "PAGE": block_size, "R": rows, "LSE": call.lse is not None}
+    if latent_cache.dtype == call.q.dtype:
         warps, half = NUM_WARPS[rows], kv_lora_rank // 2
         attend_hopper_kernel[grid](
             cache,
