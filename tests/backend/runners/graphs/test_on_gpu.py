@@ -1,6 +1,9 @@
 """CUDA graphs against the same steps without: replays over other batches, lengths, blocks and sampling parameters."""
 
 import itertools
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,19 +12,26 @@ import numpy as np
 import pytest
 import torch
 
+from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import EagerRecorder, GraphRecorder, Recorder, Run
 from kimi_backend.runners.loading import load_pair
 from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
+from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
-from support.engine_runs import generate
+from support.engine_runs import EngineHarness, generate
 from support.nano_runs import nano_requests, nano_settings
+from support.random_policy import RandomPolicy
 from support.speculative_loop import SpeculativeLoop, Step
 
 pytestmark = pytest.mark.gpu
+
+logger = logging.getLogger(__name__)
 
 WIDTHS = {
     "num_attention_heads": 16,
@@ -148,9 +158,11 @@ def test_tokens_left_on_the_device_are_those_of_the_reply(kind: str) -> None:
     assert sum(map(sum, (s.accepted for s in loops[1].sequences))) > 10
 
 
+@pytest.mark.parametrize("acts_at_random", [False, True])
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
-def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str) -> None:
-    """Through the engine, which has no pause between the steps; the text is made of what the draft proposes."""
+def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str, acts_at_random: bool) -> None:
+    """Through the engine, which has no pause between the steps; the text is made of what the draft proposes, also where
+    sequences leave the draft and begin again in their middle."""
     requests = [
         GenerateRequest(
             request_id=str(index),
@@ -164,25 +176,62 @@ def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str) -> None:
     runs = []
     for recorder in (graph_recorder(), EagerRecorder()):
         pair = runner_pair(setting(kernels=ACCEPTING), kind, recorder, **WIDTHS)
-        runs.append(generate(*pair, requests, SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=512)))
+        harness = EngineHarness(*pair, SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=512))
+        if acts_at_random:
+            harness.core.scheduler.policy = RandomPolicy(5)
+        for request in requests:
+            harness.add(request)
+        harness.run()
+        runs.append(harness.outcomes)
     for graph, plain in zip(*runs, strict=True):
         assert graph.token_ids == plain.token_ids
         assert graph.rounds == plain.rounds
 
 
-def test_a_trained_draft_is_accepted_as_much_when_it_follows() -> None:
-    """kimi-nano: what is proposed on the way is as good as what is proposed with everything known."""
+@pytest.fixture(scope="module")
+def nano_pair() -> tuple[TargetRunner, DraftRunner]:
+    """kimi-nano with captured steps of up to 3 draft tokens."""
     target, draft = load_pair(
         nano_settings(kernels="triton", kv_tokens=16384, capture_batch_sizes="1,4,16", max_speculative_tokens=3)
     )
+    assert draft is not None
+    return target, draft
+
+
+def test_a_trained_draft_is_accepted_as_much_when_it_follows(nano_pair: tuple[TargetRunner, DraftRunner]) -> None:
+    """kimi-nano: what is proposed on the way is as good as what is proposed with everything known."""
     requests = [replace(r, num_speculative_tokens=3) for r in nano_requests(16, 120)]
     lengths, texts = [], []
     for launch_ahead in (False, True):
-        outcomes = generate(target, draft, requests, SchedulerSettings(max_num_seqs=16, launch_ahead=launch_ahead))
+        outcomes = generate(*nano_pair, requests, SchedulerSettings(max_num_seqs=16, launch_ahead=launch_ahead))
         rounds = [accepted for outcome in outcomes for _, accepted in outcome.rounds]
         lengths.append(1 + sum(rounds) / len(rounds))
         texts.append([outcome.token_ids for outcome in outcomes])
     assert lengths[1] == pytest.approx(lengths[0], rel=0.06)
+    same = sum(ours == theirs for ours, theirs in zip(*texts, strict=True))
+    assert same >= len(requests) // 2, f"{same} of {len(requests)} texts are the same"
+
+
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_the_adaptive_policy_chooses_among_captured_steps(
+    nano_pair: tuple[TargetRunner, DraftRunner], num_sequences: int
+) -> None:
+    """kimi-nano: it times rounds with draft tokens and rounds without, and most texts are those of a fixed k."""
+    requests = [replace(r, num_speculative_tokens=3) for r in nano_requests(num_sequences, 240)]
+    texts = []
+    for policy in (PolicyName.FIXED, PolicyName.ADAPTIVE):
+        harness = EngineHarness(*nano_pair, SchedulerSettings(max_num_seqs=16, speculation_policy=policy))
+        if isinstance(harness.core.scheduler.policy, AdaptivePolicy):
+            harness.core.scheduler.policy._clock = time.perf_counter
+        for request in requests:
+            harness.add(request)
+        started = time.perf_counter()
+        harness.run()
+        drafted = Counter(step.num_draft_tokens for outcome in harness.outcomes for step in outcome.steps[1:])
+        seconds = time.perf_counter() - started
+        logger.info("%s, %d sequences: %.2f s, verifies by k %s", policy.value, num_sequences, seconds, dict(drafted))
+        texts.append([outcome.token_ids for outcome in harness.outcomes])
+    assert drafted[0] > 0 and sum(drafted.values()) > drafted[0]
     same = sum(ours == theirs for ours, theirs in zip(*texts, strict=True))
     assert same >= len(requests) // 2, f"{same} of {len(requests)} texts are the same"
 
