@@ -178,8 +178,8 @@ def _launch_merge(call: AttendCall) -> None:
     merge_kernel[(geometry.max_items, tile_rows // rows, kv_lora_rank // columns)](
         call.part_out, call.part_lse, call.entries, call.batch.cu_seqlens_q, out, call.lse,
         call.batch.seq_lens.shape[0], num_tokens, num_heads, geometry.team_size, L=kv_lora_rank, COLUMNS=columns,
-        R=geometry.tile_rows, ROWS=rows, SLOTS=pieces, BALANCED=geometry.split_tokens == 0, LSE=call.lse is not None, PDL=early,
-        num_warps=4, **({"launch_pdl": True} if early else {}),
+        R=geometry.tile_rows, ROWS=rows, SLOTS=pieces, BALANCED=geometry.split_tokens == 0, LSE=call.lse is not None,
+        PDL=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
