@@ -1,5 +1,6 @@
 """The commands around a server: serve, generate, chat, demo. Options only; the work is done in their own modules."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,9 +45,11 @@ def serve_command(
     log_file: Annotated[Path | None, typer.Option(help="Where the server's log goes instead of this terminal.")] = None,
 ) -> None:
     """Serve a checkpoint with the real Triton Server on this machine. docs/settings.md has all settings."""
+    given = locals()
     from kimi_backend.cli.serve import serve, settings_from_options
+    from kimi_backend.config.settings import ServingSettings
 
-    options = {name: value for name, value in locals().items() if name in _SERVE_SETTINGS}
+    options = {field.name: given[field.name] for field in dataclasses.fields(ServingSettings) if field.name in given}
     code = serve(
         settings_from_options(options),
         http_port=http_port,
@@ -56,30 +59,6 @@ def serve_command(
         log_file=log_file,
     )
     raise typer.Exit(code)
-
-
-_SERVE_SETTINGS = frozenset(
-    {
-        "checkpoint",
-        "draft",
-        "tokenizer",
-        "num_speculative_tokens",
-        "speculation_policy",
-        "draft_vocab",
-        "draft_quantization",
-        "draft_head_quantization",
-        "kv_tokens",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "device",
-        "kernels",
-        "load_format",
-        "routing",
-        "synthetic_acceptance",
-        "log_level",
-    }
-)
 
 
 def _sampling(**fields: Any) -> dict[str, Any]:

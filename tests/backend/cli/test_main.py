@@ -1,12 +1,15 @@
 """The command itself: quick to answer, one message for an error, exit code 2 for bad input."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from kimi_backend.cli import main
+from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 
 HEAVY_MODULES = ("torch", "transformers", "safetensors", "numpy", "triton")
@@ -97,3 +100,25 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(main, "app", fail)
     with pytest.raises(ZeroDivisionError):
         main.main()
+
+
+def test_serves_options_are_settings_but_for_those_of_the_server() -> None:
+    command = typer.main.get_command(main.app).commands["serve"]  # type: ignore[attr-defined]
+    names = {parameter.name for parameter in command.params}
+    settings = {field.name for field in dataclasses.fields(ServingSettings)}
+    assert names - settings == {"http_port", "grpc_port", "metrics_port", "model_repository", "log_file"}
+
+
+def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def record(settings: ServingSettings, **others: object) -> int:
+        seen.update(others, settings=settings)
+        return 7
+
+    monkeypatch.setattr("kimi_backend.cli.serve.serve", record)
+    monkeypatch.setattr("sys.argv", ["kimi", "serve", "-k", "5", "--max-num-seqs", "9", "--http-port", "4711"])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert (caught.value.code, seen["http_port"], seen["grpc_port"]) == (7, 4711, None)
+    assert (seen["settings"].num_speculative_tokens, seen["settings"].max_num_seqs) == (5, 9)
