@@ -4,9 +4,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,31 @@ from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.checkpoint.safetensors_source import INDEX_FILE, SINGLE_FILE
 from kimi_backend.cli import main
 from kimi_backend.config.quantization_config import QuantizationMethod
-from support.checkpoint_folders import PREFIX, Tensors, copy_folder, edit_json, edit_weights, make_tiny, shard
+from support.checkpoint_breaks import (
+    Break,
+    add,
+    both_quantizations,
+    draft_field,
+    draft_weights,
+    drop_quantization,
+    index,
+    overwrite,
+    put,
+    remove,
+    replace_by_file,
+    replace_by_folder,
+    sharded,
+    spoil,
+    swap,
+    text_field,
+    truncate,
+    weights,
+)
+from support.checkpoint_folders import PREFIX, Tensors, copy_folder, edit_json, edit_weights, make_tiny
 
 LAYER = f"{PREFIX}model.layers.1."
 EXPERT = f"{LAYER}mlp.experts.3.down_proj."
 ATTENTION = f"{PREFIX}model.layers.0.self_attn."
-Break = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
@@ -49,100 +66,6 @@ def inspect_broken(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert output.err.startswith("error: ")
     assert output.out == ""
     return output.err
-
-
-def weights(edit: Callable[[Tensors], object]) -> Break:
-    return lambda folder: edit_weights(folder, edit)  # type: ignore[arg-type]
-
-
-def draft_weights(edit: Callable[[Tensors], object]) -> Break:
-    return lambda folder: edit_weights(folder / "draft", edit)  # type: ignore[arg-type]
-
-
-def remove(name: str) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({name: make(tensors[name])})
-
-
-def add(name: str, tensor: torch.Tensor) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({name: tensor})
-
-
-def swap(a: str, b: str) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({a: tensors[b], b: tensors[a]})
-
-
-def spoil(name: str, value: float) -> Callable[[Tensors], object]:
-    def edit(tensors: Tensors) -> None:
-        tensors[name].flatten()[1] = value
-
-    return edit
-
-
-def text_field(name: str, value: Any) -> Break:
-    return lambda folder: edit_json(folder / "config.json", lambda config: config["text_config"].update({name: value}))
-
-
-def draft_field(name: str, value: Any) -> Break:
-    return lambda folder: edit_json(folder / "draft" / "config.json", lambda config: config.update({name: value}))
-
-
-def truncate(file: str, num_bytes: int) -> Break:
-    def cut(folder: Path) -> None:
-        path = folder / file
-        path.write_bytes(path.read_bytes()[:-num_bytes])
-
-    return cut
-
-
-def overwrite(file: str, content: bytes) -> Break:
-    return lambda folder: (folder / file).write_bytes(content)
-
-
-def sharded(change: Break, *, with_index: bool = True) -> Break:
-    def edit(folder: Path) -> None:
-        shard(folder, with_index=with_index)
-        change(folder)
-
-    return edit
-
-
-def index(edit: Callable[[dict[str, Any]], object]) -> Break:
-    return sharded(lambda folder: edit_json(folder / INDEX_FILE, edit))  # type: ignore[arg-type]
-
-
-def replace_by_file(name: str) -> Break:
-    def edit(folder: Path) -> None:
-        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
-        (folder / name).write_text("not a folder")
-
-    return edit
-
-
-def replace_by_folder(name: str) -> Break:
-    def edit(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).mkdir()
-
-    return edit
-
-
-def drop_quantization(folder: Path) -> None:
-    def edit(config: dict[str, Any]) -> None:
-        del config["quantization_config"], config["text_config"]["quantization_config"]
-
-    edit_json(folder / "config.json", edit)
-
-
-def both_quantizations(field: str, value: Any) -> Break:
-    def edit(config: dict[str, Any]) -> None:
-        for holder in (config, config["text_config"]):
-            holder["quantization_config"][field] = value
-
-    return lambda folder: edit_json(folder / "config.json", edit)
 
 
 SHARD = "model-00002-of-00003.safetensors"

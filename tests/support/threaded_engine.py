@@ -1,0 +1,89 @@
+"""Engines over scripted runners with their threads, and clients that check what they got."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from kimi_backend.engine.engine import Engine
+from kimi_backend.types.plan import TargetPlan, TargetReply
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+from support.recording_client import RecordingClient
+from support.scripted_logits import LogitScript
+from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+
+VOCAB = 32
+SCRIPT = LogitScript(VOCAB, scales=(3.0, 8.0))
+
+
+class Client(RecordingClient):
+    """Checked when its test has ended."""
+
+    all_of_test: ClassVar[list["Client"]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_of_test.append(self)
+
+
+class SlowTarget(ScriptedTarget):
+    """Takes its time, or waits for a gate."""
+
+    step_s = 0.0
+    gate: threading.Event | None = None
+
+    def verify(self, plan: TargetPlan) -> TargetReply:
+        time.sleep(self.step_s)
+        if self.gate is not None:
+            self.gate.wait(20)
+        return super().verify(plan)
+
+
+def make_target(**changes: object) -> SlowTarget:
+    return SlowTarget(describe("target", SCRIPT, **changes), SCRIPT)
+
+
+def make_draft(agreement: float = 0.8, **changes: object) -> ScriptedDraft:
+    return ScriptedDraft(describe("draft", SCRIPT, **changes), SCRIPT, agreement)
+
+
+def request(prompt: tuple[int, ...] = (1, 2, 3), request_id: str = "r", **sampling: object) -> GenerateRequest:
+    params: dict[str, object] = {"seed": 7, "max_tokens": 20}
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**(params | sampling)),  # type: ignore[arg-type]
+    )
+
+
+def ready(engine: Engine) -> Engine:
+    engine.wait_until_ready(10)
+    return engine
+
+
+@contextmanager
+def started_engines() -> Iterator[Callable[..., Engine]]:
+    """Gives what starts an engine; stops all at the end and checks every client."""
+    engines = []
+    Client.all_of_test.clear()
+
+    def make(target: ScriptedTarget, draft: ScriptedDraft | None = None, **kwargs: object) -> Engine:
+        engine = Engine(target, draft, **kwargs)  # type: ignore[arg-type]
+        engines.append(engine)
+        engine.start()
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.stop()
+    for client in Client.all_of_test:
+        if client.deltas:
+            client.check()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "the condition never held"
+        time.sleep(0.002)
