@@ -60,6 +60,10 @@ class RecordedTarget:
         start = perf_counter()
         return self._noted(plan, self._target.verify(plan), start)
 
+    @property
+    def can_launch(self) -> bool:
+        return isinstance(self._target, LaunchingTarget) and self._target.can_launch
+
     def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
         """What the draft launches behind it counts as the target's time."""
         start = perf_counter()

@@ -52,13 +52,20 @@ def poisoned_pool(shape: object, setting: Setting) -> KvPool:
 
 
 def runner_pair(
-    setting: Setting, kind: str, recorder: Recorder | None, *, shares_buffer: bool = True, **fields: Any
+    setting: Setting,
+    kind: str,
+    recorder: Recorder | None,
+    *,
+    shares_buffer: bool = True,
+    num_regions: int = 2,
+    **fields: Any,
 ) -> tuple[TargetRunner, DraftRunner]:
     """A target and a draft.
 
     Args:
         recorder: None: plain runners without a buffer.
         shares_buffer: whether the draft knows the target's buffer, or copies its tensors.
+        num_regions: of that buffer.
         fields: of the target's config and an MLA draft's (`num_attention_heads` and such).
     """
     config = target_config(**fields)
@@ -70,7 +77,7 @@ def runner_pair(
     if recorder is not None:
         width = len(settings.aux_layer_ids) * config.hidden_size
         rows = setting.limits.max_num_batched_tokens
-        buffer = AuxBuffer.allocate(2, rows, width, setting.dtype, setting.device)
+        buffer = AuxBuffer.allocate(num_regions, rows, width, setting.dtype, setting.device)
     target = TargetRunner(
         model,
         setting.kernels,

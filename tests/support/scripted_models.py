@@ -111,6 +111,10 @@ class ScriptedTarget(ScriptedRunner):
             self._begin_step()
             return self._verify(plan) if self._is_known else self._garbage(plan)
 
+    @property
+    def can_launch(self) -> bool:
+        return True
+
     def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
         with self._lock:
             self._begin_step()

@@ -85,11 +85,11 @@ class ServingSettings:
         " the GPU. Changes speed, never text.",
         choices=("true", "false"),
     )
-    token_board: str = _setting(
-        "off",
-        "With `launch_ahead`, between two processes: `on` lets a draft answer before it has drawn, and shows its tokens"
-        " in shared memory. Changes speed, never text; has not been measured to gain anything.",
-        choices=("off", "on"),
+    step_board: str = _setting(
+        "auto",
+        "With `launch_ahead`, between two processes on one GPU: whether their streams wait for each other's steps, so"
+        " that neither host has to. `auto` does it where it can. Changes speed, never text.",
+        choices=("auto", "off"),
     )
     capture_batch_sizes: str = _setting(
         "", "Comma-separated numbers of sequences that steps are captured for; empty: 1, 2, 3, 4, 6, 8, 12, and so on."

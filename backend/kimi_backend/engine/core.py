@@ -130,7 +130,7 @@ class EngineCore:
         """The draft's step, to be launched behind the verify; None where it has to wait for the verify's results."""
         if not self.geometry.settings.launch_ahead or not self.scheduler.is_drafting:
             return None
-        if self._follower is None or self._launcher is None:
+        if self._follower is None or self._launcher is None or not self._launcher.can_launch:
             return None
         following = self._plans.following(batch, plan)
         return None if following is None else LaunchedDraft(self._follower, following)

@@ -6,6 +6,7 @@ than its use or takes the use down with it.
 """
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +26,32 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
-def _call(name: str, *args: Any) -> None:
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call_driver(name: str, *args: Any) -> None:
+    """One of the driver's functions.
+
+    Raises:
+        CudaIpcError: there is no driver, it lacks the function, or it returned an error.
+    """
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = _driver()
+        function = getattr(driver, name)
     except OSError as error:
         raise CudaIpcError(f"{name}: no CUDA driver here ({error})") from None
-    code = getattr(driver, name)(*args)
+    except AttributeError:
+        raise CudaIpcError(f"{name}: not in this CUDA driver") from None
+    code = function(*args)
     if code:
         text = ctypes.c_char_p()
         driver.cuGetErrorName(code, ctypes.byref(text))
         raise CudaIpcError(f"{name}: {(text.value or b'error').decode()} ({code})")
 
 
-def _enter(device: torch.device) -> None:
+def enter_context(device: torch.device) -> None:
     """Make the device's context the calling thread's: torch does so when it allocates."""
     torch.empty(1, device=device)
 
@@ -51,12 +65,12 @@ def export_memory(tensor: torch.Tensor) -> tuple[bytes, int]:
         CudaIpcError: memory that cannot be shared, such as torch's expandable segments.
     """
     with torch.cuda.device(tensor.device):
-        _enter(tensor.device)
+        enter_context(tensor.device)
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         address = ctypes.c_uint64(tensor.data_ptr())
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+        call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         handle = _Handle()
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        call_driver("cuIpcGetMemHandle", ctypes.byref(handle), base)
     return bytes(handle.reserved), tensor.data_ptr() - base.value
 
 
@@ -81,8 +95,8 @@ class OpenedMemory:
         self._base = ctypes.c_uint64()
         self._address, self._num_bytes = 0, num_bytes
         with torch.cuda.device(device):
-            _enter(device)
-            _call(
+            enter_context(device)
+            call_driver(
                 "cuIpcOpenMemHandle_v2",
                 ctypes.byref(self._base),
                 _Handle.from_buffer_copy(handle),
@@ -101,4 +115,4 @@ class OpenedMemory:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             base, self._base = self._base, ctypes.c_uint64()
-            _call("cuIpcCloseMemHandle", base)
+            call_driver("cuIpcCloseMemHandle", base)

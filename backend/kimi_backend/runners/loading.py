@@ -26,7 +26,7 @@ from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance, with_uniform_routing
 
 _STEPS_IN_FLIGHT = 1
-"""The engine sends a step after it has the reply to the one before."""
+"""A verify is run after the draft step that reads what the one before left, in one process and between two."""
 
 
 def _limits(settings: ServingSettings, plan: MemoryPlan) -> RunnerLimits:

@@ -152,6 +152,11 @@ class TargetRunner:
         """
         return self._verify(plan, None)
 
+    @property
+    def can_launch(self) -> bool:
+        """See `LaunchingTarget.can_launch`."""
+        return self._graphs is not None
+
     @torch.inference_mode()
     def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
         """See `LaunchingTarget.verify_ahead`. Only a step that is captured to its end calls on_queued."""

@@ -82,6 +82,11 @@ class AuxReceiver:
             return None
         return handle
 
+    @property
+    def num_regions(self) -> int:
+        """Of the open buffer; 0 where none is."""
+        return 0 if self._opened is None else self._opened.buffer.num_regions
+
     def resolve(self, aux: AuxHandle, num_rows: int) -> torch.Tensor:
         """[num_rows, width], the first rows of the region that a plan names; fewer where it has fewer.
 

@@ -2,10 +2,12 @@
 
 A GPU tensor costs about 0.7 ms on its way through the server, so where both runners share a GPU the draft opens the
 target's buffer once and a step names a region of it. The engine's process decides step by step: it knows what the
-target offered last and what the draft has opened. Draft tokens go the other way likewise (`token_board`).
+target offered last and what the draft has opened. The draft's board, which the target opens, likewise (`step_board`).
 """
 
+import itertools
 import logging
+import time
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -60,12 +62,32 @@ class AuxTransfer(Transfer):
             logger.warning("aux hidden states travel as tensors: the draft cannot open the buffer, see its log")
 
 
-class TokenTransfer(Transfer):
-    """The draft's board of tokens: when the target reads it, a draft may answer before it has drawn them."""
+class BoardTransfer(Transfer):
+    """The draft's board: when the target has opened it, their steps wait for each other on the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Stamps of another engine over the same runners were less.
+        self._stamps = itertools.count(time.time_ns())
+        self.draft_step = 0
+        """Number of the draft's last step that left tokens."""
+
+    def offer(self, handle: bytes | None) -> None:
+        """See `Transfer.offer`."""
+        if handle != self.offered:
+            self.draft_step = 0
+        super().offer(handle)
+
+    def next_stamp(self) -> int:
+        """For a verify that a draft follows."""
+        return next(self._stamps)
 
     def answer(self, opened: bytes | None) -> None:
         """See `Transfer.answer`."""
-        was_open = self.is_open
         super().answer(opened)
-        if self.is_open and not was_open:
-            logger.info("draft tokens go to the target by a board: the draft need not be waited for")
+        if self.is_open:
+            logger.info("target and draft wait for each other on the GPU: neither reply is waited for")
+        elif self.offered is not None and not self.is_open:
+            logger.warning(
+                "target and draft wait for each other's replies: the target cannot open the board, see its log"
+            )

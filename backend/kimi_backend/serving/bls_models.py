@@ -1,31 +1,46 @@
-"""The two model Protocols over Triton Server's in-process calls (BLS): one call a step, from one thread.
+"""The two model Protocols over Triton Server's in-process calls (BLS): one call a step.
 
-The two share an `AuxTransfer`, which says whether the target's aux hidden states need to travel, and a `TokenTransfer`,
-which says whether the draft may answer before it has drawn its tokens.
+The two share an `AuxTransfer`, which says whether the target's aux hidden states need to travel, and a `BoardTransfer`,
+which says whether the runners' steps wait for each other on the GPU. Then the draft that follows a verify is called
+beside it, from a second thread: both calls take longer than what has to be done between them.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.serving import tensor_names as names
-from kimi_backend.serving.aux_transfer import AuxTransfer, TokenTransfer
+from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.descriptions import description_from_json
+from kimi_backend.serving.side_thread import SideThread
+from kimi_backend.spec_decode.protocols import OnQueued
 from kimi_backend.types import codec
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.plan import (
+    AuxHandle,
+    DraftPlan,
+    DraftReply,
+    DrawnHandle,
+    RunnerDescription,
+    TargetPlan,
+    TargetReply,
+)
+
+_ONLY_REGION = 0
+"""Of the target's buffer: a verify waits for the draft step that reads the one before."""
 
 
 class _BlsModel:
     def __init__(
-        self, pb_utils: Any, model_name: str, aux_transfer: AuxTransfer, tokens: TokenTransfer | None = None
+        self, pb_utils: Any, model_name: str, aux_transfer: AuxTransfer, board: BoardTransfer | None = None
     ) -> None:
-        """tokens: None where the draft is always waited for."""
+        """board: None where either is always waited for."""
         self._pb = pb_utils
         self._model_name = model_name
         self._aux_transfer = aux_transfer
-        self._tokens = tokens or TokenTransfer()
+        self._board = board or BoardTransfer()
 
     def _describe(self, name: str, to_open: bytes | None) -> RunnerDescription:
         """to_open: the other runner's handle, as the input `name`."""
@@ -56,19 +71,44 @@ class _BlsModel:
 
 
 class BlsTarget(_BlsModel):
-    """`TargetModel` over `kimi_target`."""
+    """`TargetModel` and `LaunchingTarget` over `kimi_target`."""
 
     def describe(self) -> RunnerDescription:
         """See `TargetModel.describe`. The target opens the board that the draft offers."""
-        description = self._describe(names.TOKEN_BOARD, self._tokens.offered)
-        self._tokens.answer(description.token_board)
+        description = self._describe(names.STEP_BOARD, self._board.offered)
+        self._board.answer(description.step_board)
         self._aux_transfer.offer(description.aux_buffer)
         return description
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         """See `TargetModel.verify`."""
-        if self._tokens.to_open is not None:  # another draft, or the first one
+        self._open_board()
+        return self._verify(dataclasses.replace(plan, draft_step=self._board.draft_step))
+
+    @property
+    def can_launch(self) -> bool:
+        """See `LaunchingTarget.can_launch`."""
+        return self._aux_transfer.is_open and (self._board.is_open or self._board.to_open is not None)
+
+    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
+        """See `LaunchingTarget.verify_ahead`. on_queued is called on another thread, and has returned when this has."""
+        self._open_board()
+        if not (self._aux_transfer.is_open and self._board.is_open):
+            return self._verify(dataclasses.replace(plan, draft_step=self._board.draft_step))
+        stamp = self._board.next_stamp()
+        plan = dataclasses.replace(plan, stamp=stamp, draft_step=self._board.draft_step)
+        with self._side.running(lambda: on_queued(AuxHandle(region=_ONLY_REGION), DrawnHandle(stamp=stamp))):
+            return self._verify(plan)
+
+    @functools.cached_property
+    def _side(self) -> SideThread:
+        return SideThread("kimi-draft-call")
+
+    def _open_board(self) -> None:
+        if self._board.to_open is not None:  # another draft's, or the first one's
             self.describe()
+
+    def _verify(self, plan: TargetPlan) -> TargetReply:
         request = self._pb.Tensor(names.PLAN, codec.encode(plan))
         aux = None
         if self._aux_transfer.is_open:
@@ -81,23 +121,34 @@ class BlsTarget(_BlsModel):
 
 
 class BlsDraft(_BlsModel):
-    """`DraftModel` over `eagle3_draft`."""
+    """`DraftModel` and `FollowingDraft` over `eagle3_draft`."""
 
     def describe(self) -> RunnerDescription:
         """See `DraftModel.describe`. The draft opens the buffer that the target offers."""
         description = self._describe(names.AUX_BUFFER, self._aux_transfer.offered)
         self._aux_transfer.answer(description.aux_buffer)
-        self._tokens.offer(description.token_board)
+        self._board.offer(description.step_board)
         return description
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         """See `DraftModel.propose`. The target's aux tensor, if it came as one, is passed on untouched."""
         if self._aux_transfer.to_open is not None:  # a target that was restarted offers another buffer
             self.describe()
-        if plan.leaves_tokens and not self._tokens.is_open:
+        if plan.leaves_tokens and not self._board.is_open:
             plan = dataclasses.replace(plan, leaves_tokens=False)
+        return self._propose(plan)
+
+    def follow(self, plan: DraftPlan) -> DraftReply | None:
+        """See `FollowingDraft.follow`."""
+        reply = self._propose(plan)
+        return reply if reply.tokens.num_seqs else None
+
+    def _propose(self, plan: DraftPlan) -> DraftReply:
         inputs = [self._pb.Tensor(names.PLAN, codec.encode(plan))]
         if plan.aux.tensor is not None:
             inputs.append(plan.aux.tensor)
-        (reply,) = self._call(inputs, [names.REPLY])
-        return codec.decode(DraftReply, reply.as_numpy().copy())
+        (buffer,) = self._call(inputs, [names.REPLY])
+        reply = codec.decode(DraftReply, buffer.as_numpy().copy())
+        if reply.tokens.region is not None:
+            self._board.draft_step = reply.tokens.region
+        return reply

@@ -15,13 +15,21 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_sides import AUTO, AuxReceiver, offer_aux_buffer
+from kimi_backend.serving.board_sides import TargetSide, make_draft_side
 from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
 from kimi_backend.serving.processes import freeze_what_is_loaded
-from kimi_backend.serving.token_board import TokenReader, TokenWriter
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following
 from kimi_backend.types import codec
-from kimi_backend.types.plan import AuxHandle, DraftPlan, RunnerDescription, TargetPlan
+from kimi_backend.types.plan import (
+    AuxHandle,
+    DraftPlan,
+    DraftReply,
+    DrawnHandle,
+    RunnerDescription,
+    TargetPlan,
+    TokenHandle,
+)
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -59,6 +67,17 @@ def _device_of(description: RunnerDescription) -> torch.device:
     return torch.device("cpu") if description.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
+def _nothing_left(plan: DraftPlan, description: RunnerDescription) -> DraftReply:
+    """The reply to a step that cannot follow its verify."""
+    return DraftReply(
+        step_id=plan.step_id,
+        runner_epoch=description.runner_epoch,
+        seq_status=np.empty(0, np.int32),
+        draft_token_ids=np.empty((0, 0), np.int64),
+        tokens=TokenHandle(),
+    )
+
+
 def _aux_from_bytes(tensor: torch.Tensor, row_width: int) -> torch.Tensor:
     """[T, bytes] uint8 -> [T, num_aux * hidden_size]: the target sends its compute dtype, float32 or bf16."""
     itemsize = tensor.shape[1] // row_width
@@ -70,35 +89,25 @@ def _aux_from_bytes(tensor: torch.Tensor, row_width: int) -> torch.Tensor:
     return tensor.view(torch.float32 if itemsize == 4 else torch.bfloat16)
 
 
-def _make_board(shape: tuple[int, int] | None) -> TokenWriter | None:
-    """Where a draft shows tokens that it has not been waited for; None for a runner that leaves none."""
-    if shape is None:
-        return None
-    try:
-        return TokenWriter(shape)
-    except OSError as error:
-        logger.warning("the draft is waited for in its calls: no board for its tokens: %s", error)
-        return None
-
-
 class RunnerServer:
     """Answers `kimi_target`'s or `eagle3_draft`'s requests with a runner."""
 
-    def __init__(self, runner: Runner, pb_utils: Any, aux_transfer: str = AUTO, *, shows_tokens: bool = False) -> None:
+    def __init__(self, runner: Runner, pb_utils: Any, aux_transfer: str = AUTO, *, has_board: bool = False) -> None:
         """
         Args:
             aux_transfer: the setting of that name.
-            shows_tokens: whether a draft shows its tokens on a board, where it can.
+            has_board: whether a draft offers its target a board, where it can (`serving.step_board`).
         """
         self._runner = runner
         self._pb = pb_utils
         offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer)
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
-        self._receiver = AuxReceiver(_device_of(self._description), aux_transfer)
-        self._tokens = TokenReader()
-        self._board = _make_board(getattr(runner, "left_shape", None)) if shows_tokens else None
-        if self._board is not None:
-            self._description = dataclasses.replace(self._description, token_board=self._board.handle)
+        device = _device_of(self._description)
+        self._receiver = AuxReceiver(device, aux_transfer)
+        self._target_side = TargetSide(device)
+        self._draft_side = make_draft_side(getattr(runner, "left_shape", None), device) if has_board else None
+        if self._draft_side is not None:
+            self._description = dataclasses.replace(self._description, step_board=self._draft_side.handle)
 
     @classmethod
     def from_model_args(cls, args: dict[str, str], load: Callable[[ServingSettings], Runner]) -> "RunnerServer":
@@ -107,8 +116,8 @@ class RunnerServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
-        shows_tokens = settings.token_board == "on"
-        server = cls(load(settings), pb_utils, settings.aux_transfer, shows_tokens=shows_tokens)
+        has_board = settings.launch_ahead == "true" and settings.step_board == "auto"
+        server = cls(load(settings), pb_utils, settings.aux_transfer, has_board=has_board)
         freeze_what_is_loaded()
         return server
 
@@ -124,9 +133,10 @@ class RunnerServer:
 
     def close(self) -> None:
         """Give up the runner's child processes and device memory."""
+        self._target_side.close()
+        if self._draft_side is not None:
+            self._draft_side.close()
         self._receiver.close()
-        if self._board is not None:
-            self._board.close()
         close = getattr(self._runner, "close", None)
         if close is not None:
             close()
@@ -149,9 +159,9 @@ class RunnerServer:
         """The description; each opens before what the other offers, and says what is open."""
         description = self._description
         if description.role == "target":
-            handle = self._input(request, names.TOKEN_BOARD)
-            opened = self._tokens.open(None if handle is None else handle.as_numpy().tobytes())
-            description = dataclasses.replace(description, token_board=opened)
+            handle = self._input(request, names.STEP_BOARD)
+            opened = self._target_side.open(None if handle is None else handle.as_numpy().tobytes())
+            description = dataclasses.replace(description, step_board=opened)
         if description.role == "draft":
             handle = self._input(request, names.AUX_BUFFER)
             opened = self._receiver.open(None if handle is None else handle.as_numpy().tobytes())
@@ -160,13 +170,9 @@ class RunnerServer:
 
     def _verify(self, buffer: codec.Buffer, wants_aux_tensor: bool) -> Any:
         """wants_aux_tensor: off where the draft reads the buffer itself; a tensor that nobody asked for costs too."""
-        assert hasattr(self._runner, "verify")
+        runner: Any = self._runner
         start = time.perf_counter()
-        plan = codec.decode(TargetPlan, buffer)
-        if plan.draft_tokens.num_seqs:
-            tokens = self._tokens.take(plan.draft_tokens, int(plan.num_sampled_rows.max()))
-            plan = dataclasses.replace(plan, draft_tokens=tokens)
-        reply = self._runner.verify(plan)
+        reply = self._target_side.verify(codec.decode(TargetPlan, buffer), runner)
         outputs: dict[str, Any] = {names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))}
         if wants_aux_tensor:
             aux = reply.aux.tensor
@@ -176,7 +182,6 @@ class RunnerServer:
         return self._response(outputs)
 
     def _propose(self, buffer: codec.Buffer, aux: Any | None) -> Any:
-        assert hasattr(self._runner, "propose")
         start = time.perf_counter()
         plan = codec.decode(DraftPlan, buffer)
         if aux is not None:
@@ -185,13 +190,28 @@ class RunnerServer:
         else:
             # What the step reads of it: whoever copies the tensor need not copy a region.
             tensor = self._receiver.resolve(plan.aux, max(int(plan.aux_rows.max(initial=-1)), 0) + 1)
-        leaves_tokens = plan.leaves_tokens and self._board is not None
+        # A tensor of the server's is gone when this has answered, so a step that reads one is waited for.
+        leaves_tokens = plan.leaves_tokens and self._draft_side is not None and aux is None
         plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor), leaves_tokens=leaves_tokens)
-        reply = self._runner.propose(plan)
-        if self._board is not None and reply.tokens.tensor is not None:
-            tokens = self._board.post(reply.tokens.tensor, reply.tokens.num_seqs)
-            reply = dataclasses.replace(reply, tokens=tokens)
+        reply = self._draft(plan)
         return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))})
+
+    def _draft(self, plan: DraftPlan) -> DraftReply:
+        """Run a draft step. One that should follow a verify and cannot leaves nothing."""
+        side, runner, follow = self._draft_side, self._runner, plan.follow
+        assert hasattr(runner, "propose")
+        if follow is None:
+            return side.leave(lambda: runner.propose(plan)) if side and plan.leaves_tokens else runner.propose(plan)
+        following = as_following(runner)
+        if side is None or following is None:
+            raise InvalidRequestError("plan follow: given, but this draft follows no verify")
+
+        def step(drawn: DrawnHandle) -> DraftReply | None:
+            return following.follow(dataclasses.replace(plan, follow=dataclasses.replace(follow, drawn=drawn)))
+
+        # Of several regions nobody knows yet which one the verify takes.
+        reply = side.follow(follow.drawn.stamp, step) if self._receiver.num_regions == 1 else None
+        return _nothing_left(plan, self._description) if reply is None else reply
 
     def _response(self, outputs: dict[str, Any]) -> Any:
         tensors = []

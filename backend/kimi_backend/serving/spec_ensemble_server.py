@@ -14,7 +14,7 @@ from kimi_backend.engine.engine import Engine, RequestHandle
 from kimi_backend.engine.loop import Patience
 from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.serving.aux_transfer import AuxTransfer, TokenTransfer
+from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
@@ -78,10 +78,10 @@ class SpecEnsembleServer:
         # A request can end, or its client leave, before `submit` has returned its handle.
         self._handles_lock = threading.Lock()
         self._sender = ResponseSender(pb_utils, self._cancel, partial(_token_text, tokenizer))
-        aux_transfer, tokens = AuxTransfer(), TokenTransfer()
+        aux_transfer, board = AuxTransfer(), BoardTransfer()
         self._engine = Engine(
-            BlsTarget(pb_utils, "kimi_target", aux_transfer, tokens),
-            BlsDraft(pb_utils, "eagle3_draft", aux_transfer, tokens) if settings.draft else None,
+            BlsTarget(pb_utils, "kimi_target", aux_transfer, board),
+            BlsDraft(pb_utils, "eagle3_draft", aux_transfer, board) if settings.draft else None,
             settings=scheduler_settings(settings),
             eos_token_ids=tokenizer.eos_token_ids,
             tokenizer=tokenizer,

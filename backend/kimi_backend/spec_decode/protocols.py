@@ -58,9 +58,15 @@ class DraftModel(Protocol):
 class LaunchingTarget(Protocol):
     """A target that says when its step is queued, for a draft that queues its own right behind."""
 
+    @property
+    def can_launch(self) -> bool:
+        """Whether it ever calls on_queued, as things stand now."""
+        ...
+
     def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
         """As `TargetModel.verify`. on_queued: called at most once, before the results are waited for; a step whose
-        results are not worked out on the device alone does not call it. Must not raise."""
+        results are not worked out on the device alone does not call it. Must not raise. It may run on another thread,
+        and has returned when this has."""
         ...
 
 

@@ -9,9 +9,10 @@ more than the step's whole scheduling. Layout, in native byte order (both ends r
 Fields stand in the order of the dataclass, nested dataclasses in place. An int or bool is an int64 of no dimensions; an
 absent optional field has -1 dimensions and no data. Decoded arrays are read-only views of the buffer.
 
-A nested dataclass that says `packed_whole` is one field, a packed message of its own. It is packed once as long as the
-same object comes, and unpacked once as long as the same bytes come: a batch's sampling parameters are two thirds of a
-plan's fields and the same from step to step. Its arrays must not be written to.
+A nested dataclass that says `packed_whole` is one field, a packed message of its own, and may be absent. Where it says
+`is_kept`, it is packed once as long as the same object comes, and unpacked once as long as the same bytes come: a
+batch's sampling parameters are two thirds of a plan's fields and the same from step to step. Its arrays must not be
+written to.
 """
 
 import dataclasses
@@ -105,7 +106,13 @@ _packed: deque[tuple[Any, Buffer]] = deque(maxlen=_NUM_KEPT)
 _unpacked: deque[tuple[type, bytes, Any]] = deque(maxlen=_NUM_KEPT)
 
 
+def _is_kept(cls: Any) -> bool:
+    return getattr(cls, "is_kept", False)
+
+
 def _pack_whole(message: Any) -> Buffer:
+    if not _is_kept(type(message)):
+        return encode(message)
     for kept, buffer in tuple(_packed):
         if kept is message:
             return buffer
@@ -115,6 +122,8 @@ def _pack_whole(message: Any) -> Buffer:
 
 
 def _unpack_whole(cls: Any, data: bytes) -> Any:
+    if not _is_kept(cls):
+        return decode(cls, np.frombuffer(data, np.uint8))
     for kept_cls, kept, message in tuple(_unpacked):
         if kept_cls is cls and kept == data:
             return message

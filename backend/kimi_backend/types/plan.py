@@ -26,6 +26,7 @@ class SamplingPlan:
     """Sampling parameters of the B sampling sequences; see `kimi_kernels.sampling_inputs.SamplingInputs`."""
 
     packed_whole: ClassVar[bool] = True
+    is_kept: ClassVar[bool] = True
     """See `types.codec`."""
 
     temperature: FloatArray
@@ -117,7 +118,7 @@ class TokenHandle:
     tensor: Any | None = None
     """The array, in one process."""
     region: int | None = None
-    """Across processes, the stamp that they stand under on the draft's board (`serving.token_board`)."""
+    """Across processes, the number that they have on the board of the two (`serving.step_board`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,12 @@ class TargetPlan:
     draft_columns: Int32Array | None = None
     """[S] column of `draft_tokens` that a sequence's draft tokens stand in, from row 1 on; `rows.token_ids` holds any
     valid token in their place. -1 where `rows.token_ids` has them, or there are none. None without a handle."""
+    stamp: int = 0
+    """Across processes, as what a draft that follows this verify finds it on the board (`serving.step_board`): more
+    than any before it. 0 where none follows."""
+    draft_step: int = 0
+    """Across processes, the number on the board of the draft's last step before this one: it reads what this one will
+    write. 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +197,8 @@ class DrawnHandle:
     """[at least B, at least W + 1] int64."""
     num_accepted_tokens: Any | None = None
     """[at least B] int32."""
+    stamp: int = 0
+    """Across processes, in place of the two: `TargetPlan.stamp` of the verify."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +209,9 @@ class FollowPlan:
     if everything were accepted, `num_proposals` as if nothing were. With a accepted, a sequence is extended over a + 1
     rows; the rows after them write slots that the next extension overwrites.
     """
+
+    packed_whole: ClassVar[bool] = True
+    """See `types.codec`."""
 
     drawn: DrawnHandle = DrawnHandle()
     drawn_rows: Int32Array
@@ -232,8 +244,8 @@ class DraftPlan:
     """Of the B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
     output_index: Int64Array
     """[B] index of the first token to be proposed (the last extended row's position + 2)."""
-    follow: Any | None = None
-    """A `FollowPlan`, in one process only."""
+    follow: FollowPlan | None = None
+    """Of a draft that does not wait for the verify's results."""
     leaves_tokens: bool = False
     """Whether the draft may answer before its step is done, with a handle in place of ids and status."""
 
@@ -280,8 +292,9 @@ class RunnerDescription:
     """"cpu", or the GPU's UUID."""
     aux_buffer: bytes | None = None
     """CUDA IPC handle of the shared aux buffer, when there is one."""
-    token_board: bytes | None = None
-    """Where a draft in a process of its own shows its tokens; of a target: the one that it reads."""
+    step_board: bytes | None = None
+    """Where a draft in a process of its own exchanges steps with its target (`serving.step_board`); of a target: the
+    one that it has opened."""
     process_id: int | None = None
     """Of a runner in a process of its own."""
     pretences: tuple[str, ...] = ()

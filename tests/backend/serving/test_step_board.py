@@ -1,0 +1,389 @@
+"""Steps of two processes that wait for each other on a board: whatever becomes of either, the text is the same.
+
+On a CPU whoever queues a wait waits itself, so both runners may be in this process, in two threads. The streams' part
+is tested on a GPU (`tests/backend/runners/test_stream_memory.py`).
+"""
+
+import itertools
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.serving import board_sides, runner_server, tensor_names
+from kimi_backend.serving.aux_sides import AuxReceiver
+from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
+from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
+from kimi_backend.serving.board_sides import DraftSide, TargetSide
+from kimi_backend.serving.runner_server import RunnerServer
+from kimi_backend.types.plan import DraftPlan, DraftReply, DrawnHandle, RowPlan, SamplingPlan, TargetPlan, TokenHandle
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.pretending import with_synthetic_acceptance
+from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
+from support.captured_runners import Setting, runner_pair
+from support.engine_runs import EngineHarness
+from support.loopback_server import LoopbackServer
+
+SETTING = Setting(kernels=KernelSet.reference())
+ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.reference(), 2.5, torch.device("cpu")))
+"""Draft tokens become the text: these models agree on none by themselves."""
+
+Outcomes = list[tuple[list[int], list[tuple[int, int]]]]
+
+
+class FoundBuffer:
+    """Stands in for `OpenedAuxBuffer`."""
+
+    def __init__(self, buffers: dict[bytes, AuxBuffer], exported: bytes) -> None:
+        self.exported, self.buffer = exported, buffers[exported]
+
+    def close(self) -> None:
+        return None
+
+
+class Pair:
+    """Both runners behind a loopback, the aux buffer between them found in a table."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, setting: Setting, kind: str = "mla31") -> None:
+        self.loopback = LoopbackServer()
+        self._setting, self._kind = setting, kind
+        self._buffers: dict[bytes, AuxBuffer] = {}
+        self.followed: list[bool] = []
+        """Of each step that should follow a verify, whether it did."""
+        monkeypatch.setattr(runner_server, "offer_aux_buffer", self._offer)
+        monkeypatch.setattr(
+            runner_server,
+            "AuxReceiver",
+            lambda device, aux_transfer: AuxReceiver(
+                torch.device("cuda"), aux_transfer, lambda handle, _: FoundBuffer(self._buffers, handle)
+            ),
+        )
+        self.start("kimi_target")
+        self.start("eagle3_draft")
+
+    def _offer(self, buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+        if buffer is None or aux_transfer == "tensor":
+            return None
+        handle = b"handle %d" % len(self._buffers)
+        self._buffers[handle] = buffer
+        return handle
+
+    def start(self, model: str, aux_transfer: str = "auto") -> Any:
+        """Load one runner, or load it again; returns it."""
+        target, draft = runner_pair(self._setting, self._kind, EagerRecorder(), shares_buffer=False, num_regions=1)
+        if model in self.loopback.servers:
+            self.loopback.servers[model].close()
+        runner: Any = target if model == "kimi_target" else self._watched(draft)
+        self.loopback.servers[model] = RunnerServer(runner, self.loopback.pb_utils, aux_transfer, has_board=True)
+        return runner
+
+    def _watched(self, draft: Any) -> Any:
+        follow = draft.follow
+
+        def counted(plan: DraftPlan) -> DraftReply | None:
+            reply: DraftReply | None = follow(plan)
+            self.followed.append(reply is not None)
+            return reply
+
+        draft.follow = counted
+        return draft
+
+    def runner(self, model: str) -> Any:
+        return self.loopback.servers[model]._runner
+
+    def engine(self, *, launch_ahead: bool = True, requests: list[GenerateRequest] | None = None) -> EngineHarness:
+        aux, board = AuxTransfer(), BoardTransfer()
+        harness = EngineHarness(
+            BlsTarget(self.loopback.pb_utils, "kimi_target", aux, board),
+            BlsDraft(self.loopback.pb_utils, "eagle3_draft", aux, board),
+            SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead),
+            eos_token_ids={3},
+        )
+        for request in requests or requests_of(8):
+            harness.add(request)
+        return harness
+
+
+def requests_of(count: int) -> list[GenerateRequest]:
+    """k of 0 to 7, some near their limit, some that stop; greedy and not."""
+    generator = np.random.default_rng(11)
+    return [
+        GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(generator.integers(8, 96, int(generator.integers(3, 40))).tolist()),
+            sampling=SamplingParams(
+                max_tokens=int(generator.integers(12, 50)),
+                temperature=float(index % 2),
+                seed=index,
+                ignore_eos=index < 5,
+            ),
+            num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
+            draft_sampling=DraftSampling.COUPLED if index % 2 else DraftSampling.GREEDY,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.fixture
+def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(setting: Setting = SETTING, kind: str = "mla31") -> Pair:
+        pairs.append(Pair(monkeypatch, setting, kind))
+        return pairs[-1]
+
+    yield make
+    for server in itertools.chain(*(pair.loopback.servers.values() for pair in pairs)):
+        server.close()
+
+
+def outcomes(harness: EngineHarness, each_step: Callable[[int], None] | None = None) -> Outcomes:
+    """Tokens and rounds."""
+    harness.run(each_step=each_step)
+    assert all(len(outcome.finishes) == 1 for outcome in harness.outcomes)
+    return [(outcome.token_ids, outcome.rounds) for outcome in harness.outcomes]
+
+
+def pass_time(engine: EngineHarness) -> None:
+    """A runner that is lost is asked again after a while."""
+    engine.clock.now += 0.5
+
+
+def texts(found: Outcomes) -> list[list[int]]:
+    return [tokens for tokens, _ in found]
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_a_draft_in_another_process_follows_its_verify(make_pair: Callable[..., Pair], kind: str) -> None:
+    """The text is made of what the draft proposes, so one wrong number shows."""
+    waiting, following = make_pair(ACCEPTING, kind), make_pair(ACCEPTING, kind)
+    expected = outcomes(waiting.engine(launch_ahead=False))
+    assert outcomes(following.engine()) == expected
+    assert not waiting.followed
+    assert sum(following.followed) > 12
+    assert following.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) == 0
+
+
+def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[..., Pair]) -> None:
+    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    pair = make_pair(ACCEPTING)
+    pair.runner("kimi_target")._graphs.bucket_of = lambda plan: None
+    assert outcomes(pair.engine()) == expected
+    assert sum(pair.followed) > 12
+
+
+def test_a_draft_that_cannot_follow_proposes_after_the_verify(make_pair: Callable[..., Pair]) -> None:
+    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    pair = make_pair(ACCEPTING)
+    num_asked = 0
+
+    def refuse(plan: DraftPlan) -> None:
+        nonlocal num_asked
+        num_asked += 1
+
+    pair.runner("eagle3_draft").follow = refuse
+    assert outcomes(pair.engine()) == expected
+    assert num_asked > 12
+
+
+@pytest.mark.parametrize("aux_transfer", ["tensor"])
+def test_without_a_shared_buffer_everything_is_waited_for(make_pair: Callable[..., Pair], aux_transfer: str) -> None:
+    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    pair = make_pair(ACCEPTING)
+    pair.start("eagle3_draft", aux_transfer)
+    assert outcomes(pair.engine()) == expected
+    assert not pair.followed
+    assert pair.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) > 10
+
+
+def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    monkeypatch.setattr("kimi_backend.serving.step_board.OwnBoard.handle", property(lambda self: b'{"process_id": 1}'))
+    pair = make_pair(ACCEPTING)
+    assert outcomes(pair.engine()) == expected
+    assert not pair.followed
+    assert "cannot be opened" in caplog.text
+
+
+@pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
+def test_a_restarted_runner_follows_again(
+    make_pair: Callable[..., Pair], model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
+    pair, before = make_pair(), 0
+    engine = pair.engine()
+
+    def restart(step: int) -> None:
+        nonlocal before
+        pass_time(engine)
+        if step == 6:
+            before = sum(pair.followed)
+            assert before
+            pair.start(model)
+
+    with caplog.at_level(logging.INFO, logger="kimi_backend.serving"):
+        assert texts(outcomes(engine, restart)) == expected
+    assert sum(pair.followed) > before + 3
+    assert caplog.text.count("target and draft wait for each other on the GPU") == 2
+
+
+@pytest.mark.parametrize("fails_after", ["before its step", "behind its step"])
+def test_a_draft_that_fails_costs_speculation_and_no_text(make_pair: Callable[..., Pair], fails_after: str) -> None:
+    expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
+    pair = make_pair()
+    draft = pair.runner("eagle3_draft")
+    follow = draft.follow
+
+    def fail(plan: DraftPlan) -> DraftReply | None:
+        if len(pair.followed) == 4:
+            if fails_after == "behind its step":
+                follow(plan)
+            pair.followed.append(False)
+            raise RuntimeError("planted")
+        reply: DraftReply | None = follow(plan)
+        return reply
+
+    draft.follow = fail
+    engine = pair.engine()
+    assert texts(outcomes(engine, lambda _: pass_time(engine))) == expected
+    assert sum(pair.followed) > 6, "the draft was met again"
+
+
+def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair]) -> None:
+    expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
+    pair = make_pair()
+    target = pair.runner("kimi_target")
+    verify_ahead, num_calls = target.verify_ahead, 0
+
+    def fail(plan: Any, on_queued: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise RuntimeError("planted")
+        return verify_ahead(plan, on_queued)
+
+    target.verify_ahead = fail
+    assert texts(outcomes(pair.engine())) == expected
+    assert num_calls > 8
+
+
+SLEEPER = """
+import sys, time
+from kimi_backend.serving.step_board import LEFT, QUEUED, TARGET_PID, OpenedBoard, OwnBoard
+if sys.argv[1] == "draft":
+    own = OwnBoard((3, 4))
+    own.board.left[:] = 7
+    own.board.set_word(QUEUED, 2)  # a step that it will not live to see
+    own.board.set_word(LEFT, 1)
+    print(own.handle.decode(), flush=True)
+else:
+    opened = OpenedBoard.open(sys.argv[1].encode())
+    import os
+    opened.board.set_word(TARGET_PID, os.getpid())
+    print("open", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def sleeper(argument: str) -> Iterator["tuple[subprocess.Popen[str], str]"]:
+    """Another process, and what it says."""
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER, argument], stdout=-1, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class NamedTarget:
+    """Answers with the tokens that it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[torch.Tensor] = []
+
+    def describe(self) -> Any:
+        raise NotImplementedError
+
+    def verify(self, plan: TargetPlan) -> Any:
+        self.given.append(plan.draft_tokens.tensor.clone())  # type: ignore[union-attr]
+        return None
+
+
+def naming(number: int) -> TargetPlan:
+    """A verify of two sequences that reads what the draft left under this number."""
+    rows = RowPlan(
+        token_ids=np.ones(6, np.int32),
+        query_lens=np.full(2, 3, np.int32),
+        seq_lens=np.full(2, 9, np.int32),
+        block_table=np.zeros((2, 1), np.int32),
+    )
+    return TargetPlan(
+        step_id=1,
+        rows=rows,
+        num_sampled_rows=rows.query_lens,
+        sampling=SamplingPlan.plain(2),
+        num_logprobs=None,
+        wants_aux=np.ones(2, np.bool_),
+        draft_tokens=TokenHandle(num_seqs=2, region=number),
+    )
+
+
+def test_a_target_is_let_go_when_its_draft_dies() -> None:
+    side, target = TargetSide(torch.device("cpu")), NamedTarget()
+    with sleeper("draft") as (process, handle):
+        assert side.open(handle.encode()) == handle.encode()
+        threading.Timer(0.1, process.kill).start()
+        start = time.monotonic()
+        side.verify(naming(2), target)
+    assert 0.05 < time.monotonic() - start < 2
+    assert target.given[0].tolist() == [[STATUS_NOT_FINITE] * 4, [-1] * 4, [-1] * 4]
+    side.verify(naming(1), target)
+    assert (target.given[1][0] != 0).all(), "of another step than the last"
+    side.close()
+    side.verify(naming(2), target)
+    assert target.given[2].tolist() == [[STATUS_NOT_FINITE] * 2, [-1] * 2, [-1] * 2]
+    assert side.open(handle.encode()) is None
+
+
+def test_a_draft_is_let_go_when_its_target_dies() -> None:
+    side = DraftSide((3, 4), torch.device("cpu"))
+    drawn: list[DrawnHandle] = []
+    with sleeper(side.handle.decode()) as (process, _):
+        threading.Timer(0.1, process.kill).start()
+        start = time.monotonic()
+        assert side.follow(5, drawn.append) is None  # type: ignore[func-returns-value]
+    assert 0.05 < time.monotonic() - start < 2
+    (nothing,) = drawn
+    assert nothing.output_token_ids.tolist() == [[0] * 3] * 4  # type: ignore[union-attr]
+    assert nothing.num_accepted_tokens.tolist() == [0] * 4  # type: ignore[union-attr]
+    side.close()
+
+
+def test_nobody_waits_longer_than_it_must_for_one_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_sides, "LONGEST_WAIT_S", 0.2)
+    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
+    assert target.open(draft.handle) == draft.handle
+    start = time.monotonic()
+    assert draft.follow(5, lambda drawn: None) is None
+    assert 0.1 < time.monotonic() - start < 2
+    target.close()
+    start = time.monotonic()
+    assert draft.follow(6, lambda drawn: None) is None
+    assert time.monotonic() - start < 0.15, "it knows that the target has left"
+    draft.close()

@@ -1,0 +1,100 @@
+"""Runner servers on a CPU whose steps leave and follow as those on a GPU do: in static arrays, over an aux buffer that
+both processes map, here from a file."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.runners import loading
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.serving import runner_server
+from kimi_backend.serving.aux_sides import AuxReceiver
+from kimi_backend.serving.runner_server import RunnerServer
+
+MODEL = """
+import sys
+sys.path.insert(0, {tests!r})
+from support.board_servers import make_server
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.server = make_server(args, {role!r}, {folder!r})
+
+    def execute(self, requests):
+        return self.server.run(requests)
+
+    def finalize(self):
+        self.server.close()
+"""
+
+
+def write_models(repository: Path, folder: Path) -> None:
+    """Put such servers in place of both runners'. folder: for their buffers, and a line a step that followed."""
+    for model, role in (("kimi_target", "target"), ("eagle3_draft", "draft")):
+        text = MODEL.format(tests=str(Path(__file__).parents[1]), role=role, folder=str(folder))
+        (repository / model / "1/model.py").write_text(text)
+
+
+def num_followed(folder: Path) -> int:
+    """Steps so far that followed a verify."""
+    file = folder / "followed"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+class FileBuffer:
+    """Stands in for `OpenedAuxBuffer`."""
+
+    def __init__(self, exported: bytes, device: torch.device) -> None:
+        self.exported = exported
+        fields = json.loads(exported)
+        self.buffer = _mapped(fields["path"], tuple(fields["shape"]))
+
+    def close(self) -> None:
+        return None
+
+
+def _mapped(path: str, shape: tuple[int, ...]) -> AuxBuffer:
+    size = functools.reduce(int.__mul__, shape)
+    return AuxBuffer(torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(shape))
+
+
+def make_server(args: dict[str, str], role: str, folder: str) -> RunnerServer:
+    """For a model's `initialize`."""
+    path = f"{folder}/aux-{os.getpid()}"
+
+    def aux_buffer(model: Any, aux_layer_ids: tuple[int, ...], limits: Any, placement: Any) -> AuxBuffer:
+        return _mapped(path, (1, limits.max_num_batched_tokens, len(aux_layer_ids) * model.config.hidden_size))
+
+    def offer(buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+        return None if buffer is None else json.dumps({"path": path, "shape": list(buffer.tensor.shape)}).encode()
+
+    def receiver(device: torch.device, aux_transfer: str) -> AuxReceiver:
+        return AuxReceiver(torch.device("cuda"), aux_transfer, FileBuffer)
+
+    def load(settings: ServingSettings) -> Any:
+        return (loading.load_target_runner if role == "target" else loading.load_draft_runner)(settings)
+
+    loading._recorder = lambda settings, placement: EagerRecorder()  # type: ignore[assignment, return-value]
+    loading._aux_buffer = aux_buffer
+    runner_server.offer_aux_buffer = offer  # type: ignore[attr-defined]
+    runner_server.AuxReceiver = receiver  # type: ignore[attr-defined, assignment, misc]
+    server = RunnerServer.from_model_args(args, load)
+    if server._draft_side is not None:
+        follow = server._draft_side.follow
+
+        def counted(*arguments: Any) -> Any:
+            reply = follow(*arguments)
+            if reply is not None:
+                with Path(folder, "followed").open("a") as file:
+                    file.write("\n")
+            return reply
+
+        server._draft_side.follow = counted  # type: ignore[method-assign]
+    return server
