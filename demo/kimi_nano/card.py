@@ -10,20 +10,20 @@ APART = ("texts that do not loop", "looping texts")
 GREEDY_BAR, COUPLED_BAR = 2.2, 1.9
 
 
-def write_card(reports: Sequence[Path], card: Path, probes: Path | None = None) -> None:
+def write_card(reports: Sequence[Path], card: Path, probes: Sequence[Path] = ()) -> None:
     """Replace what stands between the markers of `card` by tables.
 
     Args:
         reports: what `evaluate` wrote; of further ones only the drafts are taken, measured on the same target.
-        probes: what `probes` wrote.
+        probes: what `probes` wrote, each of other drafts.
     """
     text = card.read_text()
     report, *others = (json.loads(path.read_text()) for path in reports)
     for other in others:
         report["drafts"] |= other["drafts"]
     parts = [figures(report)]
-    if probes is not None:
-        parts.append(_probes(json.loads(probes.read_text())))
+    if probes:
+        parts.append(_probes({draft: rows for path in probes for draft, rows in json.loads(path.read_text()).items()}))
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     card.write_text(f"{before}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{after}")
 
