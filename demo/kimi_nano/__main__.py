@@ -174,7 +174,7 @@ def _probes(args: argparse.Namespace) -> None:
     from kimi_nano.probe_check import check_probe
 
     kinds = [DraftKind(kind) for kind in args.kinds]
-    write_json(args.report, check_probe(args.checkpoint, _held_out_prompts(args), kinds, args.processes))
+    write_json(args.report, check_probe(args.checkpoint, _held_out_prompts(args), kinds, num_processes=args.processes))
 
 
 def _prompts(args: argparse.Namespace) -> None:

@@ -43,7 +43,12 @@ class CheckedFile:
 
 
 def check_probe(
-    folder: Path, prompts: Prompts, kinds: Sequence[DraftKind] = tuple(DRAFT_FOLDERS), num_processes: int = 1
+    folder: Path,
+    prompts: Prompts,
+    kinds: Sequence[DraftKind] = tuple(DRAFT_FOLDERS),
+    *,
+    num_processes: int = 1,
+    num_tokens: int = NUM_NEW_TOKENS,
 ) -> dict[str, list[dict[str, Any]]]:
     """By kind of draft, one row for its file as it is and one for each false statement.
 
@@ -51,13 +56,14 @@ def check_probe(
         folder: a target's checkpoint with drafts in folders below it.
         kinds: which of them, where they are there.
         num_processes: that share the prompts; each takes one thread.
+        num_tokens: that the target writes after each prompt.
     """
     result: dict[str, list[dict[str, Any]]] = {}
     shares = [prompts[start::num_processes] for start in range(min(num_processes, len(prompts)))]
     for kind in kinds:
         if not (folder / DRAFT_FOLDERS[kind]).is_dir():
             continue
-        work = [(folder, kind, share) for share in shares]
+        work = [(folder, kind, share, num_tokens) for share in shares]
         if len(work) == 1:
             parts = [_replayed(*work[0])]
         else:
@@ -98,15 +104,15 @@ def misdeclared(folder: Path, to: Path, changes: dict[str, Any]) -> Path:
     return to
 
 
-def _replayed(folder: Path, kind: DraftKind, prompts: Prompts) -> tuple[list[CheckedFile], Lengths]:
+def _replayed(folder: Path, kind: DraftKind, prompts: Prompts, num_tokens: int) -> tuple[list[CheckedFile], Lengths]:
     """The true file first, then the false ones, and what every config of theirs gets accepted on these prompts."""
     files, lengths = list[CheckedFile](), Lengths()
     with tempfile.TemporaryDirectory() as place:
-        opened = _opened(folder, kind, Path(place), max(map(len, prompts)) + NUM_NEW_TOKENS + NUM_DRAFT_TOKENS)
+        opened = _opened(folder, kind, Path(place), max(map(len, prompts)) + num_tokens + NUM_DRAFT_TOKENS)
         texts: dict[tuple[int, ...], ProbeTexts] = {}
         for statement, probe in opened.items():
             if probe.layers not in texts:
-                texts[probe.layers] = probe.write_texts(prompts, NUM_NEW_TOKENS)
+                texts[probe.layers] = probe.write_texts(prompts, num_tokens)
             configs = tuple(_config(probe, setting.overrides) for setting in probe.candidates)
             files.append(CheckedFile(statement, tuple(probe.candidates), configs))
             new = [(s, c) for s, c in zip(probe.candidates, configs, strict=True) if c not in lengths]
