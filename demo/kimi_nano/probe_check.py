@@ -150,6 +150,7 @@ def _row(file: CheckedFile, truth: Eagle3DraftConfig, lengths: Lengths) -> dict[
     own = next(result for result in results if result.setting.is_files_own)
     return {
         "false statement": file.statement,
+        "prompts": len(own.lengths),
         "file's acceptance length": own.acceptance_length,
         "chosen acceptance length": chosen.acceptance_length,
         "standard errors": chosen.errors_above(own),
