@@ -144,6 +144,9 @@ class TargetPlan:
     draft_columns: Int32Array | None = None
     """[S] column of `draft_tokens` that a sequence's draft tokens stand in, from row 1 on; `rows.token_ids` holds any
     valid token in their place. -1 where `rows.token_ids` has them, or there are none. None without a handle."""
+    drawn_rows: Int32Array | None = None
+    """[S] for a step that is launched behind step_id - 1 before that is done: which of the tokens drawn there each
+    sequence's one row embeds; `rows.token_ids` holds any valid token. None where `rows.token_ids` has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
