@@ -9,60 +9,41 @@ the runners, the calls to them across process borders, and the rest of the wall 
 
 import argparse
 import json
-import os
-import platform
-import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from kimi_backend.cli.serve import make_server
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving.embedded_server import EmbeddedServer
 from kimi_client import KimiClient
 from serving_suite.server_metrics import ServerCounters, read_counters
+from serving_suite.side_by_side import (
+    PROMPTS,
+    ServedCase,
+    add_common_options,
+    in_turn,
+    provenance,
+    servers_side_by_side,
+)
 
 BAR = 1.15
 METRICS_INTERVAL_S = 0.25
-PROMPTS = (
-    "def fibonacci(n):\n    ",
-    "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):\n        ",
-    "import json\nfrom pathlib import Path\n\n\ndef load_config(path):\n    ",
-    "    def test_raises_on_empty_input(self):\n        with self.assertRaises(ValueError):\n            ",
-    "def mean(values):\n    total = 0\n    for value in values:\n        ",
-    "        if isinstance(other, self.__class__):\n            return ",
-)
 MARKS = ("<!-- speed: python benchmarks/cpu_speed.py -->\n", "<!-- end of speed -->\n")
 
 
 @dataclass(slots=True)
-class Case:
-    """One way of serving, and what its rounds measured."""
+class Case(ServedCase):
+    """One way of serving, and where its steps' time went."""
 
-    name: str
-    server: EmbeddedServer
-    k: int
-    rates: list[float] = field(default_factory=list)
-    """Output tokens a second, one entry a repeat."""
     counters: ServerCounters = field(default_factory=ServerCounters)
     wall_s: float = 0.0
     num_tokens: int = 0
-    texts: list[str] = field(default_factory=list)
 
     def run(self, client: KimiClient, temperature: float, max_tokens: int) -> None:
         """All prompts, one after the other."""
         before = self._read()
-        fields = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
-        done = [
-            client.generate(text_input=prompt, seed=seed, num_speculative_tokens=self.k, **fields)
-            for seed, prompt in enumerate(PROMPTS)
-        ]
+        done = [client.generate(**self.request(i, temperature, max_tokens)) for i in range(len(PROMPTS))]
         wall_s = sum(one.statistics["total_time_s"] for one in done)
         num_tokens = sum(one.num_output_tokens for one in done)
         self.counters += self._read() - before
@@ -101,7 +82,7 @@ def measure(cases: list[Case], temperature: float, repeats: int, max_tokens: int
     for case in cases:
         Case(case.name, case.server, case.k).run(clients[id(case)], temperature, max_tokens)
     for repeat in range(repeats):
-        for case in cases[repeat % len(cases) :] + cases[: repeat % len(cases)]:
+        for case in in_turn(cases, repeat):
             case.run(clients[id(case)], temperature, max_tokens)
     for client in clients.values():
         client.close()
@@ -121,13 +102,11 @@ def measure(cases: list[Case], temperature: float, repeats: int, max_tokens: int
     }
 
 
-def start_servers(stack: ExitStack, args: argparse.Namespace) -> tuple[EmbeddedServer, EmbeddedServer]:
-    """(without a draft, with one)."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kimi_cpu_speed_")))
-    servers = []
-    for name, draft in (("plain", ""), ("draft", str(args.draft.resolve()))):
-        settings = ServingSettings(
-            checkpoint=str(args.checkpoint.resolve()),
+def server_settings(args: argparse.Namespace) -> dict[str, ServingSettings]:
+    """Two servers, alike but for the draft."""
+    return {
+        name: ServingSettings(
+            checkpoint=str(args.checkpoint),
             draft=draft,
             device="cpu",
             kernels=args.kernels,
@@ -136,13 +115,8 @@ def start_servers(stack: ExitStack, args: argparse.Namespace) -> tuple[EmbeddedS
             max_model_len=1024,
             metrics_interval_s=METRICS_INTERVAL_S,
         )
-        server = make_server(settings, log_file=folder / f"{name}.log")
-        server.start()
-        stack.callback(server.stop)
-        servers.append(server)
-    for server in servers:
-        server.wait_until_ready()
-    return servers[0], servers[1]
+        for name, draft in (("plain", ""), ("draft", str(args.draft)))
+    }
 
 
 def table(report: dict[str, Any]) -> str:
@@ -183,30 +157,16 @@ def write_readme(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    nano = Path(__file__).parents[1] / "demo" / "kimi-nano"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=nano)
-    parser.add_argument("--draft", type=Path, default=nano / "draft")
+    add_common_options(parser)
     parser.add_argument("--kernels", default="cpu", choices=("cpu", "reference"))
     parser.add_argument("--cpu-threads", type=int, default=1)
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--readme", type=Path, help="write the table between the marks of this file")
     args = parser.parse_args()
-    report: dict[str, Any] = {
-        "command": sys.argv[1:],
-        "kernels": args.kernels,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "runs": [],
-    }
-    with ExitStack() as stack:
-        without, with_draft = start_servers(stack, args)
+    report: dict[str, Any] = {**provenance(), "kernels": args.kernels, "runs": []}
+    with servers_side_by_side(server_settings(args)) as servers:
         for temperature in args.temperatures:
-            cases = [Case("no draft", without, 0), *(Case(f"k = {k}", with_draft, k) for k in args.k)]
+            cases = [Case("no draft", servers["plain"], 0), *(Case(f"k = {k}", servers["draft"], k) for k in args.k)]
             report["runs"].append(measure(cases, temperature, args.repeats, args.max_tokens))
     text = table(report) + "\n\n" + "\n".join(verdict(run) for run in report["runs"])
     print(text)

@@ -4,8 +4,8 @@
     python benchmarks/exactness.py --checkpoint demo/kimi-nano --prompts prompts.jsonl [--json OUT] [--only a b c]
 
 a   float32, reference kernels: texts for every k, greedy and at temperature 1, must be those of k = 0. These kernels
-    launch thousands of operations a step, so the cases run side by side, a process for each and for each shard of the
-    prompts, under the MPS daemon where there is one.
+    launch thousands of operations a step, so each case and shard of the prompts is a process's, side by side, under the
+    MPS daemon where there is one; a shard is one batch.
 b   bf16, Triton-language kernels, teacher-forced: the k = 0 text is fed again as verify windows. Positions that draw
     another token are listed with the gap of their two best scores (log p + noise) and the smallest gap of a router;
     either must be within the rounding that is seen where the tokens agree.
@@ -51,8 +51,8 @@ Case = tuple[float, int]
 """Temperature and k."""
 
 
-def settings_of(args: argparse.Namespace, kernels: str) -> ServingSettings:
-    """Room for all prompts at once."""
+def settings_of(args: argparse.Namespace, kernels: str, batch: int) -> ServingSettings:
+    """Room for `batch` sequences of the longest prompt at once."""
     longest = max(map(len, args.token_ids)) + args.num_tokens + MAX_SPECULATIVE_TOKENS + 1
     return ServingSettings(
         checkpoint=str(args.checkpoint.resolve()),
@@ -61,15 +61,15 @@ def settings_of(args: argparse.Namespace, kernels: str) -> ServingSettings:
         kernels=kernels,
         speculation_policy="fixed",
         max_model_len=longest,
-        max_num_seqs=args.batch,
-        kv_tokens=longest * args.batch * 2,
+        max_num_seqs=batch,
+        kv_tokens=longest * batch * 2,
         mps="auto" if args.device == "cuda" else "off",
     )
 
 
 def float32(args: argparse.Namespace) -> Report:
     """Measurement a."""
-    settings = settings_of(args, "reference")
+    settings = settings_of(args, "reference", args.shard)
     cases = _cases(args)
     found: dict[Case, dict[int, Text]] = {case: {} for case in cases}
     with (
@@ -93,13 +93,22 @@ def float32(args: argparse.Namespace) -> Report:
             if args.texts:
                 with args.texts.open("a") as file:
                     file.writelines(json.dumps([*case, i, found[case][i]]) + "\n" for i in ours)
-    report: Report = {"prompts_at_each_k": "one k each" if args.rotate else "all"}
-    for (temperature, k), indices in sorted(cases.items()):
-        plain = [found[temperature, 0][i] for i in indices]
-        speculated = [found[temperature, k][i] for i in indices]
-        row = {"texts": len(plain), "identical": num_identical(plain, speculated)}
-        report.setdefault(f"T={temperature:g}", {})[f"k={k}"] = row
+            args.save("a", _float32_report(cases, found, args.rotate))
+    report = _float32_report(cases, found, args.rotate)
     print("a", json.dumps(report))
+    return report
+
+
+def _float32_report(
+    cases: Mapping[Case, Sequence[int]], found: Mapping[Case, Mapping[int, Text]], is_rotated: bool
+) -> Report:
+    """Of the texts that there are with speculation and without."""
+    report: Report = {"prompts_at_each_k": "one k each" if is_rotated else "all"}
+    for (temperature, k), indices in sorted(cases.items()):
+        plain, speculated = found[temperature, 0], found[temperature, k]
+        ours = [i for i in indices if i in plain and i in speculated]
+        same = num_identical([plain[i] for i in ours], [speculated[i] for i in ours])
+        report.setdefault(f"T={temperature:g}", {})[f"k={k}"] = {"texts": len(ours), "identical": same}
     return report
 
 
@@ -162,7 +171,7 @@ def _in_batches(
 
 def free_running(args: argparse.Namespace) -> Report:
     """Measurement c."""
-    settings = settings_of(args, "triton" if args.device == "cuda" else "auto")
+    settings = settings_of(args, "triton" if args.device == "cuda" else "auto", args.batch)
     target, draft = load_pair(settings)
     report: Report = {}
     for temperature in TEMPERATURES:
@@ -201,10 +210,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, as `kimi bench` takes them")
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--num-tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=64, help="sequences of a step, for a and c")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a step, for c")
     parser.add_argument("--k", type=int, nargs="+", default=list(range(MAX_SPECULATIVE_TOKENS + 1)))
-    parser.add_argument("--processes", type=int, default=32, help="of measurement a, at most")
-    parser.add_argument("--shard", type=int, default=20, help="prompts of a process of measurement a")
+    parser.add_argument("--processes", type=int, default=12, help="of measurement a, at most")
+    parser.add_argument("--shard", type=int, default=100, help="prompts of a batch of measurement a")
     parser.add_argument(
         "--rotate", action="store_true", help="measurement a: each prompt at k = 0 and at one other k, in turn"
     )

@@ -11,23 +11,20 @@ not told of a change: it meets each new load as it comes, and its first slice, w
 import argparse
 import asyncio
 import json
-import os
-import platform
 import sys
-import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-import torch
-
-from cpu_speed import PROMPTS
-from kimi_backend.cli.serve import make_server
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving.embedded_server import EmbeddedServer
 from kimi_client.load import LoadResult, run_load
+from serving_suite.side_by_side import (
+    ServedCase,
+    add_common_options,
+    in_turn,
+    provenance,
+    servers_side_by_side,
+)
 
 BAR = 0.97
 """The adaptive server must give at least this part of the better of "no draft" and the best fixed k."""
@@ -35,31 +32,15 @@ MOST_DRAFT_TOKENS = 3
 
 
 @dataclass(slots=True)
-class Case:
-    """One way of serving and what its slices measured."""
+class Case(ServedCase):
+    """One way of serving, and how many tokens it drafted."""
 
-    name: str
-    server: EmbeddedServer
-    k: int
-    rates: list[float] = field(default_factory=list)
-    """Output tokens a second, one entry a slice."""
     verifies: list[int] = field(default_factory=lambda: [0] * (MOST_DRAFT_TOKENS + 1))
     """By number of draft tokens."""
-    texts: list[str] = field(default_factory=list)
 
     def run(self, temperature: float, streams: int, num_requests: int, max_tokens: int) -> None:
         """One slice."""
-        requests = [
-            {
-                "text_input": PROMPTS[i % len(PROMPTS)],
-                "seed": i,
-                "max_tokens": max_tokens,
-                "temperature": temperature,
-                "ignore_eos": True,
-                "num_speculative_tokens": self.k,
-            }
-            for i in range(num_requests)
-        ]
+        requests = [self.request(i, temperature, max_tokens) for i in range(num_requests)]
         result: LoadResult = asyncio.run(run_load(f"localhost:{self.server.ports.grpc}", requests, streams))
         if result.errors:
             raise SystemExit(f"{self.name}: {result.errors[0]}")
@@ -74,8 +55,7 @@ def measure(cases: list[Case], temperature: float, streams: int, args: argparse.
     """The cases in turn; the first slice of each counts apart."""
     num_requests = max(2 * streams, 3)
     for repeat in range(args.repeats + 1):
-        shift = repeat % len(cases)
-        for case in cases[shift:] + cases[:shift]:
+        for case in in_turn(cases, repeat):
             case.run(temperature, streams, num_requests, args.max_tokens)
     plain, *fixed, adaptive = cases
     rates = {case.name: median(case.rates[1:]) for case in cases}
@@ -105,12 +85,10 @@ def ratio(one: Case, other: Case) -> tuple[float, float]:
     return round(median(ratios), 3), round(error, 3)
 
 
-def start_servers(stack: ExitStack, args: argparse.Namespace) -> list[EmbeddedServer]:
+def server_settings(args: argparse.Namespace) -> dict[str, ServingSettings]:
     """Without a draft, fixed, adaptive."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kimi_policy_")))
-    servers = []
-    for name, draft in (("plain", ""), ("fixed", str(args.draft)), ("adaptive", str(args.draft))):
-        settings = ServingSettings(
+    return {
+        name: ServingSettings(
             checkpoint=str(args.checkpoint),
             draft=draft,
             device="cpu",
@@ -118,13 +96,8 @@ def start_servers(stack: ExitStack, args: argparse.Namespace) -> list[EmbeddedSe
             max_num_seqs=32,
             speculation_policy="adaptive" if name == "adaptive" else "fixed",
         )
-        server = make_server(settings, log_file=folder / f"{name}.log")
-        server.start()
-        stack.callback(server.stop)
-        servers.append(server)
-    for server in servers:
-        server.wait_until_ready()
-    return servers
+        for name, draft in (("plain", ""), ("fixed", str(args.draft)), ("adaptive", str(args.draft)))
+    }
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -160,35 +133,24 @@ def verdict(runs: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    nano = (Path(__file__).parents[1] / "demo" / "kimi-nano").resolve()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=nano)
-    parser.add_argument("--draft", type=Path, default=nano / "draft")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    add_common_options(parser)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     runs = []
-    with ExitStack() as stack:
-        plain, fixed, adaptive = start_servers(stack, args)
+    with servers_side_by_side(server_settings(args)) as servers:
         for temperature in args.temperatures:
             for streams in args.streams:
-                cases = [Case("no draft", plain, 0), *(Case(f"k = {k}", fixed, k) for k in args.k)]
-                cases.append(Case("adaptive", adaptive, MOST_DRAFT_TOKENS))
+                cases = [
+                    Case("no draft", servers["plain"], 0),
+                    *(Case(f"k = {k}", servers["fixed"], k) for k in args.k),
+                    Case("adaptive", servers["adaptive"], MOST_DRAFT_TOKENS),
+                ]
                 runs.append(measure(cases, temperature, streams, args))
                 print(json.dumps(runs[-1]), file=sys.stderr)
     print(table(runs) + "\n\n" + verdict(runs))
     if args.json:
-        report = {
-            "command": sys.argv[1:],
-            "torch": torch.__version__,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "runs": runs,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

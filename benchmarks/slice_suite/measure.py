@@ -46,7 +46,7 @@ def measure_case(
     result = shape | _through_engine(rounds, steady, batch_size)
     if not steady:
         return result
-    is_ahead = draft is not None and settings.launch_ahead == "true"
+    is_ahead = settings.launch_ahead == "true"
     if is_ahead:
         ahead = run_batch(target, draft, settings, num_output_tokens=num_output_tokens, launch_ahead=True, **shape)
         result = _launched_ahead(result, ahead, batch_size)

@@ -1,10 +1,19 @@
 """Models that note when they are asked and answer, around the real runners."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from kimi_backend.spec_decode.protocols import DraftModel, FollowingDraft, LaunchingTarget, OnQueued, TargetModel
+from kimi_backend.spec_decode.protocols import (
+    DraftModel,
+    FollowingDraft,
+    LaunchingTarget,
+    OnQueued,
+    PendingVerify,
+    QueueingTarget,
+    TargetModel,
+)
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 
 
@@ -71,6 +80,12 @@ class RecordedTarget:
             return self._noted(plan, self._target.verify(plan), start)
         return self._noted(plan, self._target.verify_ahead(plan, on_queued), start)
 
+    def launch(self, plan: TargetPlan) -> PendingVerify | None:
+        """A round then begins with its launch, while the one before it is still running."""
+        start = perf_counter()
+        pending = self._target.launch(plan) if isinstance(self._target, QueueingTarget) else None
+        return None if pending is None else _RecordedPending(pending, lambda reply: self._noted(plan, reply, start))
+
     def _noted(self, plan: TargetPlan, reply: TargetReply, start: float) -> TargetReply:
         end = perf_counter()
         self._recording.rounds.append(
@@ -85,6 +100,15 @@ class RecordedTarget:
             )
         )
         return reply
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedPending:
+    pending: PendingVerify
+    noted: Callable[[TargetReply], TargetReply]
+
+    def wait(self) -> TargetReply:
+        return self.noted(self.pending.wait())
 
 
 class RecordedDraft:

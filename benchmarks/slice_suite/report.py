@@ -49,20 +49,31 @@ def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
     for (batch_size, prompt_len, k), depths in by_shape.items():
         if len(depths) < 2:
             continue
-        low, high = min(depths), max(depths)
-        a_layer = (depths[high]["round_ms"] - depths[low]["round_ms"]) / (high - low)
-        fixed = depths[low]["round_ms"] - (low - 1) * a_layer
-        found.append(
-            {
-                "batch_size": batch_size,
-                "prompt_len": prompt_len,
-                "num_speculative_tokens": k,
-                "expert_layer_ms": round(a_layer, 4),
-                "fixed_ms": round(fixed, 3),
-                f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms": round(fixed + (NUM_MODEL_LAYERS - 1) * a_layer, 2),
-            }
-        )
+        entry = {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
+        a_layer, fixed, whole = _split({layers: case["round_ms"] for layers, case in depths.items()})
+        entry |= {"expert_layer_ms": a_layer, "fixed_ms": fixed, f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms": whole}
+        if all("floor_ms" in case for case in depths.values()):
+            # Bytes first: the depths may be of two runs, whose bandwidths differ a little.
+            rates = {layers: case.get("read_bytes_per_us", 1.0) / _rate_of(depths) for layers, case in depths.items()}
+            floors = _split({layers: rates[layers] * case["floor_ms"] for layers, case in depths.items()})
+            entry |= dict(
+                zip(("expert_layer_floor_ms", "fixed_floor_ms", "extrapolated_floor_ms"), floors, strict=True)
+            )
+        found.append(entry)
     return found
+
+
+def _rate_of(depths: dict[int, Case]) -> float:
+    """Read bandwidth of the deepest slice's run; 1 where it is not told."""
+    return float(depths[max(depths)].get("read_bytes_per_us", 1.0))
+
+
+def _split(ms: dict[int, float]) -> tuple[float, float, float]:
+    """By number of layers -> (an expert layer, everything else, NUM_MODEL_LAYERS of them)."""
+    low, high = min(ms), max(ms)
+    a_layer = (ms[high] - ms[low]) / (high - low)
+    fixed = ms[low] - (low - 1) * a_layer
+    return round(a_layer, 4), round(fixed, 3), round(fixed + (NUM_MODEL_LAYERS - 1) * a_layer, 2)
 
 
 def row(case: Case) -> str:
@@ -113,7 +124,7 @@ def plot(cases: list[Case], path: Path, title: str) -> None:
     floors = [case.get("floor_ms") for case in shown]
     axes.scatter([f or 0 for f in floors], places, marker="|", s=260, color="black", label="floor", zorder=3)
     axes.scatter(
-        [case["round_ms"] for case in shown], places, s=36, color="black", label="round, launched ahead with k > 0",
+        [case["round_ms"] for case in shown], places, s=36, color="black", label="round, launched ahead",
         zorder=4,
     )  # fmt: skip
     peers = [(peer_ms(case), place) for place, case in zip(places, shown, strict=True)]
@@ -123,7 +134,10 @@ def plot(cases: list[Case], path: Path, title: str) -> None:
     )  # fmt: skip
     axes.set_yticks(
         list(places),
-        [f"k={c['num_speculative_tokens']}  {c['batch_size']} x {c['prompt_len'] / 1024:g}k" for c in shown],
+        [
+            f"{c.get('draft', '')}  k={c['num_speculative_tokens']}  {c['batch_size']} x {c['prompt_len'] / 1024:g}k"
+            for c in shown
+        ],
     )
     axes.invert_yaxis()
     axes.set(xlabel="ms a round", title=title.replace("; ", "\n"))

@@ -7,28 +7,51 @@ from typing import Any
 
 from slice_suite.report import NUM_MODEL_LAYERS, Case, peer_ms, per_layer
 
+NO_CEILINGS: dict[str, float] = {}
+
 
 def load_cases(paths: Sequence[Path]) -> list[Case]:
-    """The cases of all files; the first one of a shape counts."""
+    """The cases of all files, each with its run's device, read bandwidth and settings; of a file of several runs, all.
+
+    The first one of a shape and draft counts.
+    """
     found: dict[tuple[Any, ...], Case] = {}
     for path in paths:
-        for case in json.loads(path.read_text())["cases"]:
-            key = tuple(case[name] for name in ("num_layers", "num_speculative_tokens", "prompt_len", "batch_size"))
-            found.setdefault(key, case)
+        document = json.loads(path.read_text())
+        for run in document.get("runs", [document]):
+            about = {"device": run["device"], "settings": run.get("settings", {})}
+            about |= {
+                name: value for name, value in (run["ceilings"] or NO_CEILINGS).items() if name == "read_bytes_per_us"
+            }
+            for case in run["cases"]:
+                shape = (case[name] for name in ("num_layers", "num_speculative_tokens", "prompt_len", "batch_size"))
+                draft = draft_of(about["settings"])
+                found.setdefault(
+                    (draft, *shape), case | about | {"draft": draft if case["num_speculative_tokens"] else ""}
+                )
     return [found[key] for key in sorted(found)]
+
+
+def draft_of(settings: dict[str, Any]) -> str:
+    """The draft in words: `bf16` as it is."""
+    layer = settings.get("draft_quantization", "bf16")
+    head = settings.get("draft_head_quantization", layer)
+    vocab = f", {settings['draft_vocab']:,} tokens" if "draft_vocab" in settings else ""
+    return (layer if layer == head else f"{layer}, its head {head}") + vocab
 
 
 def rounds_table(cases: Sequence[Case]) -> str:
     lines = [
-        "| layers | k | batch x prompt | round ms | in lockstep | = target | + draft | + host | floor | of floor |"
-        " tok/s | vLLM |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| draft | layers | k | batch x prompt | round ms | in lockstep | = target | + draft | + host | floor"
+        " | of floor | tok/s | vLLM |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in cases:
         if "round_ms" not in case:
             continue
         lines.append(
-            f"| {case['num_layers']} | {case['num_speculative_tokens']} | {_shape(case)} | {case['round_ms']:.2f}"
+            f"| {case['draft'] or '-'} | {case['num_layers']} | {case['num_speculative_tokens']}"
+            f" | {_shape(case)} | {case['round_ms']:.2f}"
             f" | {case.get('lockstep_round_ms', case['round_ms']):.2f}"
             f" | {case['target_ms']:.2f} | {case['draft_ms']:.2f} | {case['host_ms']:.2f}"
             f" | {case.get('floor_ms', 0):.2f} | {case.get('of_floor') or 0:.2f} | {case['decode_tokens_per_s']:,.0f}"
@@ -37,57 +60,26 @@ def rounds_table(cases: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
-WANTED = {
-    (0, 1): (2.6, 2.1),
-    (0, 4): (3.6, 2.9),
-    (0, 16): (6.9, 5.5),
-    (0, 64): (14.5, 11.4),
-    (3, 1): (7.2, 6.0),
-    (3, 4): (10.2, 8.5),
-    (3, 16): (17.8, 14.5),
-    (3, 64): (25.0, 20.0),
-}
-"""What a round of 5 layers and a prompt of 1k may take and should take on an H100, ms, by (k, batch)."""
-WANTED_OF_A_CHEAP_DRAFT = {(3, 1): (5.4, 4.4), (3, 4): (8.4, 7.0), (3, 16): (16.0, 13.0), (3, 64): (23.5, 19.0)}
-"""The same with a reduced or quantised draft."""
-
-
-def judged_table(cases: Sequence[Case], device: str, is_cheap_draft: bool) -> str:
-    """The rounds that something was asked of, beside it; no verdict about another card than an H100."""
-    wanted = WANTED_OF_A_CHEAP_DRAFT if is_cheap_draft else WANTED
-    lines = [
-        "| k | batch | floor | round ms | in lockstep | of floor | must / aim | vLLM |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for case in cases:
-        shape = (case["num_speculative_tokens"], case["batch_size"])
-        if "round_ms" not in case or (case["num_layers"], case["prompt_len"]) != (5, 1024) or shape not in wanted:
-            continue
-        must, aim = wanted[shape]
-        reached = (
-            "kept, aim reached" if case["round_ms"] <= aim else "kept" if case["round_ms"] <= must else "**missed**"
-        )
-        verdict = f": {reached}" if "H100" in device else ""
-        lines.append(
-            f"| {shape[0]} | {shape[1]} | {case.get('floor_ms', 0):.2f} | {case['round_ms']:.2f}"
-            f" | {case.get('lockstep_round_ms', case['round_ms']):.2f} | {case.get('of_floor') or 0:.2f}"
-            f" | {must:g} / {aim:g}{verdict} | {'-' if is_cheap_draft else peer_ms(case) or '-'} |"
-        )
-    return "\n".join(lines)
-
-
 def layers_table(cases: list[Case]) -> str:
+    """With the draft as it is."""
     whole = f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms"
     lines = [
-        f"| k | batch x prompt | an expert layer, ms | the rest, ms | {NUM_MODEL_LAYERS} layers, extrapolated, ms |",
-        "| --- | --- | --- | --- | --- |",
+        "| k | batch x prompt | an expert layer, ms | floor | of floor | the rest, ms | floor"
+        f" | {NUM_MODEL_LAYERS} layers, extrapolated, ms | of floor |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    lines += [
-        f"| {entry['num_speculative_tokens']} | {_shape(entry)} | {entry['expert_layer_ms']:.3f}"
-        f" | {entry['fixed_ms']:.2f} | {entry[whole]:.1f} |"
-        for entry in per_layer(cases)
-    ]
+    for entry in per_layer([case for case in cases if case["draft"] in ("", "bf16")]):
+        layer, fixed, model = (entry.get(f"{part}_floor_ms", 0.0) for part in ("expert_layer", "fixed", "extrapolated"))
+        lines.append(
+            f"| {entry['num_speculative_tokens']} | {_shape(entry)} | {entry['expert_layer_ms']:.3f} | {layer:.3f}"
+            f" | {_ratio(entry['expert_layer_ms'], layer)} | {entry['fixed_ms']:.2f} | {fixed:.2f}"
+            f" | {entry[whole]:.1f} | {_ratio(entry[whole], model)} |"
+        )
     return "\n".join(lines)
+
+
+def _ratio(value: float, floor: float) -> str:
+    return f"{value / floor:.2f}" if floor else "-"
 
 
 def gpu_table(cases: Sequence[Case]) -> str:
@@ -99,12 +91,12 @@ def gpu_table(cases: Sequence[Case]) -> str:
             totals[kind] = totals.get(kind, 0.0) + spent
     kinds = sorted(totals, key=lambda kind: -totals[kind])
     lines = [
-        "| k | batch x prompt | busy | kernels | " + " | ".join(kinds) + " |",
-        "| --- | --- | --- | --- |" + " --- |" * len(kinds),
+        "| draft | layers | k | batch x prompt | covered | busy | kernels | " + " | ".join(kinds) + " |",
+        "| --- | --- | --- | --- | --- | --- | --- |" + " --- |" * len(kinds),
     ]
     lines += [
-        f"| {case['num_speculative_tokens']} | {_shape(case)} | {case['gpu']['busy_us']:,.0f}"
-        f" | {case['gpu']['num_kernels']:.0f} | "
+        f"| {case['draft'] or '-'} | {case['num_layers']} | {case['num_speculative_tokens']} | {_shape(case)}"
+        f" | {case['gpu']['covered_us']:,.0f} | {case['gpu']['busy_us']:,.0f} | {case['gpu']['num_kernels']:.0f} | "
         + " | ".join(f"{case['gpu']['by_kind'].get(kind, 0):,.0f}" for kind in kinds)
         + " |"
         for case in profiled

@@ -48,11 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     drafts.add_argument("--device", default="auto")
     drafts.add_argument("--no-compile", action="store_true")
     drafts.add_argument("--start-from", type=Path, help="a target's folder whose drafts to train on")
-    sharpen = commands.add_parser("sharpen", help="scale an EAGLE3 draft's logits for coupled draws, in place")
-    sharpen.add_argument("checkpoint", type=Path, help="the target's folder, with the draft below it")
+    sharpen = commands.add_parser("sharpen", help="scale trained drafts' logits for coupled draws, in place")
+    sharpen.add_argument("checkpoint", type=Path, help="the target's folder, with the drafts below it")
     sharpen.add_argument("data", type=Path)
-    sharpen.add_argument("--kind", choices=[kind.value for kind in DraftKind], default="mla")
-    sharpen.add_argument("--num-prompts", type=int, default=96)
+    sharpen.add_argument("--kinds", nargs="+", choices=[kind.value for kind in DraftKind], default=["mla"])
     sharpen.add_argument("--device", default="auto")
     evaluate = commands.add_parser("evaluate", help="measure a checkpoint and its drafts")
     evaluate.add_argument("checkpoint", type=Path)
@@ -69,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     probes.add_argument("data", type=Path)
     probes.add_argument("report", type=Path, help="JSON file to write")
     probes.add_argument("--num-prompts", type=int, default=24)
+    kinds = [kind.value for kind in DraftKind]
+    probes.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="of the drafts that are there")
+    probes.add_argument("--processes", type=int, default=1, help="that share the prompts, one core each")
     prompts = commands.add_parser("prompts", help="held-out prompts as JSON lines, for `kimi probe` and `kimi bench`")
     prompts.add_argument("data", type=Path)
     prompts.add_argument("file", type=Path)
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     card = commands.add_parser("card", help="figures of a report into the model card")
     card.add_argument("report", type=Path, nargs="+", help="of `evaluate`; further ones add drafts of the same target")
     card.add_argument("card", type=Path)
-    card.add_argument("--probes", type=Path, help="report of `probes`")
+    card.add_argument("--probes", type=Path, nargs="+", default=[], help="reports of `probes`")
     for command in (prepare, train, unloop, drafts, sharpen):
         command.add_argument("--recipe", choices=RECIPES, default="nano")
         command.add_argument("--seed", type=int, default=0)
@@ -142,19 +144,13 @@ def _drafts(args: argparse.Namespace) -> None:
 
 def _sharpen(args: argparse.Namespace) -> None:
     from kimi_nano.dataset import Windows, load
-    from kimi_nano.export import DRAFT_FOLDERS, read_draft, read_target, write_draft
-    from kimi_nano.sharpen import sharpen
+    from kimi_nano.export import read_target
+    from kimi_nano.train import sharpen_all
 
-    device, kind = _device(args.device), DraftKind(args.kind)
-    target = read_target(args.checkpoint).to(device)
-    folder = args.checkpoint / DRAFT_FOLDERS[kind]
-    draft = read_draft(folder, target.config).to(device)
-    prompts = Windows(load(args.data).train, device, args.seed).batch(
-        args.num_prompts, target.config.max_position_embeddings // 8
-    )
-    for scale, length in sharpen(draft, target, prompts.tolist()).items():
-        print(f"scale {scale:g}: acceptance length {length:.3f}")
-    write_draft(folder, draft, kind, RECIPES[args.recipe])
+    device = _device(args.device)
+    corpus = Windows(load(args.data).train, device, args.seed)
+    kinds = [DraftKind(kind) for kind in args.kinds]
+    sharpen_all(args.checkpoint, kinds, read_target(args.checkpoint).to(device), corpus, RECIPES[args.recipe])
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -177,7 +173,8 @@ def _probes(args: argparse.Namespace) -> None:
     from kimi_nano.pace import write_json
     from kimi_nano.probe_check import check_probe
 
-    write_json(args.report, check_probe(args.checkpoint, _held_out_prompts(args)))
+    kinds = [DraftKind(kind) for kind in args.kinds]
+    write_json(args.report, check_probe(args.checkpoint, _held_out_prompts(args), kinds, num_processes=args.processes))
 
 
 def _prompts(args: argparse.Namespace) -> None:

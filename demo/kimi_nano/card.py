@@ -1,6 +1,7 @@
 """Writes the measured figures into the model card, between its two markers."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,20 @@ APART = ("texts that do not loop", "looping texts")
 GREEDY_BAR, COUPLED_BAR = 2.2, 1.9
 
 
-def write_card(reports: Sequence[Path], card: Path, probes: Path | None = None) -> None:
+def write_card(reports: Sequence[Path], card: Path, probes: Sequence[Path] = ()) -> None:
     """Replace what stands between the markers of `card` by tables.
 
     Args:
         reports: what `evaluate` wrote; of further ones only the drafts are taken, measured on the same target.
-        probes: what `probes` wrote.
+        probes: what `probes` wrote, each of other drafts.
     """
     text = card.read_text()
     report, *others = (json.loads(path.read_text()) for path in reports)
     for other in others:
         report["drafts"] |= other["drafts"]
     parts = [figures(report)]
-    if probes is not None:
-        parts.append(_probes(json.loads(probes.read_text())))
+    if probes:
+        parts.append(_probes({draft: rows for path in probes for draft, rows in json.loads(path.read_text()).items()}))
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     card.write_text(f"{before}{BEGIN}\n\n" + "\n".join(parts) + f"\n{END}{after}")
 
@@ -40,9 +41,20 @@ def _probes(probes: dict[str, list[dict[str, Any]]]) -> str:
         for row in measured:
             lengths = [f"{row[name]:.2f}" for name in ("file's acceptance length", "chosen acceptance length")]
             verdict = "the true setting" if row["is the truth"] else row["chosen"]
-            rows.append((draft, row["false statement"], *lengths, f"{row['standard errors']:.1f}", verdict))
-    heads = ("draft", "false statement in its config.json", "accepted as the file says", "as the probe says")
-    return _table((*heads, "standard errors", "the probe chooses"), rows)
+            errors, rivals = f"{row['standard errors']:.1f}", _rivals(row["chosen"], row["not told apart"])
+            rows.append((draft, str(row["prompts"]), row["false statement"], *lengths, errors, verdict, rivals))
+    heads = ("draft", "prompts", "false statement in its config.json", "accepted as the file says", "as the probe says")
+    return _table((*heads, "standard errors", "the probe chooses", "not told apart from"), rows)
+
+
+def _rivals(chosen: str, rivals: Sequence[str]) -> str:
+    """What rivals have in place of the chosen setting's parts, each once."""
+    own = _setting_parts(chosen)
+    return ", ".join(dict.fromkeys(part for rival in rivals for part in _setting_parts(rival) if part not in own))
+
+
+def _setting_parts(name: str) -> list[str]:
+    return re.split("[;,] ", name)
 
 
 def _held_out(held_out: dict[str, Any]) -> str:

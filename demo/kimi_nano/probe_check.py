@@ -1,40 +1,77 @@
-"""Checks `kimi probe` on trained drafts: on copies whose config.json says one thing wrong."""
+"""Checks `kimi probe` on trained drafts: on copies whose config.json says one thing wrong.
+
+What a setting gets accepted depends on the config it comes to and on the text, not on which false file it mends: each
+config is replayed once.
+"""
 
 import json
+import multiprocessing
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.config.aux_layers import AUX_LAYER_IDS_FIELD, ENCODING_FIELD
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.probe import ProbeResult, verdict
-from kimi_backend.runners.probe_loading import open_probe
+from kimi_backend.runners.probe import ProbeResult, ProbeTexts, verdict
+from kimi_backend.runners.probe_loading import OpenedProbe, open_probe
+from kimi_backend.runners.probe_settings import ProbeSetting
 from kimi_nano.export import DRAFT_FOLDERS
 
 NUM_NEW_TOKENS = 96
 NUM_DRAFT_TOKENS = 3
+TRUTH = "nothing"
+Prompts = Sequence[Sequence[int]]
+Lengths = dict[Eagle3DraftConfig, tuple[float, ...]]
+"""Acceptance length of each text by the config that the draft was read with."""
 
 
-def check_probe(folder: Path, prompts: Sequence[Sequence[int]]) -> dict[str, list[dict[str, Any]]]:
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """A draft's folder and the settings that the probe tries on it."""
+
+    statement: str
+    """What its config.json says wrong."""
+    settings: tuple[ProbeSetting, ...]
+    configs: tuple[Eagle3DraftConfig, ...]
+    """Of each setting."""
+
+
+def check_probe(
+    folder: Path,
+    prompts: Prompts,
+    kinds: Sequence[DraftKind] = tuple(DRAFT_FOLDERS),
+    *,
+    num_processes: int = 1,
+    num_tokens: int = NUM_NEW_TOKENS,
+) -> dict[str, list[dict[str, Any]]]:
     """By kind of draft, one row for its file as it is and one for each false statement.
 
     Args:
         folder: a target's checkpoint with drafts in folders below it.
+        kinds: which of them, where they are there.
+        num_processes: that share the prompts; each takes one thread.
+        num_tokens: that the target writes after each prompt.
     """
     result: dict[str, list[dict[str, Any]]] = {}
-    for kind, name in DRAFT_FOLDERS.items():
-        if not (folder / name).is_dir():
+    shares = [prompts[start::num_processes] for start in range(min(num_processes, len(prompts)))]
+    for kind in kinds:
+        if not (folder / DRAFT_FOLDERS[kind]).is_dir():
             continue
-        truth = DraftCheckpoint.open(folder / name, TargetCheckpoint.open(folder).config).config
-        rows = [_row(folder, folder / name, "nothing", truth, prompts)]
-        for statement, changes in false_statements(truth).items():
-            with tempfile.TemporaryDirectory() as place:
-                copy = misdeclared(folder / name, Path(place) / "draft", changes)
-                rows.append(_row(folder, copy, statement, truth, prompts))
+        work = [(folder, kind, share, num_tokens) for share in shares]
+        if len(work) == 1:
+            parts = [_replayed(*work[0])]
+        else:
+            with multiprocessing.get_context("spawn").Pool(len(work)) as pool:
+                parts = pool.starmap(_replayed, work)
+        files = parts[0][0]
+        lengths = {config: tuple(x for _, part in parts for x in part[config]) for config in parts[0][1]}
+        rows = [_row(file, files[0].configs[0], lengths) for file in files]
         for row in rows:
             print(f"{kind.value}: {row}", flush=True)
         result[kind.value] = rows
@@ -67,26 +104,57 @@ def misdeclared(folder: Path, to: Path, changes: dict[str, Any]) -> Path:
     return to
 
 
-def _row(
-    target: Path, draft: Path, statement: str, truth: Eagle3DraftConfig, prompts: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    settings = ServingSettings(checkpoint=str(target), draft=str(draft), device="cpu")
-    opened = open_probe(settings, max(map(len, prompts)) + NUM_NEW_TOKENS + NUM_DRAFT_TOKENS)
-    results = list(opened.run(opened.write_texts(prompts, NUM_NEW_TOKENS), NUM_DRAFT_TOKENS))
+def _replayed(folder: Path, kind: DraftKind, prompts: Prompts, num_tokens: int) -> tuple[list[CheckedFile], Lengths]:
+    """The true file first, then the false ones, and what every config of theirs gets accepted on these prompts."""
+    files, lengths = list[CheckedFile](), Lengths()
+    with tempfile.TemporaryDirectory() as place:
+        opened = _opened(folder, kind, Path(place), max(map(len, prompts)) + num_tokens + NUM_DRAFT_TOKENS)
+        texts: dict[tuple[int, ...], ProbeTexts] = {}
+        for statement, probe in opened.items():
+            if probe.layers not in texts:
+                texts[probe.layers] = probe.write_texts(prompts, num_tokens)
+            configs = tuple(_config(probe, setting.overrides) for setting in probe.candidates)
+            files.append(CheckedFile(statement, tuple(probe.candidates), configs))
+            new = [(s, c) for s, c in zip(probe.candidates, configs, strict=True) if c not in lengths]
+            results = replace(probe, candidates=[setting for setting, _ in new]).run(
+                texts[probe.layers], NUM_DRAFT_TOKENS
+            )
+            for (_, config), result in zip(new, results, strict=True):
+                lengths[config] = result.lengths
+    return files, lengths
+
+
+def _opened(folder: Path, kind: DraftKind, place: Path, max_model_len: int) -> dict[str, OpenedProbe]:
+    """By false statement; the files are written below `place`."""
+    true_file = folder / DRAFT_FOLDERS[kind]
+    truth = DraftCheckpoint.open(true_file, TargetCheckpoint.open(folder).config).config
+    drafts = {TRUTH: true_file}
+    for number, (statement, changes) in enumerate(false_statements(truth).items()):
+        drafts[statement] = misdeclared(true_file, place / str(number), changes)
+    return {
+        statement: open_probe(
+            ServingSettings(checkpoint=str(folder), draft=str(draft), device="cpu", cpu_threads=1), max_model_len
+        )
+        for statement, draft in drafts.items()
+    }
+
+
+def _config(probe: OpenedProbe, overrides: DraftOverrides) -> Eagle3DraftConfig:
+    config: Eagle3DraftConfig = DraftCheckpoint.open(probe.draft.path, probe.target.config, overrides).config
+    return config
+
+
+def _row(file: CheckedFile, truth: Eagle3DraftConfig, lengths: Lengths) -> dict[str, Any]:
+    results = [ProbeResult(setting=s, lengths=lengths[c]) for s, c in zip(file.settings, file.configs, strict=True)]
     chosen, rivals = verdict(results)
     own = next(result for result in results if result.setting.is_files_own)
     return {
-        "false statement": statement,
+        "false statement": file.statement,
+        "prompts": len(own.lengths),
         "file's acceptance length": own.acceptance_length,
         "chosen acceptance length": chosen.acceptance_length,
         "standard errors": chosen.errors_above(own),
         "chosen": chosen.setting.name,
-        "is the truth": _read_with(draft, target, chosen) == truth,
+        "is the truth": file.configs[results.index(chosen)] == truth,
         "not told apart": [rival.setting.name for rival in rivals],
     }
-
-
-def _read_with(draft: Path, target: Path, chosen: ProbeResult) -> Eagle3DraftConfig:
-    overrides: DraftOverrides = chosen.setting.overrides
-    config: Eagle3DraftConfig = DraftCheckpoint.open(draft, TargetCheckpoint.open(target).config, overrides).config
-    return config

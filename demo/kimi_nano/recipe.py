@@ -84,6 +84,8 @@ class Recipe:
     generated_tokens: int = 320
     generated_share: float = 0.6
     """Share of the drafts' batches that the target wrote itself."""
+    sharpen_prompts: int = 96
+    """Windows of the training text that `sharpen` chooses a finished draft's scale on; 0 leaves drafts as trained."""
     unloop: UnloopRecipe = UnloopRecipe()
     num_layers: int = 8
 
@@ -204,6 +206,7 @@ MICRO = Recipe(
     generated_sequences=8,
     generated_prompt_tokens=64,
     generated_tokens=64,
+    sharpen_prompts=8,
     unloop=UnloopRecipe(
         window=64, batch_tokens=512, shortest_prompt=8, own_tokens=32, own_sequences=8, steps_a_pass=3, warmup_steps=2
     ),

@@ -2,12 +2,14 @@
 
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_nano.aligned_start import align
@@ -24,7 +26,8 @@ from kimi_nano.export import (
 )
 from kimi_nano.generate import generate
 from kimi_nano.pace import write_json
-from kimi_nano.recipe import Run
+from kimi_nano.recipe import Recipe, Run
+from kimi_nano.sharpen import sharpen_file
 from kimi_nano.target import NanoTarget
 from kimi_nano.train_drafts import Drafts, draft_batches, make_drafts, train_drafts
 from kimi_nano.train_target import held_out_loss, train_target
@@ -184,6 +187,7 @@ def _finish_drafts(
     curves = train_drafts(drafts, target, batches, run, dtype, captures=compiles)
     for kind, draft in drafts.items():
         write_draft(out / TARGET_FOLDER / DRAFT_FOLDERS[kind], draft, kind, run.recipe)
+    sharpened = sharpen_all(out / TARGET_FOLDER, tuple(drafts), target, corpus, run.recipe)
     first = next(iter(curves.values())).rows
     return {
         "drafts": {name: curve.rows for name, curve in curves.items()},
@@ -192,8 +196,25 @@ def _finish_drafts(
             "steps": len(first) + 1,
             "seconds": first[-1]["seconds"],
             "parameters": {kind.value: sum(p.numel() for p in draft.parameters()) for kind, draft in drafts.items()},
+            "sharpened": sharpened,
         },
     }
+
+
+def sharpen_all(
+    folder: Path, kinds: Sequence[DraftKind], target: NanoTarget, corpus: Windows, recipe: Recipe
+) -> dict[str, dict[float, float]]:
+    """Sharpen finished drafts' files below `folder` in place. Returns by kind the acceptance length of each scale."""
+    if not recipe.sharpen_prompts:
+        return {}
+    prompts = corpus.batch(recipe.sharpen_prompts, recipe.context // 8).tolist()
+    result = {}
+    for kind in kinds:
+        lengths = sharpen_file(folder / DRAFT_FOLDERS[kind], kind, recipe, target, prompts)
+        result[kind.value] = lengths
+        text = ", ".join(f"{scale:g} {length:.3f}" for scale, length in lengths.items())
+        print(f"draft {kind.value}, acceptance length by scale: {text}", flush=True)
+    return result
 
 
 def _align(drafts: Drafts, target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype) -> None:

@@ -12,10 +12,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from kimi_kernels.row_tiles import ALIGNMENT_BYTES
-
-WIDTH_MULTIPLE = 16
-"""Widths in float32 that keep every row of a contiguous tensor on a 64-byte boundary."""
+from kimi_kernels.row_tiles import ALIGNMENT_BYTES, WIDTH_MULTIPLE
 
 
 def keeps_rows_aligned(*widths: int) -> bool:

@@ -1,4 +1,4 @@
-"""Matrix products on tiles of exactly 16 rows, so that a row's bits do not depend on the rows beside it.
+"""Matrix products on tiles of a fixed number of rows, so that a row's bits do not depend on the rows beside it.
 
 A BLAS picks its code path, and with it the order of its sums, by the shape of the product and by how its operands lie
 in memory. Here both are the same whatever the batch: rows are zero-padded to whole tiles, widths to multiples of 16,
@@ -8,13 +8,21 @@ and every operand begins on a 64-byte boundary (16 float32 rows of any width are
 import torch
 from torch import Tensor
 
-TILE_ROWS = 16
+TILE_ROWS = {"cpu": 16, "cuda": 512}
+"""Rows of a tile by device: on a GPU a launch takes longer than the product of many rows."""
+WIDTH_MULTIPLE = 16
+"""Widths in float32 that keep every row of a contiguous tensor on a 64-byte boundary."""
 ALIGNMENT_BYTES = 64
 
 
-def ceil_to_tile(size: int) -> int:
+def ceil_to(multiple: int, size: int) -> int:
+    """The multiple at or above `size`."""
+    return (size + multiple - 1) // multiple * multiple
+
+
+def ceil_to_width(size: int) -> int:
     """The multiple of 16 at or above `size`."""
-    return (size + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    return ceil_to(WIDTH_MULTIPLE, size)
 
 
 def tile_weight(weight: Tensor) -> Tensor:
@@ -27,7 +35,7 @@ def tile_weight(weight: Tensor) -> Tensor:
         it is all that.
     """
     *leading, rows, columns = weight.shape
-    shape = (*leading, ceil_to_tile(rows), ceil_to_tile(columns))
+    shape = (*leading, ceil_to_width(rows), ceil_to_width(columns))
     if weight.shape == shape and _is_ready(weight):
         return weight
     padded = torch.zeros(shape, dtype=torch.float32, device=weight.device)
@@ -41,12 +49,13 @@ def tile_rows(x: Tensor, width: int) -> Tensor:
     Args:
         x: [T, columns], any float dtype and strides, columns <= width.
     Returns:
-        [T rounded up to 16, width] float32, contiguous, aligned; x itself if it is all that.
+        [T rounded up to whole tiles, width] float32, contiguous, aligned; x itself if it is all that.
     """
     num_rows, columns = x.shape
-    if columns == width and num_rows % TILE_ROWS == 0 and _is_ready(x):
+    padded_rows = ceil_to(TILE_ROWS[x.device.type], num_rows)
+    if columns == width and num_rows == padded_rows and _is_ready(x):
         return x
-    tiles = torch.zeros(ceil_to_tile(num_rows), width, dtype=torch.float32, device=x.device)
+    tiles = torch.zeros(padded_rows, width, dtype=torch.float32, device=x.device)
     if columns == width:
         tiles[:num_rows] = x
     else:
@@ -55,24 +64,24 @@ def tile_rows(x: Tensor, width: int) -> Tensor:
 
 
 def multiply_tiles(tiles: Tensor, weight_t: Tensor) -> Tensor:
-    """tiles @ weight_t, 16 rows at a time.
+    """tiles @ weight_t, a tile at a time.
 
     Args:
-        tiles: [a multiple of 16, in_features], as `tile_rows` makes it.
+        tiles: [whole tiles, in_features], as `tile_rows` makes it.
         weight_t: [in_features, out_features], the transpose of what `tile_weight` makes.
     """
-    num_rows = tiles.shape[0]
-    if num_rows == TILE_ROWS:
+    num_rows, height = tiles.shape[0], TILE_ROWS[tiles.device.type]
+    if num_rows == height:
         return torch.mm(tiles, weight_t)
     out = torch.empty(num_rows, weight_t.shape[1], dtype=torch.float32, device=tiles.device)
-    for tile, out_tile in zip(split_tiles(tiles), split_tiles(out), strict=True):
+    for tile, out_tile in zip(split_tiles(tiles, height), split_tiles(out, height), strict=True):
         torch.mm(tile, weight_t, out=out_tile)
     return out
 
 
-def split_tiles(tiles: Tensor) -> tuple[Tensor, ...]:
-    """[n * 16, width] -> n views [16, width]."""
-    return tiles.view(tiles.shape[0] // TILE_ROWS, TILE_ROWS, tiles.shape[1]).unbind()
+def split_tiles(tiles: Tensor, height: int) -> tuple[Tensor, ...]:
+    """[n * height, width] -> n views [height, width]."""
+    return tiles.view(tiles.shape[0] // height, height, tiles.shape[1]).unbind()
 
 
 def _is_ready(tensor: Tensor) -> bool:

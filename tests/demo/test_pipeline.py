@@ -13,6 +13,7 @@ from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
 from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.probe import verdict
 from kimi_backend.runners.probe_loading import open_probe
 from kimi_backend.runners.probe_settings import ProbeSetting
 from kimi_nano.acceptance import measure, record
@@ -20,9 +21,9 @@ from kimi_nano.dataset import load, prepare
 from kimi_nano.drafts import NanoDraft
 from kimi_nano.export import DRAFT_FOLDERS, TARGET_FOLDER, read_draft, read_target
 from kimi_nano.generate import generate
-from kimi_nano.probe_check import false_statements, misdeclared
+from kimi_nano.probe_check import check_probe, false_statements, misdeclared
 from kimi_nano.recipe import MICRO, Budget, Run
-from kimi_nano.sharpen import sharpen
+from kimi_nano.sharpen import SCALES, sharpen
 from kimi_nano.target import NanoTarget
 from kimi_nano.train import train, unloop_of
 from support.nano_corpus import made_up_files
@@ -211,6 +212,24 @@ def test_a_false_config_is_mended_by_the_probes_setting(checkpoint: Path, tmp_pa
         assert truth in mended
 
 
+def test_the_probe_check_measures_as_the_probe_does_however_many_processes_share_the_prompts(
+    data: Path, checkpoint: Path
+) -> None:
+    kind, prompts = DraftKind.MLA, [prompt[-24:] for prompt in prompts_of(data)[:2]]
+    shared = check_probe(checkpoint, prompts, [kind], num_processes=2, num_tokens=16)
+    assert shared == check_probe(checkpoint, prompts, [kind], num_tokens=16)
+    opened = open_probe(
+        ServingSettings(checkpoint=str(checkpoint), device="cpu", draft=str(checkpoint / DRAFT_FOLDERS[kind])),
+        MICRO.context,
+    )
+    statements = {row["false statement"]: row for row in shared["mla"]}
+    assert set(statements) == {"nothing", *false_statements(opened.draft.config)}
+    results = list(opened.run(opened.write_texts(prompts, 16), K))
+    own = next(result for result in results if result.setting.is_files_own)
+    assert statements["nothing"]["file's acceptance length"] == own.acceptance_length
+    assert statements["nothing"]["chosen"] == verdict(results)[0].setting.name
+
+
 def test_a_finished_target_is_trained_on(data: Path, checkpoint: Path, tmp_path: Path) -> None:
     run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), unloop=Budget(steps=4))
     unloop_of(checkpoint, data, tmp_path, run, device=CPU)
@@ -234,7 +253,18 @@ def test_sharpening_keeps_greedy_drafts_and_costs_no_coupled_ones(
     assert acceptance_length(target, draft, prompts) == before
 
 
-def test_sharpening_is_not_for_drafts_that_read_their_normed_state(checkpoint: Path, target: NanoTarget) -> None:
+def test_sharpening_a_draft_that_reads_its_normed_state_takes_the_best_scale(
+    data: Path, checkpoint: Path, target: NanoTarget
+) -> None:
     draft = read_draft(checkpoint / DRAFT_FOLDERS[DraftKind.MLA31], target.config)
-    with pytest.raises(ValueError, match="norm_output"):
-        sharpen(draft, target, [[1, 2, 3]])
+    assert draft.config.norm_output
+    norm = draft.weight("norm.weight").clone()
+    lengths = sharpen(draft, target, [prompt[-24:] for prompt in prompts_of(data)], num_tokens=NUM_NEW_TOKENS)
+    assert torch.equal(draft.weight("norm.weight"), norm * max(lengths, key=lengths.__getitem__))
+
+
+def test_the_trainer_sharpens_every_draft(checkpoint: Path) -> None:
+    sharpened = json.loads((checkpoint.parent / "training.json").read_text())["draft_facts"]["sharpened"]
+    assert {kind: len(lengths) for kind, lengths in sharpened.items()} == dict.fromkeys(
+        ("mla", "mla31", "mha"), len(SCALES)
+    )

@@ -11,7 +11,7 @@ from kimi_kernels import AttentionBatch, KernelSet
 from kimi_kernels.quantization.reference import quantize_fp8, quantize_int4
 from kimi_kernels.weights import ExpertWeights, Weight
 from support.attention_cases import PagedCase, paged_case, random_contents
-from support.bit_equality import Result, normals
+from support.bit_equality import Result, assert_same_bits, normals
 
 pytestmark = pytest.mark.gpu
 
@@ -114,3 +114,36 @@ def test_the_device_does_not_matter(name: str) -> None:
         assert got.is_cuda
         assert got.dtype == expected.dtype
         torch.testing.assert_close(got.cpu(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 40, 513, 700])
+def test_a_row_has_the_same_bits_beside_other_rows(num_rows: int) -> None:
+    """Products of sizes like kimi-nano's: the first rows alone, and among 1,300."""
+    all_rows, hidden = 1300, 192
+    x = normals(all_rows, hidden).cuda()
+    linear = KERNELS.pack_linear(normals(4096, hidden, seed=2).cuda())
+    packed = KERNELS.pack_experts(
+        ExpertWeights(gate_up=normals(12, 256, hidden, seed=3).cuda() / 14, down=normals(12, hidden, 128).cuda() / 11)
+    )
+    ids = normals(all_rows, 12).argsort(-1)[:, :3].to(torch.int32).cuda()
+    weights = normals(all_rows, 3).abs().cuda()
+    heads, w_uk = normals(all_rows, 8, 32).cuda(), normals(8, 32, 64).cuda()
+    lengths = [1 + (7 * i) % 600 for i in range(all_rows)]
+    contents = random_contents(lengths, 80)
+    q = normals(all_rows, 8, 80).cuda()
+
+    def attention(count: int) -> Tensor:
+        case = paged_case([1] * count, lengths[:count])
+        batch = to(case.batch, "cuda")
+        assert isinstance(batch, AttentionBatch)
+        return KERNELS.mla_decode(q[:count], case.cache(contents[:count]).cuda(), batch, 64, 0.1)[0]
+
+    calls: dict[str, Callable[[int], Tensor]] = {
+        "linear": lambda count: KERNELS.linear(x[:count], linear),
+        "per_head_linear": lambda count: KERNELS.per_head_linear(heads[:count], w_uk),
+        "moe_experts": lambda count: KERNELS.moe_experts(x[:count], ids[:count], weights[:count], packed),
+        "mla_decode": attention,
+        "rms_norm": lambda count: KERNELS.rms_norm(x[:count], x[0], EPS),
+    }
+    for name, call in calls.items():
+        assert_same_bits(call(num_rows), call(all_rows)[:num_rows], name)

@@ -8,6 +8,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.loading import load_pair
 from kimi_backend.runners.target_runner import TargetRunner
+from kimi_backend.spec_decode.protocols import OnQueued, PendingVerify
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
@@ -54,6 +55,12 @@ class SwitchedTarget:
     def verify(self, plan: TargetPlan) -> TargetReply:
         return self.runner.verify(plan)
 
+    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
+        return self.runner.verify_ahead(plan, on_queued)
+
+    def launch(self, plan: TargetPlan) -> PendingVerify | None:
+        return self.runner.launch(plan)
+
 
 @dataclass
 class SwitchedDraft:
@@ -66,6 +73,9 @@ class SwitchedDraft:
 
     def propose(self, plan: DraftPlan) -> DraftReply:
         return self.runner.propose(plan)
+
+    def follow(self, plan: DraftPlan) -> DraftReply | None:
+        return self.runner.follow(plan)
 
 
 Pair = tuple[SwitchedTarget, SwitchedDraft]

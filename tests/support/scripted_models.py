@@ -5,7 +5,7 @@ an aux hidden state of another position. S sequences, T rows, R sampled rows, B 
 """
 
 import threading
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -100,24 +100,88 @@ class ScriptedRunner:
             raise ModelUnavailableError("scripted failure")
 
 
+@dataclass(frozen=True)
+class ScriptedPending:
+    """A step that `ScriptedTarget` has run already."""
+
+    in_flight: list[TargetReply]
+    reply: TargetReply
+
+    def wait(self) -> TargetReply:
+        assert self.in_flight.pop(0) is self.reply
+        return self.reply
+
+
 class ScriptedTarget(ScriptedRunner):
     """`TargetModel` by script."""
 
     launches = True
     """Whether a draft may follow its verifies."""
+    queues = True
+    """Whether it takes a step while the one before it is in flight."""
+
+    def __init__(self, description: RunnerDescription, script: LogitScript) -> None:
+        super().__init__(description, script)
+        self.num_behind = 0
+        """Steps that were launched behind another."""
+        self._launched: TargetReply | None = None
+        self._in_flight: list[TargetReply] = []
+
+    def describe(self) -> RunnerDescription:
+        description = super().describe()
+        self._forget_launched()
+        return description
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         with self._lock:
             self._begin_step()
+            assert plan.drawn_rows is None
+            self._launched = None
             return self._verify(plan) if self._is_known else self._garbage(plan)
 
     @property
     def can_launch(self) -> bool:
         return True
 
+    def launch(self, plan: TargetPlan) -> "ScriptedPending | None":
+        if not self.queues or plan.num_logprobs is not None or plan.logit_mask is not None:
+            return None
+        if has_processors(plan.sampling) or len(plan.rows.token_ids) > len(plan.num_sampled_rows):
+            return None
+        with self._lock:
+            last = self._launched
+            if plan.drawn_rows is not None:
+                if last is None or last.step_id != plan.step_id - 1:
+                    return None
+                drawn = np.maximum(last.output_token_ids[plan.drawn_rows, 0], 0).astype(np.int32)
+                plan = replace(plan, rows=replace(plan.rows, token_ids=drawn))
+            self._begin_step()
+            self.num_behind += plan.drawn_rows is not None
+            reply = self._launched = self._verify(plan) if self._is_known else self._garbage(plan)
+            self._in_flight.append(reply)
+            assert len(self._in_flight) <= 2
+            return ScriptedPending(self._in_flight, reply)
+
+    def _begin_step(self) -> None:
+        try:
+            super()._begin_step()
+        except ModelUnavailableError:
+            self._forget_launched()
+            raise
+
+    def _restart(self, num_blocks: int | None) -> None:
+        super()._restart(num_blocks)
+        self._forget_launched()
+
+    def _forget_launched(self) -> None:
+        """What is in flight can still be waited for."""
+        self._launched, self._in_flight = None, []
+
     def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
         with self._lock:
             self._begin_step()
+            assert plan.drawn_rows is None
+            self._launched = None
             if not self._is_known:
                 return self._garbage(plan)
             reply = self._verify(plan)

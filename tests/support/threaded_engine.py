@@ -11,7 +11,7 @@ from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
-from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+from support.scripted_models import ScriptedDraft, ScriptedPending, ScriptedTarget, describe
 
 VOCAB = 32
 SCRIPT = LogitScript(VOCAB, scales=(3.0, 8.0))
@@ -34,10 +34,17 @@ class SlowTarget(ScriptedTarget):
     gate: threading.Event | None = None
 
     def verify(self, plan: TargetPlan) -> TargetReply:
+        self._pause()
+        return super().verify(plan)
+
+    def launch(self, plan: TargetPlan) -> ScriptedPending | None:
+        self._pause()
+        return super().launch(plan)
+
+    def _pause(self) -> None:
         time.sleep(self.step_s)
         if self.gate is not None:
             self.gate.wait(20)
-        return super().verify(plan)
 
 
 def make_target(**changes: object) -> SlowTarget:

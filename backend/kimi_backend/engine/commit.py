@@ -43,11 +43,16 @@ class Commit:
     """Of the sequences that go on and use the draft."""
 
 
-def commit_step(batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: float) -> Commit:
+def commit_step(
+    batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: float, still_there: list[bool]
+) -> Commit:
     """Append what was drawn, move the valid lengths, decide who ends.
 
     A sequence of n + 1 tokens that verified k draft tokens and had a accepted has KV for n + a + 1 of its n + a + 2
     tokens; a rejection only leaves the length lower than what was written. A failed row fails its sequence alone.
+
+    Args:
+        still_there: of each sequence; the step means nothing to one that is not.
     """
     commit = Commit([], [])
     emitted = iter(emitted_tokens(reply))
@@ -57,6 +62,9 @@ def commit_step(batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: 
         num_rows, num_proposals = batch.num_rows[index], 0
         is_sampling = num_sampled[index] > 0
         token_ids = next(emitted) if is_sampling else []
+        if not still_there[index]:
+            sample_index += is_sampling
+            continue
         if is_sampling:
             num_rows, output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, status[index], time_s)
             if reply.logprobs is not None:

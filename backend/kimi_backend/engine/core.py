@@ -1,8 +1,9 @@
 """One round for all running sequences: schedule → verify → commit → emit → draft → publish.
 
 Runs on one thread, with one step of each model in flight. A draft may be launched behind a verify before that is done,
-and may answer before its own step is done; the next verify reads its tokens on the device and tells how it went
-(docs/decisions/0016). Knows nothing of strings, clients or threads.
+and may answer before its own step is done; the next verify reads its tokens on the device and tells how it went. Where
+nobody drafts, the next step of the target may be launched instead (docs/decisions/0016). Knows nothing of strings,
+clients or threads.
 """
 
 import logging
@@ -15,13 +16,14 @@ from kimi_backend.engine.handshake import Geometry, check_limits, check_pair, ch
 from kimi_backend.engine.launched_draft import LaunchedDraft
 from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.engine.step_times import StepTimes
+from kimi_backend.engine.steps_ahead import StepsAhead, TargetStep
 from kimi_backend.engine.unread_draft import UnreadDraft
 from kimi_backend.errors import ConfigError, KimiError, ModelUnavailableError
 from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_followed, store_proposals
-from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
+from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Finish, Sequence
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following, as_launching
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetPlan, TargetReply
+from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following, as_launching, as_queueing
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -55,6 +57,8 @@ class EngineCore:
         self._num_failed_steps = 0
         self._unread: UnreadDraft | None = None
         """The draft step whose tokens the next verify reads."""
+        self._ahead: TargetStep | None = None
+        """The next step, if it is launched already."""
         self.times = StepTimes()
         self.geometry = geometry
         self.kv = KvManager(
@@ -70,6 +74,8 @@ class EngineCore:
             geometry.vocab_size,
             launch_ahead=geometry.settings.launch_ahead,
         )
+        queueing = as_queueing(target) if geometry.settings.launch_ahead else None
+        self._steps_ahead = None if queueing is None else StepsAhead(queueing, self.scheduler, self._plans)
 
     @property
     def num_steps(self) -> int:
@@ -99,21 +105,19 @@ class EngineCore:
             return False
         self._reach_draft()
         self.times.start()
-        batch = self.scheduler.schedule()
-        if not batch.sequences:
+        step = self._next_step()
+        if step is None:
             self._unread = None
             return False
-        self._step_id += 1
-        left = None if self._unread is None else self._unread.tokens
-        plan = self._plans.target_plan(self._step_id, batch, left)
+        batch = step.batch
         self.times.lap("schedule")
-        launched = self._following_draft(batch, plan)
-        reply = self._verify(plan, batch, launched)
+        launched = self._following_draft(step)
+        reply = self._verify(step, launched)
         self.times.lap("target")
         if reply is None:
             return True
         self._read_draft(reply)
-        commit = commit_step(batch, plan, reply, self._clock())
+        commit = commit_step(batch, step.plan, reply, self._clock(), step.still_there)
         self._settle(commit.outputs)
         is_launched = launched is not None and self._keep_launched(launched, reply)
         draft_plan = None if is_launched else self._plan_draft(commit.draft_work, reply.aux)
@@ -126,35 +130,54 @@ class EngineCore:
         self.scheduler.policy.end_round(is_pure_decode=batch.num_decodes == len(batch.sequences), draft_s=draft_s)
         return True
 
-    def _following_draft(self, batch: StepBatch, plan: TargetPlan) -> LaunchedDraft | None:
+    def _next_step(self) -> TargetStep | None:
+        """The one that is launched, or one that is planned now; None when nobody runs."""
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            self.scheduler.policy.begin_round([], len(self.scheduler.running))
+        else:
+            batch = self.scheduler.schedule()
+            if not batch.sequences:
+                return None
+            left = None if self._unread is None else self._unread.tokens
+            step = TargetStep(batch, self._plans.target_plan(self._step_id + 1, batch, left))
+        self._step_id = step.plan.step_id
+        return step
+
+    def _following_draft(self, step: TargetStep) -> LaunchedDraft | None:
         """The draft's step, to be launched behind the verify; None where it has to wait for the verify's results."""
-        if not self.geometry.settings.launch_ahead or not self.scheduler.is_drafting:
+        if not self.geometry.settings.launch_ahead or not self.scheduler.is_drafting or step.pending is not None:
             return None
         if self._follower is None or self._launcher is None or not self._launcher.can_launch:
             return None
-        following = self._plans.following(batch, plan)
+        following = self._plans.following(step.batch, step.plan)
         return None if following is None else LaunchedDraft(self._follower, following)
 
-    def _verify(self, plan: TargetPlan, batch: StepBatch, launched: LaunchedDraft | None) -> TargetReply | None:
+    def _run(self, step: TargetStep, launched: LaunchedDraft | None) -> TargetReply:
+        """Launch what may be launched with the step and behind it, and wait for its reply."""
+        if launched is not None and self._launcher is not None:
+            return self._launcher.verify_ahead(step.plan, launched.launch)
+        if self._steps_ahead is not None:
+            self._ahead = self._steps_ahead.launch(step)
+        return self._target.verify(step.plan) if step.pending is None else step.pending.wait()
+
+    def _verify(self, step: TargetStep, launched: LaunchedDraft | None) -> TargetReply | None:
         """The target's reply; None when the target was lost, its KV with it."""
         try:
-            if launched is not None and self._launcher is not None:
-                reply = self._launcher.verify_ahead(plan, launched.launch)
-            else:
-                reply = self._target.verify(plan)
+            reply = self._run(step, launched)
         except ModelUnavailableError as error:
             self._num_failed_steps += 1
             self._lose_target(str(error))
             if self._num_failed_steps >= MAX_FAILED_STEPS:
                 message = f"{self._num_failed_steps} target steps in a row failed: {error}"
-                self._fail(batch.sequences, message)
+                self._fail(step.batch.sequences, message)
             return None
         if reply.runner_epoch != self._target_link.epoch:
             self._lose_target(f"it answers with epoch {reply.runner_epoch}, {self._target_link.epoch} was expected")
             self._target_link.retry_now()
             return None
-        if reply.step_id != plan.step_id:
-            raise KimiError(f"target replied to step {reply.step_id}, {plan.step_id} was asked")
+        if reply.step_id != step.plan.step_id:
+            raise KimiError(f"target replied to step {reply.step_id}, {step.plan.step_id} was asked")
         self._num_failed_steps = 0
         self._target_link.note_success()
         self.times.note_runner("target", reply.runner_us)
@@ -300,7 +323,7 @@ class EngineCore:
         link.accept(description)
 
     def _lose_target(self, problem: str) -> None:
-        self._unread = None
+        self._unread = self._ahead = None
         self._target_link.lose(problem)
         for sequence in self.scheduler.running.copy():
             self.scheduler.preempt(sequence)

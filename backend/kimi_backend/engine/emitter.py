@@ -84,7 +84,8 @@ class Emitter:
 
     def limit_lag(self) -> None:
         """Engine thread, before a step: while a live request has stop strings, let the emitter be at most one step
-        behind, so that a stop string costs at most one step. Returns after a while if a sink holds the emitter up."""
+        behind, so that a stop string costs at most one step, and one that is in flight. Returns after a while if a sink
+        holds the emitter up."""
         if self._with_stop_strings and self._num_put - self._num_done > 1:
             with self._advanced:
                 self._advanced.wait_for(lambda: self._num_put - self._num_done <= 1, LONGEST_LAG_WAIT_S)

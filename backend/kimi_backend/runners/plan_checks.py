@@ -94,6 +94,10 @@ class PlanChecker:
         self._check_draft_tokens(plan)
         if plan.logit_mask is not None:
             _expect_shape("logit_mask", plan.logit_mask, (int(sampled.sum()), -(-self.vocab_size // 32)))
+        if plan.drawn_rows is not None:
+            _expect_shape("drawn_rows", plan.drawn_rows, (num_seqs,))
+            _expect_within("drawn_rows", plan.drawn_rows, 0, self.limits.max_num_seqs - 1)
+            _expect_within("query_lens beside drawn_rows", rows.query_lens, 1, 1)
 
     def _check_draft_tokens(self, plan: TargetPlan) -> None:
         num_left, columns = plan.draft_tokens.num_seqs, plan.draft_columns

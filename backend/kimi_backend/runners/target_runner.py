@@ -2,18 +2,20 @@
 
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from kimi_backend.checkpoint.progress import no_progress
+from kimi_backend.errors import InvalidRequestError
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.device_name import device_name
 from kimi_backend.runners.graphs.buckets import Bucket
 from kimi_backend.runners.graphs.recorder import Recorder
-from kimi_backend.runners.graphs.target_graphs import TargetGraphs
+from kimi_backend.runners.graphs.target_graphs import DrawnStep, TargetGraphs
 from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.left_tokens import as_input, left_places, resolve_left, take_left, window_rows
@@ -22,7 +24,7 @@ from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampled_rows import SampledRows
 from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays, sampling_inputs
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
-from kimi_backend.spec_decode.protocols import OnQueued
+from kimi_backend.spec_decode.protocols import OnQueued, PendingVerify
 from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
@@ -35,6 +37,29 @@ from kimi_kernels.sampling_inputs import (
 )
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedVerify:
+    """A captured step that is queued to its end."""
+
+    plan: TargetPlan
+    runner_epoch: int
+    aux: AuxHandle
+    drawn: DrawnStep
+
+    def wait(self) -> TargetReply:
+        """See `PendingVerify.wait`."""
+        drawn = self.drawn.wait()
+        return TargetReply(
+            step_id=self.plan.step_id,
+            runner_epoch=self.runner_epoch,
+            seq_status=drawn.status,
+            output_token_ids=drawn.output_token_ids,
+            num_accepted_tokens=drawn.num_accepted_tokens,
+            aux=self.aux,
+            draft_status=drawn.draft_status,
+        )
 
 
 class TargetRunner:
@@ -83,6 +108,8 @@ class TargetRunner:
             block_size=pool.block_size,
         )
         self._recorder = recorder
+        self._launched: LaunchedVerify | None = None
+        """The last step, if it was launched: the next one may read what it drew."""
         self._graphs: TargetGraphs | None = None
         if recorder is not None and aux_layer_ids and aux_buffer is None:
             width, rows = len(aux_layer_ids) * model.config.hidden_size, limits.max_num_batched_tokens
@@ -162,8 +189,37 @@ class TargetRunner:
         """See `LaunchingTarget.verify_ahead`. Only a step that is captured to its end calls on_queued."""
         return self._verify(plan, on_queued)
 
-    def _verify(self, plan: TargetPlan, on_queued: OnQueued | None) -> TargetReply:
+    @torch.inference_mode()
+    def launch(self, plan: TargetPlan) -> PendingVerify | None:
+        """See `QueueingTarget.launch`. Takes steps that are captured to their end.
+
+        Raises:
+            InvalidRequestError: as `verify`.
+        """
+        if self._graphs is None:
+            return None
         self._checker.check_target(plan)
+        bucket = self._graphs.bucket_of(plan)
+        if bucket is None or len(plan.rows.token_ids) > len(plan.rows.query_lens) or _wants_more(plan):
+            return None
+        if plan.drawn_rows is not None and not self._is_behind(plan):
+            return None
+        pending = self._launch_captured(self._graphs, bucket, plan, None)
+        self._launched = pending
+        return pending
+
+    def _is_behind(self, plan: TargetPlan) -> bool:
+        """Whether the last step is the one whose tokens the plan's rows embed."""
+        last = self._launched
+        if last is None or plan.drawn_rows is None or last.plan.step_id != plan.step_id - 1:
+            return False
+        return int(plan.drawn_rows.max()) < len(last.plan.num_sampled_rows)
+
+    def _verify(self, plan: TargetPlan, on_queued: OnQueued | None) -> TargetReply:
+        self._launched = None
+        self._checker.check_target(plan)
+        if plan.drawn_rows is not None:
+            raise InvalidRequestError("plan drawn_rows: some given, a step that is waited for takes none")
         left = resolve_left(plan, self._device)
         bucket = self._graphs.bucket_of(plan) if self._graphs is not None else None
         if self._graphs is None or bucket is None:
@@ -178,24 +234,29 @@ class TargetRunner:
         left: torch.Tensor | None,
         on_queued: OnQueued | None,
     ) -> TargetReply:
+        if not _wants_more(plan):
+            step = self._launch_captured(graphs, bucket, plan, left)
+            if on_queued is not None:
+                on_queued(step.aux, graphs.drawn(bucket))
+            return step.wait()
+        aux = self._forward_captured(graphs, bucket, plan, left)
+        copied = None if left is None else graphs.left(bucket)
+        tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan), copied), self._device)
+        results = self._sample(plan, graphs.hidden, tensors, copied)
+        return self._reply(plan, aux, results | _draft_status(plan, copied))
+
+    def _launch_captured(
+        self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan, left: torch.Tensor | None
+    ) -> "LaunchedVerify":
+        aux = self._forward_captured(graphs, bucket, plan, left)
+        return LaunchedVerify(plan=plan, runner_epoch=self._epoch, aux=aux, drawn=graphs.sample(bucket, plan))
+
+    def _forward_captured(
+        self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan, left: torch.Tensor | None
+    ) -> AuxHandle:
         region = self._aux_buffer.take_region() if self._aux_buffer is not None else 0
         graphs.forward(bucket, plan, region, left)
-        aux = self._aux_handle(region, len(plan.rows.token_ids)) if plan.wants_aux.any() else AuxHandle()
-        if plan.num_logprobs is not None or plan.logit_mask is not None or has_processors(plan.sampling):
-            copied = None if left is None else graphs.left(bucket)
-            tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan), copied), self._device)
-            results = self._sample(plan, graphs.hidden, tensors, copied)
-            return self._reply(plan, aux, results | _draft_status(plan, copied))
-        drawn = graphs.sample(bucket, plan, None if on_queued is None else partial(on_queued, aux))
-        return TargetReply(
-            step_id=plan.step_id,
-            runner_epoch=self._epoch,
-            seq_status=drawn.status,
-            output_token_ids=drawn.output_token_ids,
-            num_accepted_tokens=drawn.num_accepted_tokens,
-            aux=aux,
-            draft_status=drawn.draft_status,
-        )
+        return self._aux_handle(region, len(plan.rows.token_ids)) if plan.wants_aux.any() else AuxHandle()
 
     def _verify_eagerly(self, plan: TargetPlan, left: torch.Tensor | None) -> TargetReply:
         """left: a copy of the plan's `draft_tokens`."""
@@ -306,6 +367,11 @@ def _sampling_arrays(plan: TargetPlan, sampled: SampledRows, left: torch.Tensor 
         rows = window_rows(plan, sampled.window_token_ids.shape[1])
         arrays["window_places"] = np.where(rows >= 0, left_places(plan, left.shape[1])[rows], -1)
     return arrays
+
+
+def _wants_more(plan: TargetPlan) -> bool:
+    """Than a captured step's draws have."""
+    return plan.num_logprobs is not None or plan.logit_mask is not None or has_processors(plan.sampling)
 
 
 def _draft_status(plan: TargetPlan, left: torch.Tensor | None) -> Tensors:

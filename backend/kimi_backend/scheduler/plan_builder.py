@@ -106,6 +106,30 @@ class PlanBuilder:
             draft_columns=None if draft_tokens is None else self._draft_columns(rows, query_lens, num_decodes),
         )
 
+    def next_plan(self, plan: TargetPlan, sequences: list[Sequence], drawn_rows: list[int]) -> TargetPlan:
+        """The step behind one that is in flight, each of whose sequences decodes one token: the same for some of them,
+        one token further on.
+
+        Args:
+            drawn_rows: where in the plan in flight the sequences stand.
+        """
+        rows, drawn = _int64([s.row for s in sequences]), np.array(drawn_rows, np.int32)
+        ones, seq_lens = np.ones(len(sequences), np.int32), plan.rows.seq_lens[drawn] + 1
+        return TargetPlan(
+            step_id=plan.step_id + 1,
+            rows=RowPlan(
+                token_ids=np.zeros(len(sequences), np.int32),
+                query_lens=ones,
+                seq_lens=seq_lens,
+                block_table=self._block_table(self._table.target_blocks, rows, int(seq_lens.max())),
+            ),
+            num_sampled_rows=ones,
+            sampling=self._target_sampling.build(rows, sequences),
+            num_logprobs=None,
+            wants_aux=np.zeros(len(sequences), np.bool_),
+            drawn_rows=drawn,
+        )
+
     def _draft_columns(self, rows: Int64Array, query_lens: Int32Array, num_decodes: int) -> Int32Array:
         columns = np.where(query_lens > 1, self._table.draft_columns[rows], -1)
         columns[num_decodes:] = -1

@@ -55,6 +55,8 @@ class Scheduler:
         """Chooses who drafts how many tokens. The engine tells it of each round's end."""
         self._clock = clock
         self._admitted: Sequence | None = None
+        self._refused: Sequence | None = None
+        """Who found no blocks the last time; nobody has given any back since."""
 
     @property
     def has_work(self) -> bool:
@@ -82,6 +84,26 @@ class Scheduler:
             self._admit(batch, budget)
         return batch
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next step may start somebody who waits."""
+        first = self.waiting.peek()
+        return first is not None and first is not self._refused and len(self.running) < self.settings.max_num_seqs
+
+    def take_next_blocks(self, sequences: list[Sequence]) -> bool:
+        """In place of `schedule`, while a step is in flight in which each of some sequences decodes one token: let them
+        hold what the step after it writes. False if they cannot all; what they were given stays theirs."""
+        for sequence in sequences:
+            blocks = sequence.blocks
+            assert blocks is not None
+            num_held = len(blocks.target_ids)
+            if sequence.num_tokens < num_held * self.kv.block_size:
+                continue
+            if not self.kv.grow(blocks, sequence.num_tokens + 1, 0):
+                return False
+            self.table.write_blocks(sequence, num_held, len(blocks.draft_ids))
+        return True
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence whose `finish` is set out of wherever it is, and give its blocks back."""
         if sequence.row >= 0:
@@ -100,6 +122,7 @@ class Scheduler:
     def drop_draft(self, sequence: Sequence) -> None:
         """Let a sequence go on without the draft, from now until it starts again."""
         assert sequence.blocks is not None
+        self._refused = None
         self.kv.drop_draft(sequence.blocks)
         sequence.draft_len = sequence.draft_start = sequence.num_draft_tokens = 0
 
@@ -123,6 +146,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.blocks is not None
+        self._refused = None
         self.running.remove(sequence)
         self.table.remove(sequence)
         self.kv.release(sequence.blocks)
@@ -165,7 +189,10 @@ class Scheduler:
         """Start waiting sequences, strictly in order, while rows and blocks last."""
         while budget > 0 and len(self.running) < self.settings.max_num_seqs:
             sequence = self.waiting.peek()
-            if sequence is None or not self._start(sequence):
+            if sequence is None:
+                return
+            if not self._start(sequence):
+                self._refused = sequence
                 return
             self.waiting.pop()
             chunk = min(sequence.num_tokens - sequence.target_len, budget)

@@ -41,6 +41,7 @@ class Sequence:
         "deadline_s",
         "draft_len",
         "draft_start",
+        "draws_plainly",
         "finish",
         "first_scheduled_s",
         "is_draft_there",
@@ -100,6 +101,8 @@ class Sequence:
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         self.last_token_id: int = request.prompt_token_ids[-1]
         self.penalties = PenaltyCounts(prompt) if _uses_penalties(params) else None
+        self.draws_plainly = self.penalties is None and not _wants_more(params)
+        """Whether a draw needs the logits, temperature, filters and seed alone, and gives a token alone."""
         self.chain: HashChain | None = None  # kept while it waits, so that a prompt is hashed once
         self.blocks: SequenceBlocks | None = None
         self.row = -1
@@ -176,6 +179,11 @@ class Sequence:
             np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
             self._allowed_mask = words.view(np.int32)
         return self._allowed_mask
+
+
+def _wants_more(params: SamplingParams) -> bool:
+    banned = params.bad_words or params.min_tokens or params.allowed_token_ids
+    return bool(banned or params.logit_bias) or params.logprobs is not None
 
 
 def _uses_penalties(params: SamplingParams) -> bool:

@@ -70,6 +70,36 @@ class LaunchingTarget(Protocol):
         ...
 
 
+class PendingVerify(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> TargetReply:
+        """Its reply, when it is there. Call it once; of two steps, for the first one first.
+
+        Raises:
+            ModelUnavailableError: as `TargetModel.verify`.
+        """
+        ...
+
+
+@runtime_checkable
+class QueueingTarget(Protocol):
+    """A target that takes a step while the one before it is still running."""
+
+    def launch(self, plan: TargetPlan) -> PendingVerify | None:
+        """Queue a step in which every sequence brings one row. Two may be pending at once; `verify` and `verify_ahead`
+        may be called when none is.
+
+        Returns:
+            None when this step cannot be left in flight, or no longer knows the step that its `drawn_rows` speak of;
+            nothing was run.
+
+        Raises:
+            ModelUnavailableError: as `TargetModel.verify`.
+        """
+        ...
+
+
 @runtime_checkable
 class FollowingDraft(Protocol):
     """A draft that can follow a verify before its results are known."""
@@ -86,6 +116,11 @@ class FollowingDraft(Protocol):
 def as_launching(target: object) -> LaunchingTarget | None:
     """The target, if it can say when its step is queued."""
     return target if isinstance(target, LaunchingTarget) else None
+
+
+def as_queueing(target: object) -> QueueingTarget | None:
+    """The target, if it takes a step while another one is running."""
+    return target if isinstance(target, QueueingTarget) else None
 
 
 def as_following(draft: object) -> FollowingDraft | None:

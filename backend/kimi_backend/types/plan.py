@@ -151,6 +151,9 @@ class TargetPlan:
     draft_step: int = 0
     """Across processes, the number on the board of the draft's last step before this one: it reads what this one will
     write. 0 where there is none."""
+    drawn_rows: Int32Array | None = None
+    """[S] for a step that is launched behind step_id - 1 before that is done: which of the tokens drawn there each
+    sequence's one row embeds; `rows.token_ids` holds any valid token. None where `rows.token_ids` has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from kimi_kernels.half_products import multiply_half, pack_half, settle
 from kimi_kernels.linear import reference
 from kimi_kernels.quantization.reference import dequantize
 from kimi_kernels.row_products import aligned, keeps_rows_aligned, multiply_rows
-from kimi_kernels.row_tiles import ceil_to_tile
+from kimi_kernels.row_tiles import ceil_to_width
 from kimi_kernels.weights import PackedWeight, Weight
 
 HALF_KIND = "cpu.float16"
@@ -38,7 +38,7 @@ def float_matrix(weight: Tensor) -> Tensor | None:
     out_features, in_features = weight.shape
     if not keeps_rows_aligned(in_features):
         return None
-    matrix = torch.zeros(1, in_features, ceil_to_tile(out_features), dtype=torch.float32)
+    matrix = torch.zeros(1, in_features, ceil_to_width(out_features), dtype=torch.float32)
     matrix[0, :, :out_features] = weight.t()
     return matrix
 

@@ -1,4 +1,4 @@
-"""Reference of the linear layers: float32 products on tiles of 16 rows."""
+"""Reference of the linear layers: float32 products on tiles of a fixed number of rows."""
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One product a head and tile of 16 rows (`signatures.PerHeadLinear`).
+    """One product a head and tile of rows (`signatures.PerHeadLinear`).
 
     Raises:
         ValueError: x is not [T, N, in_features] for a weight [N, in_features, out_features].
@@ -52,9 +52,10 @@ def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
     num_tokens = x.shape[0]
     weight = tile_weight(weight)
     out = torch.empty(num_tokens, num_heads, out_features, dtype=x.dtype, device=x.device)
-    for start in range(0, num_tokens, TILE_ROWS):
-        count = min(TILE_ROWS, num_tokens - start)
-        tile = torch.zeros(num_heads, TILE_ROWS, weight.shape[1], dtype=torch.float32, device=x.device)
+    height = TILE_ROWS[x.device.type]
+    for start in range(0, num_tokens, height):
+        count = min(height, num_tokens - start)
+        tile = torch.zeros(num_heads, height, weight.shape[1], dtype=torch.float32, device=x.device)
         tile[:, :count, :in_features] = x[start : start + count].transpose(0, 1)
         # One batched product over the heads: its shape is a constant of the model.
         out[start : start + count] = torch.bmm(tile, weight)[:, :count, :out_features].transpose(0, 1)

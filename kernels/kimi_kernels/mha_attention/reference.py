@@ -12,7 +12,7 @@ from torch import Tensor
 from kimi_kernels.argument_checks import require, require_float, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.paged_rows import read_slots, sequences_with_queries, write_slots
-from kimi_kernels.row_tiles import TILE_ROWS, ceil_to_tile
+from kimi_kernels.row_tiles import WIDTH_MULTIPLE, ceil_to_width
 
 
 def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -46,7 +46,7 @@ def mha_attention(
     require(num_heads % num_kv_heads == 0, "q", f"{num_heads} heads", f"a multiple of num_kv_heads {num_kv_heads}")
     require(sliding_window is None or sliding_window > 0, "sliding_window", sliding_window, "None or at least 1")
     group = num_heads // num_kv_heads
-    tiles = (num_tokens, num_kv_heads, ceil_to_tile(group), head_dim)
+    tiles = (num_tokens, num_kv_heads, ceil_to_width(group), head_dim)
     q_tiles = torch.zeros(tiles, dtype=torch.float32, device=q.device)
     q_tiles[:, :, :group] = q.reshape(num_tokens, num_kv_heads, group, head_dim).float() * softmax_scale
     out_tiles = torch.zeros(tiles, dtype=torch.float32, device=q.device)
@@ -73,5 +73,5 @@ def mha_attention(
 def _first_block(oldest_key: int, block_size: int) -> int:
     """First block to gather: at or before the oldest key that any row sees, and on a multiple of 16 keys, so that a
     key's alignment in memory does not depend on which rows ride along."""
-    stride = math.lcm(block_size, TILE_ROWS)
+    stride = math.lcm(block_size, WIDTH_MULTIPLE)
     return oldest_key // stride * (stride // block_size)

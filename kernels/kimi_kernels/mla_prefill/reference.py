@@ -7,7 +7,7 @@ from kimi_kernels.argument_checks import require, require_float, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.linear.reference import per_head_linear
 from kimi_kernels.paged_rows import read_slots, sequences_with_queries
-from kimi_kernels.row_tiles import ceil_to_tile
+from kimi_kernels.row_tiles import ceil_to_width
 
 
 def mla_prefill(
@@ -59,7 +59,7 @@ def up_project(latents: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Ten
     num_heads, nope_dim, kv_lora_rank = w_uk.shape
     kv_c = latents[:, None, :kv_lora_rank].expand(num_keys, num_heads, kv_lora_rank)
     rope_dim = latents.shape[1] - kv_lora_rank
-    capacity = ceil_to_tile(num_keys)
+    capacity = ceil_to_width(num_keys)
     keys = torch.empty(num_heads, capacity, nope_dim + rope_dim, dtype=torch.float64, device=latents.device)
     values = torch.empty(num_heads, capacity, w_uv.shape[2], dtype=torch.float64, device=latents.device)
     keys, values = keys[:, :num_keys], values[:, :num_keys]

@@ -1,6 +1,6 @@
 """How the expert kernels are launched: tile shapes by the number of choices an expert gets, grids by worst case.
 
-The numbers were chosen by measurement on an H100 (docs/benchmarks.md, "Mixture of experts").
+The numbers were chosen by measurement on an H100 (docs/benchmarks_kernels.md, "Mixture of experts").
 """
 
 from dataclasses import dataclass

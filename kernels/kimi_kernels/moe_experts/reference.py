@@ -1,4 +1,4 @@
-"""Reference of the routed experts: each expert's tokens on tiles of 16 rows, a token's experts summed in its order."""
+"""Reference of the routed experts: each expert's tokens on tiles of fixed height, a token's experts added in order."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,13 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.quantization.reference import dequantize
-from kimi_kernels.row_tiles import TILE_ROWS, ceil_to_tile, split_tiles, tile_rows, tile_weight
+from kimi_kernels.row_tiles import ceil_to, split_tiles, tile_weight
 from kimi_kernels.silu_mul.reference import silu_mul
 from kimi_kernels.weights import ExpertWeights, PackedExperts
 
 PACKED_KIND = "reference.float32"
+TILE_ROWS = {"cpu": 16, "cuda": 128}
+"""Rows of a tile by device. Fewer than in `row_tiles`, as every expert's rows fill tiles of their own."""
 
 
 def pack_experts(weights: ExpertWeights) -> PackedExperts:
@@ -56,8 +58,9 @@ def moe_experts(
     num_choices = topk_ids.shape[1]
     require(num_choices > 0, "topk_ids", "0 choices a token", "at least 1")
 
-    assignment = _assign_rows(topk_ids, experts.num_experts, first_expert)
-    outputs = _run_experts(x, assignment, experts)
+    height = TILE_ROWS[x.device.type]
+    assignment = _assign_rows(topk_ids, experts.num_experts, first_expert, height)
+    outputs = _run_experts(x, assignment, experts, height)
     row_of_choice = torch.tensor(assignment.row_of_choice, dtype=torch.int64, device=x.device)
     chosen = outputs.index_select(0, row_of_choice)[:, : experts.hidden_size]
     chosen = chosen.view(num_tokens, num_choices, experts.hidden_size) * topk_weights.unsqueeze(-1)
@@ -75,7 +78,7 @@ class _Assignment:
     """Where each choice of expert is computed: a buffer in which every expert's rows fill whole tiles."""
 
     tile_experts: list[int]
-    """The expert of each tile of 16 rows."""
+    """The expert of each tile."""
     token_of_row: list[int]
     """The token whose x each row holds. Rows that pad a tile repeat a token; nothing reads what becomes of them."""
     row_of_choice: list[int]
@@ -85,7 +88,7 @@ class _Assignment:
     holds_all: bool
 
 
-def _assign_rows(topk_ids: Tensor, num_experts: int, first_expert: int) -> _Assignment:
+def _assign_rows(topk_ids: Tensor, num_experts: int, first_expert: int, height: int) -> _Assignment:
     rows_of_expert: dict[int, list[int]] = {}
     local_ids = [expert - first_expert for expert in topk_ids.flatten().tolist()]
     for choice, expert in enumerate(local_ids):
@@ -99,15 +102,15 @@ def _assign_rows(topk_ids: Tensor, num_experts: int, first_expert: int) -> _Assi
             continue
         for row, choice in enumerate(choices, start=len(token_of_row)):
             row_of_choice[choice] = row
-        num_rows = ceil_to_tile(len(choices))
+        num_rows = ceil_to(height, len(choices))
         token_of_row += [choice // num_choices for choice in choices]
         token_of_row += [0] * (num_rows - len(choices))
-        tile_experts += [expert] * (num_rows // TILE_ROWS)
+        tile_experts += [expert] * (num_rows // height)
     held = [0 <= expert < num_experts for expert in local_ids]
     return _Assignment(tile_experts, token_of_row, row_of_choice, held, all(held))
 
 
-def _run_experts(x: Tensor, assignment: _Assignment, experts: PackedExperts) -> Tensor:
+def _run_experts(x: Tensor, assignment: _Assignment, experts: PackedExperts, height: int) -> Tensor:
     """down(silu(gate(x)) * up(x)) of every row of the assignment, at least one row: [rows, H padded to 16]."""
     gate_up = experts.tensors[: experts.num_experts]
     down = experts.tensors[experts.num_experts :]
@@ -115,14 +118,15 @@ def _run_experts(x: Tensor, assignment: _Assignment, experts: PackedExperts) -> 
     if num_rows == 0:
         return torch.zeros(1, hidden_padded, dtype=torch.float32, device=x.device)
     token_of_row = torch.tensor(assignment.token_of_row, dtype=torch.int64, device=x.device)
-    inputs = tile_rows(x.index_select(0, token_of_row), hidden_padded)
+    inputs = torch.zeros(num_rows, hidden_padded, dtype=torch.float32, device=x.device)
+    inputs[:, : experts.hidden_size] = x.index_select(0, token_of_row)
     hidden = torch.empty(num_rows, gate_up[0].shape[1], dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_rows, hidden_padded, dtype=torch.float32, device=x.device)
-    _multiply(inputs, gate_up, assignment.tile_experts, hidden)
-    _multiply(silu_mul(hidden), down, assignment.tile_experts, outputs)
+    _multiply(inputs, gate_up, assignment.tile_experts, hidden, height)
+    _multiply(silu_mul(hidden), down, assignment.tile_experts, outputs, height)
     return outputs
 
 
-def _multiply(tiles: Tensor, weights_t: tuple[Tensor, ...], tile_experts: list[int], out: Tensor) -> None:
-    for expert, tile, out_tile in zip(tile_experts, split_tiles(tiles), split_tiles(out), strict=True):
+def _multiply(tiles: Tensor, weights_t: tuple[Tensor, ...], tile_experts: list[int], out: Tensor, height: int) -> None:
+    for expert, tile, out_tile in zip(tile_experts, split_tiles(tiles, height), split_tiles(out, height), strict=True):
         torch.mm(tile, weights_t[expert], out=out_tile)

@@ -11,7 +11,6 @@ from kimi_backend.engine.loop import Patience
 from kimi_backend.engine.statistics import EngineState
 from kimi_backend.errors import CapacityError, InvalidRequestError, ModelUnavailableError
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from support.plain_decoding import decode_plainly
 from support.scripted_models import describe
@@ -242,10 +241,10 @@ def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
 
 def test_a_failing_engine_ends_every_request_with_an_error(start: Callable[..., Engine]) -> None:
     class BrokenTarget(SlowTarget):
-        def verify(self, plan: TargetPlan) -> TargetReply:
+        def _begin_step(self) -> None:
             if self.num_steps == 3:
                 raise RuntimeError("a bug")
-            return super().verify(plan)
+            super()._begin_step()
 
     engine = ready(start(BrokenTarget(describe("target", SCRIPT), SCRIPT), settings=SchedulerSettings(max_num_seqs=1)))
     running, waiting = Client(), Client()

@@ -56,6 +56,7 @@ BOTH = pytest.mark.parametrize("requests", [REQUESTS, PLAIN], ids=["processed", 
 class CountingTarget(ScriptedTarget):
     """Counts the verifies that read tokens which the draft left."""
 
+    queues = False  # so that every step holds the same blocks; test_steps_ahead.py is about the others
     num_read = 0
 
     def _verify(self, plan: TargetPlan) -> TargetReply:

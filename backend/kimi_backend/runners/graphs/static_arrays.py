@@ -4,7 +4,7 @@ All buckets of a runner lie in one arena, because one step runs at a time: a ste
 memory and go to the device in one copy.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,15 +100,36 @@ class StaticBlockTable:
         self.tensor[: shape[0], : shape[1]].copy_(source.view(shape))
 
 
+class ArrivingWords:
+    """Words on their way to the host."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(num_words, dtype=torch.int32, pin_memory=is_cuda)
+        self._words = self._host.numpy()
+        self._arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._count = 0
+
+    def send(self, words: torch.Tensor) -> None:
+        """Queue the copy."""
+        self._count = len(words)
+        self._host[: self._count].copy_(words, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        """The words, a copy. Waits for the device: the only time in a step."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._words[: self._count].copy()
+
+
 class StaticResults:
-    """int32 words that a captured step leaves for the host."""
+    """int32 words that a captured step leaves for the host. Those of two steps may be on their way at once."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         self._device = torch.zeros(num_words, dtype=torch.int32, device=device)
-        self._host = torch.zeros(num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._words = self._host.numpy()
-        is_cuda = device.type == "cuda"
-        self._arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._arriving, self._next = (ArrivingWords(num_words, device) for _ in range(2))
 
     def store(self, parts: list[torch.Tensor]) -> None:
         """Inside the step: keep parts, int32 or int64, one after another."""
@@ -120,17 +141,12 @@ class StaticResults:
         """[num_words] int32 on the device: what was stored last."""
         return self._device
 
-    def fetch(self, num_words: int, meanwhile: Callable[[], None] | None = None) -> npt.NDArray[np.int32]:
-        """The first words, a copy. Waits for the device: the only time in a step.
+    def send(self, num_words: int) -> ArrivingWords:
+        """Queue the copy of the first words. They are to be waited for before the next but one is sent."""
+        self._arriving, self._next = self._next, self._arriving
+        self._arriving.send(self._device[:num_words])
+        return self._arriving
 
-        Args:
-            meanwhile: called when the copy is queued; what it queues is not waited for.
-        """
-        self._host[:num_words].copy_(self._device[:num_words], non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
-        if meanwhile is not None:
-            meanwhile()
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._words[:num_words].copy()
+    def fetch(self, num_words: int) -> npt.NDArray[np.int32]:
+        """The first words, a copy; waits for the device."""
+        return self.send(num_words).wait()

@@ -16,7 +16,13 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, chosen_batch_sizes, row_buckets
 from kimi_backend.runners.graphs.recorder import Recorder, Run
-from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays, StaticBlockTable, StaticResults
+from kimi_backend.runners.graphs.static_arrays import (
+    Arena,
+    ArrivingWords,
+    StaticArrays,
+    StaticBlockTable,
+    StaticResults,
+)
 from kimi_backend.runners.graphs.target_inputs import (
     fill_target,
     pad_target,
@@ -44,6 +50,33 @@ class VerifyResult:
     status: Int32Array
     draft_status: Int32Array | None
     """As in `TargetReply`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnStep:
+    """A step whose draws are queued."""
+
+    bucket: Bucket
+    plan: TargetPlan
+    words: ArrivingWords
+    num_left: int
+    """Columns of what a draft left, stored behind the results."""
+
+    def wait(self) -> VerifyResult:
+        """Waits for the device."""
+        words, plan = self.words.wait(), self.plan
+        num_seqs, width = self.bucket.num_seqs, self.bucket.query_len
+        num_tokens, num_words = 2 * num_seqs * width, len(words) - self.num_left
+        count, num_read = len(plan.num_sampled_rows), plan.draft_tokens.num_seqs
+        accepted, status = words[num_tokens:num_words].reshape(2, num_seqs)
+        # A bucket may be wider than the plan's longest verify.
+        longest = int(plan.num_sampled_rows.max())
+        return VerifyResult(
+            output_token_ids=words[:num_tokens].view(np.int64).reshape(num_seqs, width)[:count, :longest],
+            num_accepted_tokens=accepted[:count],
+            status=status[:count],
+            draft_status=words[num_words : num_words + num_read] if num_read else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +128,10 @@ class TargetGraphs:
             max(bucket.num_seqs * (2 * bucket.query_len + 2) for bucket in self._buckets) + self._left_shape[1], device
         )
         self._steps: dict[Bucket, _Step] = {}
+        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """After the last upload: before it, the arrays on the host must stay as they are."""
+        self._drawn_bucket: Bucket | None = None
+        """Of the last step that drew; its results are on the device."""
 
     @property
     def num_buckets(self) -> int:
@@ -136,6 +173,8 @@ class TargetGraphs:
             region: of the aux buffer.
             left: the plan's `draft_tokens`.
         """
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
         arrays = self._steps[bucket].arrays
         first_aux_row = region * self._aux_buffer.rows if self._aux_buffer else 0
         rows = RowArrays.of(plan.rows, self._pool.block_size)
@@ -143,8 +182,12 @@ class TargetGraphs:
         num_columns = -(-int(plan.rows.seq_lens.max()) // self._pool.block_size)
         self._table.upload(plan.rows.block_table, num_columns)
         arrays.upload()
+        if self._uploaded is not None:
+            self._uploaded.record()
         if left is not None:
             self._copy_left(self.left(bucket), left, plan.draft_tokens.num_seqs)
+        if plan.drawn_rows is not None:
+            self._copy_drawn(self.left(bucket)[0])
         self._steps[bucket].forward()
 
     def left(self, bucket: Bucket) -> torch.Tensor:
@@ -161,29 +204,22 @@ class TargetGraphs:
             rows = min(len(source), len(target))
             target[:rows, :num_seqs].copy_(source[:rows, :num_seqs])
 
-    def sample(
-        self, bucket: Bucket, plan: TargetPlan, on_queued: Callable[[DrawnHandle], None] | None = None
-    ) -> VerifyResult:
-        """Draw and verify after `forward`; waits for the device. on_queued: see `LaunchingTarget.verify_ahead`."""
-        self._steps[bucket].sample()
-        num_seqs, width = bucket.num_seqs, bucket.query_len
-        num_words = num_seqs * (2 * width + 2)
-        meanwhile = None if on_queued is None else partial(on_queued, self._drawn(bucket))
-        words = self._results.fetch(num_words + self._left_shape[1], meanwhile)
-        count = len(plan.num_sampled_rows)
-        token_ids = words[: 2 * num_seqs * width].view(np.int64).reshape(num_seqs, width)
-        accepted, status = words[2 * num_seqs * width : num_words].reshape(2, num_seqs)
-        num_left = plan.draft_tokens.num_seqs
-        # A bucket may be wider than the plan's longest verify.
-        longest = int(plan.num_sampled_rows.max())
-        return VerifyResult(
-            output_token_ids=token_ids[:count, :longest],
-            num_accepted_tokens=accepted[:count],
-            status=status[:count],
-            draft_status=words[num_words : num_words + num_left] if num_left else None,
-        )
+    def _copy_drawn(self, target: torch.Tensor) -> None:
+        """What the step before this one drew, of sequences with one row each."""
+        assert self._drawn_bucket is not None
+        drawn = self.drawn(self._drawn_bucket).output_token_ids
+        assert drawn is not None
+        target[: len(drawn)].copy_(drawn[:, 0])
 
-    def _drawn(self, bucket: Bucket) -> DrawnHandle:
+    def sample(self, bucket: Bucket, plan: TargetPlan) -> DrawnStep:
+        """Queue the draws and the verification after `forward`."""
+        self._steps[bucket].sample()
+        self._drawn_bucket = bucket
+        num_left = self._left_shape[1]
+        words = self._results.send(bucket.num_seqs * (2 * bucket.query_len + 2) + num_left)
+        return DrawnStep(bucket=bucket, plan=plan, words=words, num_left=num_left)
+
+    def drawn(self, bucket: Bucket) -> DrawnHandle:
         """Where the last step's results are on the device."""
         num_seqs, size = bucket.num_seqs, bucket.num_seqs * bucket.query_len
         words = self._results.words

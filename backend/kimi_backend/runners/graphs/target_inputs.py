@@ -27,7 +27,8 @@ def target_layout(bucket: Bucket, left_shape: tuple[int, int] = (0, 0)) -> Array
     """T rows, B sequences, W draft tokens.
 
     `tokens` holds a placeholder, the plan's tokens by row, and room for what a draft leaves, of `left_shape`; the step
-    picks its rows' tokens and its windows out of it by place.
+    picks its rows' tokens and its windows out of it by place. In a step that is launched behind another one, which has
+    no draft tokens, that room's row 0 holds what the other one drew.
     """
     rows, seqs = (bucket.num_rows,), (bucket.num_seqs,)
     return ArrayLayout.of(
@@ -94,6 +95,9 @@ def fill_target(
     if plan.draft_columns is not None:
         left = left_places(plan, num_left_columns)
         np.copyto(places[:num_rows], left + (1 + total_rows), where=left >= 0)
+    elif plan.drawn_rows is not None:
+        places[:num_rows] = plan.drawn_rows
+        places[:num_rows] += 1 + total_rows
     arrays["positions"][:num_rows] = rows.positions
     arrays["slots"][:num_rows] = rows.slots
     arrays["aux_rows"][:] = np.arange(first_aux_row, first_aux_row + len(arrays["aux_rows"]))

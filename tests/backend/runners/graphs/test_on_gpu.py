@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.policy import PolicyName
+from kimi_backend.types.plan import TargetPlan
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
@@ -188,6 +189,41 @@ def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str, acts_at_ra
         assert graph.rounds == plain.rounds
 
 
+def plain_requests(count: int) -> list[GenerateRequest]:
+    """Without speculation, greedy and not; none ends before its length."""
+    return [
+        GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(range(3 + index, 20 + 9 * index)),
+            sampling=SamplingParams(max_tokens=70 + 9 * index, temperature=index % 2, seed=index, ignore_eos=True),
+            num_speculative_tokens=0,
+        )
+        for index in range(count)
+    ]
+
+
+def test_steps_launched_ahead_draw_what_steps_in_lockstep_do() -> None:
+    """The same buckets in the same order, bit for bit, from pools full of NaN: as graphs that wait for the host, as
+    graphs that do not, and as plain calls. Blocks of 64 tokens are begun under way."""
+    texts = []
+    for recorder, launch_ahead in ((graph_recorder(), False), (graph_recorder(), True), (EagerRecorder(), True)):
+        target, _ = runner_pair(setting(), "mla31", recorder, **WIDTHS)
+        launched = []
+        launch = target.launch
+
+        def counted(plan: TargetPlan, launch: Any = launch, launched: list[bool] = launched) -> Any:
+            pending = launch(plan)
+            launched.append(pending is not None and plan.drawn_rows is not None)
+            return pending
+
+        target.launch = counted  # type: ignore[method-assign]
+        settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=512, launch_ahead=launch_ahead)
+        outcomes = generate(target, None, plain_requests(6), settings)
+        assert sum(launched) > (100 if launch_ahead else -1)
+        texts.append([outcome.token_ids for outcome in outcomes])
+    assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.fixture(scope="module")
 def nano_pair() -> tuple[TargetRunner, DraftRunner]:
     """kimi-nano with captured steps of up to 3 draft tokens."""
@@ -250,18 +286,16 @@ def only_fetch_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An error on any wait for the device but the one that reads token ids."""
     from kimi_backend.runners.graphs import static_arrays
 
-    fetch = static_arrays.StaticResults.fetch
+    wait = static_arrays.ArrivingWords.wait
 
-    def allowed(
-        self: static_arrays.StaticResults, num_words: int, meanwhile: Callable[[], None] | None = None
-    ) -> object:
+    def allowed(self: static_arrays.ArrivingWords) -> object:
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return fetch(self, num_words, meanwhile)
+            return wait(self)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    monkeypatch.setattr(static_arrays.StaticResults, "fetch", allowed)
+    monkeypatch.setattr(static_arrays.ArrivingWords, "wait", allowed)
     yield
     torch.cuda.set_sync_debug_mode("default")
 

@@ -74,3 +74,12 @@ def test_results_come_back_as_they_were_stored() -> None:
     assert words[8:].tolist() == [5, -6]
     results.store([narrow])
     assert words[:2].tolist() != [5, -6], "a copy, which the next step does not change"
+
+
+def test_results_of_two_steps_are_on_their_way_at_once() -> None:
+    results = StaticResults(4, CPU)
+    arriving = []
+    for value in (3, 4):
+        results.store([torch.full((4,), value, dtype=torch.int32)])
+        arriving.append(results.send(4))
+    assert [words.wait().tolist() for words in arriving] == [[3] * 4, [4] * 4]

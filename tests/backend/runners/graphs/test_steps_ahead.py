@@ -1,0 +1,202 @@
+"""Steps that embed the tokens which the step before left on the device: the same texts as with tokens by way of the
+host, from pools full of NaN. tests/backend/runners/graphs/test_on_gpu.py does it with CUDA graphs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners.graphs.recorder import EagerRecorder, Recorder
+from kimi_backend.runners.graphs.target_graphs import TargetGraphs
+from kimi_backend.runners.target_runner import TargetRunner
+from kimi_backend.scheduler.sequence import Finish
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.plan import TargetPlan, TargetReply
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
+from kimi_kernels.kernel_set import KernelSet
+from support.captured_runners import Setting, runner_pair
+from support.engine_runs import EngineHarness
+from support.speculative_loop import SpeculativeLoop
+
+SETTING = Setting(kernels=KernelSet.reference())
+EOS = 3
+
+
+def requests(count: int = 8) -> list[GenerateRequest]:
+    """Greedy and not, of different lengths, some of which stop."""
+    generator = np.random.default_rng(2)
+    return [
+        GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(generator.integers(8, 96, int(generator.integers(3, 30))).tolist()),
+            sampling=SamplingParams(
+                max_tokens=int(generator.integers(20, 60)),
+                temperature=float(index % 2),
+                seed=index,
+                ignore_eos=index < 3,
+            ),
+            num_speculative_tokens=0,
+        )
+        for index in range(count)
+    ]
+
+
+def target_with(recorder: Recorder | None) -> TargetRunner:
+    return runner_pair(SETTING, "mla31", recorder)[0]
+
+
+def run(
+    launch_ahead: bool, given: list[GenerateRequest], change: Callable[[EngineHarness, int], None] | None = None
+) -> tuple[EngineHarness, int]:
+    """The engine, and how many steps were launched behind another one."""
+    target = target_with(EagerRecorder())
+    launch, num_behind = target.launch, 0
+
+    def counted(plan: TargetPlan) -> object:
+        nonlocal num_behind
+        pending = launch(plan)
+        num_behind += pending is not None and plan.drawn_rows is not None
+        return pending
+
+    target.launch = counted  # type: ignore[method-assign, assignment]
+    settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead)
+    harness = EngineHarness(target, None, settings, eos_token_ids={EOS})
+    for request in given:
+        harness.add(request)
+    harness.run(each_step=None if change is None else lambda step: change(harness, step))
+    return harness, num_behind
+
+
+def texts(harness: EngineHarness) -> list[list[int]]:
+    return [outcome.token_ids for outcome in harness.outcomes]
+
+
+def test_the_same_texts_as_in_lockstep() -> None:
+    given = requests()
+    lockstep, none = run(False, given)
+    ahead, num_behind = run(True, given)
+    assert none == 0
+    assert num_behind > 50
+    assert texts(ahead) == texts(lockstep)
+    reasons = {outcome.finishes[0].reason for outcome in ahead.outcomes}
+    assert FinishReason.ERROR not in reasons
+
+
+def test_the_same_texts_where_others_leave_and_start_again() -> None:
+    """Cancelled and preempted with a step in flight; their blocks, which it writes, go to others."""
+    given = requests()
+
+    def change(harness: EngineHarness, step: int) -> None:
+        running = harness.core.scheduler.running
+        if step % 5 == 3 and running:
+            harness.core.scheduler.preempt(running[0])
+        if step == 12:
+            harness.core.end(running[-1], Finish(FinishReason.CANCELLED, error="test", cause=EndCause.CLIENT))
+
+    lockstep, _ = run(False, given)
+    ahead, num_behind = run(True, given, change)
+    assert num_behind > 20
+    assert ahead.core.scheduler.num_preemptions > 3
+    cancelled = 0
+    for one, expected in zip(ahead.outcomes, texts(lockstep), strict=True):
+        cancelled += (one.finishes != [] and one.token_ids != expected) or not one.finishes
+        assert one.token_ids == expected[: len(one.token_ids)]
+    assert cancelled == 1
+
+
+@pytest.mark.parametrize("fault", ["no token", "another's token", "last step's"])
+def test_a_wrong_token_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted faults in what the device hands on."""
+    given = requests()
+    lockstep, _ = run(False, given)
+    copy = TargetGraphs._copy_drawn
+
+    def planted(self: TargetGraphs, target: torch.Tensor) -> None:
+        before = target.clone()
+        copy(self, target)
+        if fault == "no token":
+            target.zero_()
+        elif fault == "another's token":
+            target[:2] = target[:2].flip(0)
+        else:
+            target.copy_(before)
+
+    monkeypatch.setattr(TargetGraphs, "_copy_drawn", planted)
+    ahead, num_behind = run(True, given)
+    assert num_behind > 20
+    assert texts(ahead) != texts(lockstep)
+
+
+def decode_plan(target: TargetRunner) -> tuple[TargetPlan, TargetReply]:
+    """A decode step of three sequences behind one that has run, and that one's reply."""
+    loop = SpeculativeLoop(target, None, [[8, 9, 10], [11, 12], [13]], 0)
+    loop.step()
+    step = loop.step()
+    plan = step.target_plan
+    rows = replace(
+        plan.rows,
+        token_ids=step.target_reply.output_token_ids[:, 0].astype(np.int32),
+        seq_lens=plan.rows.seq_lens + 1,
+    )
+    return replace(plan, step_id=plan.step_id + 1, rows=rows), step.target_reply
+
+
+def behind(plan: TargetPlan, drawn_rows: list[int]) -> TargetPlan:
+    rows = plan.rows
+    index = np.array(drawn_rows, np.int32)
+    return replace(
+        plan,
+        step_id=plan.step_id + 1,
+        rows=replace(
+            rows,
+            token_ids=np.zeros(len(index), np.int32),
+            query_lens=rows.query_lens[index],
+            seq_lens=rows.seq_lens[index] + 1,
+            block_table=rows.block_table[index],
+        ),
+        num_sampled_rows=plan.num_sampled_rows[index],
+        sampling=type(plan.sampling).plain(len(index)),
+        wants_aux=plan.wants_aux[index],
+        drawn_rows=index,
+    )
+
+
+def test_two_steps_in_flight_and_their_replies() -> None:
+    """Some of the first step's sequences, in another order."""
+    target, plain = target_with(EagerRecorder()), target_with(None)
+    first, _ = decode_plan(target)
+    expected_first = plain.verify(decode_plan(plain)[0])
+    second = behind(first, [2, 0])
+    pending = [target.launch(plan) for plan in (first, second)]
+    assert pending[0] is not None and pending[1] is not None
+    replies = [each.wait() for each in pending if each is not None]
+    np.testing.assert_array_equal(replies[0].output_token_ids, expected_first.output_token_ids)
+    tokens = expected_first.output_token_ids[[2, 0], 0].astype(np.int32)
+    known = replace(second, rows=replace(second.rows, token_ids=tokens), drawn_rows=None)
+    expected_second = plain.verify(known)
+    np.testing.assert_array_equal(replies[1].output_token_ids, expected_second.output_token_ids)
+    assert not replies[1].seq_status.any()
+
+
+def test_steps_that_cannot_be_left_in_flight() -> None:
+    target = target_with(EagerRecorder())
+    plan, _ = decode_plan(target)
+    assert target.launch(replace(plan, num_logprobs=1)) is None
+    assert target.launch(behind(plan, [0])) is None, "the step before was not launched"
+    assert target.launch(plan) is not None
+    assert target.launch(replace(behind(plan, [0]), step_id=plan.step_id + 2)) is None, "of another step"
+    assert target_with(None).launch(plan) is None, "nothing is captured"
+
+
+def test_a_step_that_is_waited_for_takes_no_drawn_rows() -> None:
+    target = target_with(EagerRecorder())
+    plan, _ = decode_plan(target)
+    with pytest.raises(InvalidRequestError, match="plan drawn_rows: some given"):
+        target.verify(behind(plan, [0]))
+    with pytest.raises(InvalidRequestError, match=r"plan drawn_rows\[0\]: 8 given, 0 to 7 allowed"):
+        target.launch(replace(behind(plan, [0]), drawn_rows=np.array([8], np.int32)))
+    with pytest.raises(InvalidRequestError, match=r"plan drawn_rows: shape \[1\] given, \[3\] allowed"):
+        target.launch(replace(plan, drawn_rows=np.array([0], np.int32)))

@@ -1,0 +1,37 @@
+"""The reference's products with higher tiles, as on a GPU: the same results, the same bits beside other rows."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_kernels import KernelSet, row_tiles
+from kimi_kernels.moe_experts import reference as moe_reference
+from kimi_kernels.weights import ExpertWeights
+from support.bit_equality import assert_same_bits, normals
+
+KERNELS = KernelSet.reference()
+ROWS = 150
+TOLERANCE = 1e-5
+
+X, HEADS, CHOICES = normals(ROWS, 32), normals(ROWS, 4, 16), normals(ROWS, 6).argsort(-1)[:, :2].to(torch.int32)
+WEIGHT, W_UK = KERNELS.pack_linear(normals(48, 32)), normals(4, 16, 32)
+EXPERTS = KERNELS.pack_experts(ExpertWeights(gate_up=normals(6, 64, 32) / 6, down=normals(6, 32, 32) / 6))
+CALLS: dict[str, Callable[[int], Tensor]] = {
+    "linear": lambda count: KERNELS.linear(X[:count], WEIGHT),
+    "per_head_linear": lambda count: KERNELS.per_head_linear(HEADS[:count], W_UK),
+    "moe_experts": lambda count: KERNELS.moe_experts(X[:count], CHOICES[:count], torch.ones(count, 2), EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_higher_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CALLS[name]
+    expected = call(ROWS)
+    monkeypatch.setitem(row_tiles.TILE_ROWS, "cpu", 64)
+    monkeypatch.setitem(moe_reference.TILE_ROWS, "cpu", 32)
+    got = call(ROWS)
+    torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    for count in (1, 63, 65, 130):
+        assert_same_bits(call(count), got[:count], f"{count} rows")
