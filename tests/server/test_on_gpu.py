@@ -30,7 +30,7 @@ MAX_TOKENS = 48
 KILLED_TOKENS = 150
 """Of a stream that is under way when a runner is killed."""
 KV_TOKENS = 16_384
-BOARD = "draft tokens go to the target by a board"
+FOLLOWS = "target and draft wait for each other on the GPU"
 SHARED, SENT = "aux hidden states stay on the GPU", "aux hidden states travel as tensors"
 FIELDS = [
     {
@@ -101,23 +101,56 @@ def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, a
     assert said == ([] if mps == "off" else ["with MPS: target and draft share the GPU without changing contexts"])
 
 
+def captured(**changes):
+    """Steps of the Triton-language kernels, whose last bits follow the batch: their texts are not compared."""
+    return settings(kernels="triton", aux_transfer="ipc", capture_batch_sizes="8", **changes)
+
+
 @pytest.mark.parametrize("mps", ["auto", "off"])
-def test_captured_drafts_show_their_tokens_on_the_board(tmp_path, mps):
-    """Captured steps are those of the Triton-language kernels, whose last bits follow the batch: no texts are compared
-    here, but drafts must be accepted as often as those that are waited for."""
+def test_captured_drafts_follow_their_verifies(tmp_path, mps):
+    """They must be accepted as often as those that wait for the verify."""
     accepted = {}
-    for board in ("off", "on"):
+    for board in ("off", "auto"):
         folder = tmp_path / board
         folder.mkdir()
-        chosen = settings(kernels="triton", token_board=board, mps=mps, capture_batch_sizes="8")
+        chosen = captured(step_board=board, mps=mps)
         with (
             maybe_mps(chosen, lambda _: None) as variables,
             running_server(chosen, folder, variables=variables) as server,
         ):
             results = [served(KimiClient(f"localhost:{server.ports.grpc}")) for _ in range(3)]
             accepted[board] = sum(count for result in results for _, count in result)
-            assert (BOARD in (folder / "server.log").read_text()) == (board == "on")
-    assert accepted["on"] > 0.8 * accepted["off"] > 0
+            assert (FOLLOWS in (folder / "server.log").read_text()) == (board == "auto")
+    assert accepted["auto"] > 0.8 * accepted["off"] > 0
+
+
+@pytest.mark.parametrize("mps", ["auto", "off"])
+def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path, mps):
+    """Killed while a stream of the other waits for them, most likely."""
+    chosen = captured(mps=mps)
+    with (
+        maybe_mps(chosen, lambda _: None) as variables,
+        running_server(chosen, tmp_path, variables=variables) as server,
+    ):
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        served(client)
+        for count, model in enumerate(("eagle3_draft", "kimi_target", "eagle3_draft")):
+            streams = [client.stream(**{**fields, "max_tokens": KILLED_TOKENS}) for fields in FIELDS]
+            for stream in streams:
+                next(iter(stream))
+            os.kill(stub_pids(server)[model], signal.SIGKILL)
+            start = time.monotonic()
+            if model == "eagle3_draft":
+                assert [stream.result().num_output_tokens for stream in streams] == [KILLED_TOKENS] * len(streams)
+            else:
+                for stream in streams:
+                    with pytest.raises(KimiClientError):
+                        stream.result()
+            assert time.monotonic() - start < 8
+            reload(server, model)
+            wait_for_speculation(client)
+            assert all(accepted > 0 for _, accepted in served(client))
+            assert (tmp_path / "server.log").read_text().count(FOLLOWS) == count + 2
 
 
 @pytest.mark.parametrize("mps", ["auto", "off"])

@@ -176,6 +176,24 @@ def test_a_draft_in_another_process_follows_its_verify(make_pair: Callable[..., 
     assert following.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) == 0
 
 
+def test_a_follower_that_is_there_before_its_verify_waits_for_it(make_pair: Callable[..., Pair]) -> None:
+    """And its verify does not wait for it: the two are sent side by side."""
+    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    pair = make_pair(ACCEPTING)
+    server = pair.loopback.servers["kimi_target"]
+    run = server.run
+
+    def run_late(requests: list[Any]) -> list[Any]:
+        time.sleep(0.01)
+        return run(requests)
+
+    server.run = run_late  # type: ignore[method-assign]
+    start = time.monotonic()
+    assert outcomes(pair.engine()) == expected
+    assert time.monotonic() - start < board_sides.LONGEST_WAIT_S
+    assert sum(pair.followed) > 12
+
+
 def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[..., Pair]) -> None:
     expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
     pair = make_pair(ACCEPTING)
@@ -325,8 +343,8 @@ class NamedTarget:
         return None
 
 
-def naming(number: int) -> TargetPlan:
-    """A verify of two sequences that reads what the draft left under this number."""
+def naming(number: int, draft_step: int = 2) -> TargetPlan:
+    """A verify of two sequences that reads what the draft left under this number; draft_step: its last one."""
     rows = RowPlan(
         token_ids=np.ones(6, np.int32),
         query_lens=np.full(2, 3, np.int32),
@@ -341,6 +359,7 @@ def naming(number: int) -> TargetPlan:
         num_logprobs=None,
         wants_aux=np.ones(2, np.bool_),
         draft_tokens=TokenHandle(num_seqs=2, region=number),
+        draft_step=draft_step,
     )
 
 

@@ -14,6 +14,8 @@ from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
     DraftReply,
+    DrawnHandle,
+    FollowPlan,
     RowPlan,
     SamplingPlan,
     TargetPlan,
@@ -44,7 +46,9 @@ def random_message(cls: type, rng: np.random.Generator) -> typing.Any:
             values[name] = AuxHandle(region=3)
         elif kind is TokenHandle:
             values[name] = TokenHandle(num_seqs=5, region=1)
-        elif kind in (RowPlan, SamplingPlan):
+        elif kind is DrawnHandle:
+            values[name] = DrawnHandle(stamp=2**60)
+        elif kind in (RowPlan, SamplingPlan, FollowPlan):
             values[name] = random_message(kind, rng)
         else:
             dtype = np.dtype(typing.get_args(typing.get_args(kind)[1])[0])
