@@ -137,6 +137,7 @@ class TargetRunner:
             hidden_size=self._model.config.hidden_size,
             kv_cache_dtype=self._pool.dtype_name,
             device=device_name(self._device),
+            queues_steps=self._graphs is not None,
             pretences=self._pretences,
         )
 
