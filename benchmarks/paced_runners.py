@@ -18,7 +18,15 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.runner_server import RunnerServer
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetPlan, TargetReply, TokenHandle
+from kimi_backend.types.plan import (
+    AuxHandle,
+    DraftPlan,
+    DraftReply,
+    RunnerDescription,
+    TargetPlan,
+    TargetReply,
+    TokenHandle,
+)
 
 LONGEST_PROPOSAL, MOST_SEQUENCES = 7, 256
 AUX_BUFFER = b"paced"
@@ -68,8 +76,34 @@ class PacedDraft(InstantDraft):
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PacedPending:
+    """A step of a device that takes one after another."""
+
+    reply: TargetReply
+    done_s: float
+
+    def wait(self) -> TargetReply:
+        time.sleep(max(self.done_s - time.perf_counter(), 0.0))
+        return self.reply
+
+
 class PacedTarget(InstantTarget):
     """Repeats the status of a draft's step."""
+
+    _free_s = 0.0
+    _last_step_id = -1
+    """Of the step that was launched last."""
+
+    def describe(self) -> RunnerDescription:
+        return dataclasses.replace(super().describe(), queues_steps=True)
+
+    def launch(self, plan: TargetPlan) -> PacedPending | None:
+        if plan.drawn_rows is not None and self._last_step_id != plan.step_id - 1:
+            return None
+        self._free_s = max(self._free_s, time.perf_counter()) + self.wait_s
+        self._last_step_id = plan.step_id
+        return PacedPending(self.answer(plan), self._free_s)
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         tokens = plan.draft_tokens
