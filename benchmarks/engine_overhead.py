@@ -71,11 +71,18 @@ class InstantTarget:
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         self.asked_s.append(perf_counter())
+        reply = self.answer(plan)
+        sleep(self.wait_s)
+        self.answered_s.append(perf_counter())
+        return reply
+
+    def answer(self, plan: TargetPlan) -> TargetReply:
+        """At random, at once."""
         counts = plan.num_sampled_rows[plan.num_sampled_rows > 0]
         num_drafts = counts - 1
         width = int(num_drafts.max(initial=0)) + 1
         self.num_decoding.append(int((num_drafts > 0).sum()))
-        reply = TargetReply(
+        return TargetReply(
             step_id=plan.step_id,
             runner_epoch=1,
             seq_status=np.zeros(len(plan.rows.query_lens), np.int32),
@@ -83,9 +90,6 @@ class InstantTarget:
             num_accepted_tokens=(self.random.random(len(counts)) * (num_drafts + 1)).astype(np.int32),
             aux=AuxHandle(),
         )
-        sleep(self.wait_s)
-        self.answered_s.append(perf_counter())
-        return reply
 
 
 class InstantDraft:

@@ -27,7 +27,16 @@ from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.runner_server import RunnerServer
 from kimi_backend.serving.step_board import StepBoard
 from kimi_backend.spec_decode.protocols import OnQueued
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, DrawnHandle, TargetPlan, TargetReply, TokenHandle
+from kimi_backend.types.plan import (
+    AuxHandle,
+    DraftPlan,
+    DraftReply,
+    DrawnHandle,
+    RunnerDescription,
+    TargetPlan,
+    TargetReply,
+    TokenHandle,
+)
 
 LONGEST_PROPOSAL, MOST_SEQUENCES = 7, 256
 AUX_BUFFER = b"paced"
@@ -66,10 +75,14 @@ class PacedStream:
     def queue(self, work: Callable[[], None]) -> None:
         self._queue.put(work)
 
-    def synchronize(self) -> None:
+    def mark(self) -> threading.Event:
+        """Set when all that was queued is done."""
         done = threading.Event()
         self.queue(done.set)
-        done.wait()
+        return done
+
+    def synchronize(self) -> None:
+        self.mark().wait()
 
     def _run(self) -> None:
         while True:
@@ -125,6 +138,18 @@ class PacedDraft:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PacedPending:
+    """A step whose work is queued."""
+
+    reply: TargetReply
+    done: threading.Event
+
+    def wait(self) -> TargetReply:
+        self.done.wait()
+        return self.reply
+
+
 class PacedTarget:
     """Repeats the status of a draft's step."""
 
@@ -132,7 +157,17 @@ class PacedTarget:
 
     def __init__(self, instant: InstantTarget, wait_s: float, stream: PacedStream) -> None:
         self._instant, self._wait_s, self._stream = instant, wait_s, stream
-        self.describe = instant.describe
+        self._last_step_id = -1
+
+    def describe(self) -> RunnerDescription:
+        return dataclasses.replace(self._instant.describe(), queues_steps=True)
+
+    def launch(self, plan: TargetPlan) -> PacedPending | None:
+        if plan.drawn_rows is not None and self._last_step_id != plan.step_id - 1:
+            return None
+        self._last_step_id = plan.step_id
+        self._stream.queue(partial(time.sleep, self._wait_s))
+        return PacedPending(self._instant.answer(plan), self._stream.mark())
 
     def verify(self, plan: TargetPlan) -> TargetReply:
         return self.verify_ahead(plan, lambda aux, drawn: None)

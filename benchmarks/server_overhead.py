@@ -33,6 +33,7 @@ from kimi_backend.cli.serve import find_model_repository, make_server, maybe_mps
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
 from kimi_backend.types import codec
+from kimi_client import Completion
 from kimi_client.load import run_load
 from paced_runners import write_model
 from steady_plans import steady_plans
@@ -96,8 +97,8 @@ def served(server: EmbeddedServer, count: int, k: int, output_tokens: int, strea
     after = scrape(server.ports.metrics)
     since = {name: after[name] - before.get(name, 0.0) for name in after}
     phase, runner = split_by(since, "kimi_step_seconds_total"), split_by(since, "kimi_runner_seconds_total")
-    longest = max(result.requests, key=lambda r: r.completion.speculation["num_spec_steps"])
-    steps = longest.completion.speculation["num_spec_steps"]
+    longest = max(result.requests, key=lambda r: num_rounds(r.completion))
+    steps, speculation = num_rounds(longest.completion), longest.completion.speculation
     return {
         "rounds": since["kimi_steps_total"],
         "round_ms": sum(phase.values()),
@@ -110,9 +111,17 @@ def served(server: EmbeddedServer, count: int, k: int, output_tokens: int, strea
         # The request with the most rounds ran from the first to the last.
         "round_at_client_ms": (longest.total_s - longest.first_token_s) / steps * 1e3,
         "responses_per_step": len(longest.chunk_times_s) / (steps + 1),
-        "acceptance_length": longest.completion.speculation["mean_acceptance_length"],
+        "acceptance_length": speculation["mean_acceptance_length"] if speculation else 1.0,
         "output_tokens_per_second": result.output_tokens_per_second,
     }
+
+
+def num_rounds(completion: Completion) -> int:
+    """Behind the first token."""
+    if completion.speculation is None:
+        return completion.num_output_tokens - 1
+    steps: int = completion.speculation["num_spec_steps"]
+    return steps
 
 
 def settings_of(args: argparse.Namespace, aux_transfer: str, mps: str) -> ServingSettings:
@@ -127,7 +136,7 @@ def settings_of(args: argparse.Namespace, aux_transfer: str, mps: str) -> Servin
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": max(args.streams),
         "max_num_batched_tokens": MAX_MODEL_LEN,
-        "max_speculative_tokens": args.k,
+        "max_speculative_tokens": max(args.k, 1),
         "num_speculative_tokens": args.k,
         "speculation_policy": "fixed",
         "kv_tokens": MAX_MODEL_LEN * max(args.streams),
@@ -183,10 +192,12 @@ def _row(args: argparse.Namespace, server: EmbeddedServer, count: int, is_shared
     client = grpcclient.InferenceServerClient(f"localhost:{server.ports.grpc}")
     target, draft = map(codec.encode, steady_plans(count, args.k, 0 if is_shared else None))
     call_ms, _ = median_ms(client, {"TARGET_PLAN": target}, args.rounds, False)
-    plans = {"TARGET_PLAN": target, "DRAFT_PLAN": draft}
-    bare_ms, bare_ways_ms = median_ms(client, plans, args.rounds, not is_shared)
+    bare_ms = bare_ways_ms = float("nan")
+    if args.k:
+        plans = {"TARGET_PLAN": target, "DRAFT_PLAN": draft}
+        bare_ms, bare_ways_ms = median_ms(client, plans, args.rounds, not is_shared)
     client.close()
-    allowed = 2 * call_ms + 0.4
+    allowed = (2 if args.k else 1) * call_ms + 0.4
     bare = {"call_ms": call_ms, "bare_round_ms": bare_ms, "bare_ways_ms": bare_ways_ms}
     return {"streams": count, **bare, "allowed_ms": allowed, **row}
 
@@ -237,7 +248,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--aux-transfer", nargs="+", default=["auto"])
     parser.add_argument("--mps", nargs="+", default=["auto"])
-    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--k", type=int, default=3, help="draft tokens; 0: the target alone, and no bare rounds")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=192)

@@ -493,7 +493,7 @@ class RowGrid:
 
 def sampling_inputs(plan: SamplingPlan, greedy: npt.NDArray[np.bool_] | None = None) -> SamplingInputs:
     """The plan's arrays as tensors of the same names. greedy: [B] sequences that take the argmax instead."""
-    values = {f.name: torch.from_numpy(np.ascontiguousarray(getattr(plan, f.name))) for f in fields(plan)}
+    values = {f.name: torch.from_numpy(np.require(getattr(plan, f.name), None, ["C", "W"])) for f in fields(plan)}
     if greedy is not None:
         values["temperature"] = values["temperature"].masked_fill(torch.from_numpy(greedy), 0.0)
     return SamplingInputs(**values)

@@ -20,7 +20,7 @@ from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
-from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays
+from kimi_backend.runners.sampling_tensors import SamplingUpload, has_processors
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
 from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TokenHandle
 from kimi_kernels.kernel_set import KernelSet
@@ -75,6 +75,7 @@ class DraftRunner:
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
         )
+        self._sampling = SamplingUpload(self._device)
         self._aux_buffer = aux_buffer
         self._recorder = recorder
         self._graphs: DraftGraphs | None = None
@@ -210,7 +211,6 @@ class DraftRunner:
                 "num_proposals": plan.num_proposals,
                 "output_index": plan.output_index,
                 "greedy": plan.greedy,
-                **sampling_arrays(plan.sampling),
             },
             self._device,
         )
@@ -219,7 +219,10 @@ class DraftRunner:
         status = torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
         token_ids, proposing = None, tensors["proposing"]
         if plan.num_proposals.any():
-            token_ids, drawn_status = self._proposer.propose(plan, tensors, normed[proposing], feedback[proposing])
+            sampling = self._sampling.inputs(plan.sampling)
+            if len(proposing) < len(status):
+                normed, feedback = normed[proposing], feedback[proposing]
+            token_ids, drawn_status = self._proposer.propose(plan, tensors, sampling, normed, feedback)
             status[proposing] = drawn_status
         if plan.leaves_tokens and self._graphs is not None and plan.num_proposals.max() < len(self._graphs.left):
             self._graphs.leave(status, proposing, token_ids)

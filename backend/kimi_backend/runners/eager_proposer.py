@@ -7,7 +7,7 @@ import torch
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
-from kimi_backend.runners.sampling_tensors import has_processors, sampling_inputs
+from kimi_backend.runners.sampling_tensors import has_processors
 from kimi_backend.types.plan import DraftPlan
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
@@ -35,8 +35,13 @@ class _Proposing:
     output_index: torch.Tensor
     """[B] int64, index of the first token proposed."""
     sampling: SamplingInputs
+    """Of the sequences that propose; temperature 0 where the draft guesses greedily."""
     sequence: torch.Tensor
     """[B] int64: 0, 1, …"""
+    wants_alike: bool
+    """All want W proposals."""
+    reads_window: bool
+    """Some processor looks at the proposals before."""
     takes_argmax: bool
     """Every sequence is greedy and no processor moves a logit, so logits need not be gathered over ranks."""
     width: int
@@ -52,7 +57,12 @@ class EagerProposer:
         self._model, self._kernels, self._pool, self._builder = model, kernels, pool, builder
 
     def propose(
-        self, plan: DraftPlan, tensors: Tensors, normed: torch.Tensor, hidden: torch.Tensor
+        self,
+        plan: DraftPlan,
+        tensors: Tensors,
+        sampling: SamplingInputs,
+        normed: torch.Tensor,
+        hidden: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """W draws with a single-row step between any two.
 
@@ -61,26 +71,26 @@ class EagerProposer:
 
         Args:
             tensors: the plan's arrays by name, and `proposing`: [B] which of its sequences propose.
+            sampling: the plan's, on the device.
             normed, hidden: [B, H] of their last extended rows.
         Returns:
             token_ids: [B, W] int64, PLACEHOLDER_TOKEN_ID after each sequence's proposals.
             status: [B] int32, the first failure among them.
         """
-        work = _proposing(plan, tensors)
-        num_sequences = len(work.sequence)
-        window = torch.zeros((num_sequences, work.width), dtype=torch.int32, device=hidden.device)
-        token_ids = torch.full_like(window, PLACEHOLDER_TOKEN_ID, dtype=torch.int64)
-        status = torch.full_like(work.num_proposals, STATUS_OK)
+        work = _proposing(plan, tensors, sampling)
+        window = torch.zeros((len(work.sequence), work.width), dtype=torch.int32, device=hidden.device)
+        token_ids, status = [], []
         for step in range(work.width):
             drawn, drawn_status = self._draw(work, normed, window, step)
-            is_wanted = step < work.num_proposals
-            status = torch.where(is_wanted & (status == STATUS_OK), drawn_status, status)
-            token_ids[:, step] = torch.where(is_wanted & (status == STATUS_OK), drawn, PLACEHOLDER_TOKEN_ID)
-            # A failed draw has no token; any will do for rows that no one reads.
-            window[:, step] = drawn.clamp(min=0)
+            token_ids.append(drawn)
+            status.append(drawn_status)
             if step + 1 < work.width:
-                normed, hidden = self._single_step(work, window[:, step], hidden, step + 1)
-        return token_ids, status
+                # A failed draw has no token; any will do for rows that no one reads.
+                token = drawn.clamp(min=0)
+                if work.reads_window:
+                    window[:, step] = token
+                normed, hidden = self._single_step(work, token, hidden, step + 1)
+        return _until_failure(torch.stack(token_ids, 1), torch.stack(status, 1), work)
 
     def _draw(
         self, work: _Proposing, normed: torch.Tensor, window: torch.Tensor, step: int
@@ -105,25 +115,47 @@ class EagerProposer:
         self, work: _Proposing, token_ids: torch.Tensor, hidden: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Row `seq_len + step - 1` of each sequence, which reads the hidden state of the row before."""
-        is_wanted = step < work.num_proposals
-        last = torch.minimum(work.seq_lens + step, work.seq_lens + (work.num_proposals - 1))
+        is_wanted, last = None, work.seq_lens + step
+        if not work.wants_alike:
+            is_wanted = step < work.num_proposals
+            last = torch.minimum(last, work.seq_lens + (work.num_proposals - 1))
         metadata = self._builder.build_single_rows(last, work.block_table, is_wanted, work.max_seq_len + step)
         return self._model.forward(token_ids, hidden, metadata, self._pool.tensor, self._pool.scale)
 
 
-def _proposing(plan: DraftPlan, tensors: Tensors) -> _Proposing:
-    proposing = tensors["proposing"]
-    sampling = sampling_inputs(tensors)
+def _until_failure(
+    token_ids: torch.Tensor, status: torch.Tensor, work: _Proposing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `EagerProposer.propose` returns, from what was drawn: both [B, W]."""
+    if status.device.type == "cpu" and work.wants_alike and not status.any():
+        return token_ids, status[:, 0]
+    has_failed = status != STATUS_OK
+    if not work.wants_alike:
+        has_failed &= torch.arange(work.width, device=status.device) < work.num_proposals[:, None]
+    is_lost = has_failed.cumsum(1) > 0
+    first_status = status.gather(1, has_failed.int().argmax(1, keepdim=True))[:, 0]
+    first_status = first_status.masked_fill(~is_lost[:, -1], STATUS_OK)
+    if not work.wants_alike:
+        is_lost |= torch.arange(work.width, device=status.device) >= work.num_proposals[:, None]
+    return token_ids.masked_fill(is_lost, PLACEHOLDER_TOKEN_ID), first_status
+
+
+def _proposing(plan: DraftPlan, tensors: Tensors, sampling: SamplingInputs) -> _Proposing:
+    proposing, wanted = tensors["proposing"], plan.num_proposals
+    everyone = len(proposing) == len(wanted)
+    names = ("num_proposals", "seq_lens", "block_table")
+    if plan.greedy.any():
+        sampling = replace(sampling, temperature=sampling.temperature.masked_fill(tensors["greedy"], 0.0))
     is_greedy = plan.greedy | (plan.sampling.temperature < GREEDY_TEMPERATURE)
-    greedy_temperature = sampling.temperature.masked_fill(tensors["greedy"], 0.0)
+    moves_logits = has_processors(plan.sampling)
     return _Proposing(
-        num_proposals=tensors["num_proposals"][proposing],
-        seq_lens=tensors["seq_lens"][proposing],
-        block_table=tensors["block_table"][proposing],
+        **{name: tensors[name] if everyone else tensors[name][proposing] for name in names},
         output_index=tensors["output_index"],
-        sampling=replace(sampling, temperature=greedy_temperature),
+        sampling=sampling,
         sequence=torch.arange(len(proposing), device=proposing.device),
-        takes_argmax=bool(is_greedy.all()) and not has_processors(plan.sampling),
-        width=int(plan.num_proposals.max()),
+        wants_alike=bool((wanted[wanted > 0] == wanted.max()).all()),
+        reads_window=moves_logits,
+        takes_argmax=bool(is_greedy.all()) and not moves_logits,
+        width=int(wanted.max()),
         max_seq_len=int(plan.rows.seq_lens.max()),
     )

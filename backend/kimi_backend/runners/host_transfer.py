@@ -25,13 +25,16 @@ _NUMPY_DTYPES = {torch_dtype: numpy_dtype for numpy_dtype, torch_dtype in TORCH_
 
 
 def to_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of the same names, shapes, dtypes and values, all parts of one buffer.
+    """Tensors of the same names, shapes, dtypes and values.
 
-    On a GPU the copy is asynchronous, from pinned memory that torch keeps until it is done.
+    On a GPU all are parts of one buffer, and the copy is asynchronous, from pinned memory that torch keeps until it is
+    done. On a CPU a tensor is the array itself wherever it may be written to.
 
     Raises:
         KeyError: a dtype that no plan has.
     """
+    if device.type == "cpu":
+        return {name: _as_tensor(array) for name, array in arrays.items()}
     dtypes = [TORCH_DTYPES[array.dtype] for array in arrays.values()]
     sizes = [array.nbytes for array in arrays.values()]
     starts = [0]
@@ -39,13 +42,8 @@ def to_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
         starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = host.numpy()
-    parts = []
     for array, start, size in zip(arrays.values(), starts, sizes, strict=False):
-        part = view[start : start + size].view(array.dtype).reshape(array.shape)
-        part[...] = array
-        parts.append(part)
-    if device.type == "cpu":
-        return dict(zip(arrays, map(torch.from_numpy, parts), strict=True))
+        view[start : start + size].view(array.dtype).reshape(array.shape)[...] = array
     buffer = host.to(device, non_blocking=True)
     return {
         name: buffer[start : start + size].view(dtype).view(array.shape)
@@ -53,8 +51,17 @@ def to_device(arrays: Arrays, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    if array.dtype not in TORCH_DTYPES:
+        raise KeyError(array.dtype)
+    flags = array.flags
+    return torch.from_numpy(array if flags.writeable and flags.c_contiguous else array.copy())
+
+
 def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
     """Arrays of the same names, shapes and values; waits for the device once."""
+    if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+        return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
     # Widest first, so that every part starts at a multiple of its own item size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]

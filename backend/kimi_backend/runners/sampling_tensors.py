@@ -6,7 +6,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from kimi_backend.runners.host_transfer import Arrays
+from kimi_backend.runners.host_transfer import Arrays, to_device
 from kimi_backend.types.plan import SamplingPlan
 from kimi_kernels.sampling_inputs import SamplingInputs
 
@@ -21,6 +21,22 @@ def sampling_arrays(plan: SamplingPlan) -> Arrays:
 def sampling_inputs(tensors: Mapping[str, torch.Tensor]) -> SamplingInputs:
     """The same on the device, from what `to_device` returned."""
     return SamplingInputs(**{name: tensors[name] for name in NAMES})
+
+
+class SamplingUpload:
+    """The parameters on a device, moved there once as long as the builder of plans gives the same object."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._plan: SamplingPlan | None = None
+        self._inputs: SamplingInputs | None = None
+
+    def inputs(self, plan: SamplingPlan) -> SamplingInputs:
+        """Not to be written to."""
+        if self._inputs is None or plan is not self._plan:
+            self._inputs = sampling_inputs(to_device(sampling_arrays(plan), self._device))
+            self._plan = plan
+        return self._inputs
 
 
 def has_processors(plan: SamplingPlan) -> bool:

@@ -22,7 +22,7 @@ from kimi_backend.runners.left_tokens import as_input, left_places, resolve_left
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.sampled_rows import SampledRows
-from kimi_backend.runners.sampling_tensors import has_processors, sampling_arrays, sampling_inputs
+from kimi_backend.runners.sampling_tensors import SamplingUpload, has_processors
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
 from kimi_backend.spec_decode.protocols import OnQueued, PendingVerify
 from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
@@ -107,6 +107,7 @@ class TargetRunner:
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
         )
+        self._sampling = SamplingUpload(self._device)
         self._recorder = recorder
         self._launched: LaunchedVerify | None = None
         """The last step, if it was launched: the next one may read what it drew."""
@@ -136,6 +137,7 @@ class TargetRunner:
             hidden_size=self._model.config.hidden_size,
             kv_cache_dtype=self._pool.dtype_name,
             device=device_name(self._device),
+            queues_steps=self._graphs is not None,
             pretences=self._pretences,
         )
 
@@ -319,7 +321,7 @@ class TargetRunner:
             logit_mask=tensors.get("logit_mask"),
         )
         drawn = self._kernels.sample_tokens(
-            logits, sampling_inputs(tensors), sampling_rows, num_logprobs=plan.num_logprobs
+            logits, self._sampling.inputs(plan.sampling), sampling_rows, num_logprobs=plan.num_logprobs
         )
         verified = self._kernels.verify_draft_tokens(
             drawn.token_ids,
@@ -360,7 +362,7 @@ class TargetRunner:
 
 def _sampling_arrays(plan: TargetPlan, sampled: SampledRows, left: torch.Tensor | None) -> Arrays:
     """What `_sample` reads, by name."""
-    arrays = {**sampled.arrays(), **sampling_arrays(plan.sampling)}
+    arrays = dict(sampled.arrays())
     if plan.logit_mask is not None:
         arrays["logit_mask"] = plan.logit_mask
     if left is not None:

@@ -19,6 +19,7 @@ from kimi_backend.serving.board_sides import TargetSide, make_draft_side
 from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
 from kimi_backend.serving.processes import freeze_what_is_loaded
+from kimi_backend.serving.steps_in_flight import StepsInFlight
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following
 from kimi_backend.types import codec
 from kimi_backend.types.plan import (
@@ -55,6 +56,10 @@ def _as_torch(tensor: Any) -> torch.Tensor:
     if tensor.is_cpu():
         return torch.from_numpy(tensor.as_numpy())
     return torch.utils.dlpack.from_dlpack(tensor)
+
+
+def _decoded_plan(tensor: Any) -> TargetPlan:
+    return codec.decode(TargetPlan, np.ascontiguousarray(tensor.as_numpy()))
 
 
 def _us_since(start: float) -> int:
@@ -104,6 +109,7 @@ class RunnerServer:
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
         device = _device_of(self._description)
         self._receiver = AuxReceiver(device, aux_transfer)
+        self._steps = StepsInFlight(runner)
         self._target_side = TargetSide(device)
         self._draft_side = make_draft_side(getattr(runner, "left_shape", None), device) if has_board else None
         if self._draft_side is not None:
@@ -145,6 +151,10 @@ class RunnerServer:
         plan = self._input(request, names.PLAN)
         if self._input(request, names.DESCRIBE) is not None:
             return self._describe(request)
+        if self._description.role == "target":
+            step, next_plan = (self._input(request, name) for name in (names.STEP, names.NEXT_PLAN))
+            if step is not None or next_plan is not None:
+                return self._verify_ahead(plan, step, next_plan)
         if plan is None:
             raise InvalidRequestError(f"one of the inputs {names.PLAN} and {names.DESCRIBE} is needed, none was given")
         buffer = np.ascontiguousarray(plan.as_numpy())
@@ -180,6 +190,22 @@ class RunnerServer:
                 np.zeros((0, 0), dtype=np.uint8) if aux is None else aux.contiguous().view(torch.uint8)
             )
         return self._response(outputs)
+
+    def _verify_ahead(self, plan: Any | None, step: Any | None, next_plan: Any | None) -> Any:
+        """Launch the next step, if it is there, and reply to the one before it: its plan, or its id where it was the
+        next one of an earlier request."""
+        if (plan is None) == (step is None):
+            given = "none" if plan is None else "both"
+            raise InvalidRequestError(
+                f"one of the inputs {names.PLAN} and {names.STEP} is needed beside {names.NEXT_PLAN}, {given} given"
+            )
+        start = time.perf_counter()
+        behind = None if next_plan is None else _decoded_plan(next_plan)
+        if step is not None:
+            reply = self._steps.go_on(int(step.as_numpy()[0]), behind)
+        else:
+            reply = self._steps.begin(_decoded_plan(plan), behind)
+        return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))})
 
     def _propose(self, buffer: codec.Buffer, aux: Any | None) -> Any:
         start = time.perf_counter()

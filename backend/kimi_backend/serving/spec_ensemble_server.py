@@ -15,7 +15,8 @@ from kimi_backend.engine.loop import Patience
 from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
-from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
+from kimi_backend.serving.bls_models import BlsDraft
+from kimi_backend.serving.bls_steps_ahead import QueueingBlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.metrics import MetricsPublisher
@@ -80,7 +81,7 @@ class SpecEnsembleServer:
         self._sender = ResponseSender(pb_utils, self._cancel, partial(_token_text, tokenizer))
         aux_transfer, board = AuxTransfer(), BoardTransfer()
         self._engine = Engine(
-            BlsTarget(pb_utils, "kimi_target", aux_transfer, board),
+            QueueingBlsTarget(pb_utils, "kimi_target", aux_transfer, board),
             BlsDraft(pb_utils, "eagle3_draft", aux_transfer, board) if settings.draft else None,
             settings=scheduler_settings(settings),
             eos_token_ids=tokenizer.eos_token_ids,

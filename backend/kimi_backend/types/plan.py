@@ -188,6 +188,8 @@ class TargetReply:
     top_logprobs: FloatArray | None = None
     draft_status: Int32Array | None = None
     """[num_seqs of the plan's draft_tokens] what they say of the draft's step; None without a handle."""
+    launched_next: bool = False
+    """Across processes: whether the step that was sent along was launched behind this one."""
     runner_us: int = 0
     """Microseconds that the runner took, where a process border lies between; 0 in the same process."""
 
@@ -300,6 +302,8 @@ class RunnerDescription:
     one that it has opened."""
     process_id: int | None = None
     """Of a runner in a process of its own."""
+    queues_steps: bool = False
+    """Target only: whether it takes a step while the one before it is running (`QueueingTarget`)."""
     pretences: tuple[str, ...] = ()
     """What is not real in this runner, such as its weights; only benchmarks have any (`ServingSettings.pretences`)."""
     protocol_version: int = PROTOCOL_VERSION

@@ -87,3 +87,13 @@ def test_single_rows_write_only_where_told() -> None:
     assert metadata.decode is not None and whole.decode is not None
     assert metadata.decode.cu_seqlens_q.tolist() == whole.decode.cu_seqlens_q.tolist()
     assert metadata.decode.seq_lens.tolist() == seq_lens
+
+
+def test_rows_made_on_the_host_are_those_made_on_the_device() -> None:
+    query_lens, seq_lens = np.array([1, 8, 3, 20], np.int32), np.array([9, 30, 3, 63], np.int32)
+    blocks = table(seq_lens.tolist())
+    builder = MetadataBuilder(kernels=SPLIT, block_size=BLOCK_SIZE, num_mla_heads=4)
+    on_host = builder._rows_on_host(query_lens, seq_lens, blocks)
+    on_device = builder._rows_on_device(torch.from_numpy(query_lens), torch.from_numpy(seq_lens), blocks, 32)
+    assert [rows.tolist() for rows in on_host] == [rows.tolist() for rows in on_device]
+    assert [rows.dtype for rows in on_host] == [rows.dtype for rows in on_device]
