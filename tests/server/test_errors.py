@@ -97,6 +97,17 @@ BAD = [
     ("given twice", [*PROMPT, ints("top_k", 3)], {"top_k": 2}, "top_k"),
     ("nested unknown", [*PROMPT, strings("sampling_parameters", '{"foo": 1}')], {}, "foo"),
     ("nested not JSON", [*PROMPT, strings("sampling_parameters", "{")], {}, "sampling_parameters"),
+    ("nested name with a surrogate", [*PROMPT, strings("sampling_parameters", '{"\\ud800": 1}')], {}, "\\ud800"),
+    ("salt with a surrogate", [*PROMPT, strings("sampling_parameters", '{"cache_salt": "\\ud800"}')], {}, "cache_salt"),
+    ("number beyond floats", [*PROMPT, strings("sampling_parameters", f'{{"min_p": 1{"0" * 400}}}')], {}, "min_p"),
+    ("bias key of many digits", [*PROMPT, strings("logit_bias", f'{{"{"1" * 5000}": 1}}')], {}, "logit_bias"),
+    ("repetition_penalty 1e-38", [*PROMPT, floats("repetition_penalty", 1e-38)], {}, "repetition_penalty"),
+    (
+        "no token left",
+        [*PROMPT, ints("stop_token_ids", 5), ints("allowed_token_ids", 5), ints("min_tokens", 1)],
+        {},
+        "al",
+    ),
     ("prompt in the output", PROMPT, {"exclude_input_in_output": False}, "exclude_input_in_output"),
     # the server's own refusals
     ("wrong datatype", [*PROMPT, of_shape("max_tokens", "INT64", (1, 1))], {}, "max_tokens"),
@@ -125,7 +136,7 @@ def test_each_bad_request_is_told_what_is_wrong(url, neighbour, inputs, paramete
     assert not results
     (error,) = errors
     assert field in error.message(), error.message()
-    for sign in ("Traceback", 'File "', "TritonModelException"):
+    for sign in ("Traceback", 'File "', "TritonModelException", "INTERNAL", "At:"):
         assert sign not in error.message()
 
 

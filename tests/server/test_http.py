@@ -62,3 +62,18 @@ def test_errors_have_a_status_and_a_message(post):
     assert "no_such_field" in json.loads(body)["error"]
     status, _ = post("generate", b"{")
     assert status in (400, 500), "the server's own answer to malformed JSON"
+
+
+NO_UTF_8 = (b'"zz": "\xff"', b'"z\xff": 1', b'"id": "\xff"', b'"cache_salt": "\xff"', b'"stop": ["\xff"]')
+
+
+@pytest.mark.parametrize("field", NO_UTF_8)
+def test_bytes_that_are_no_utf_8_are_a_wrong_request(post, field):
+    status, body = post("generate", b'{"text_input": "hi", "max_tokens": 3, %s}' % field)
+    assert status == 400
+    assert "not valid UTF-8" in json.loads(body)["error"]
+
+
+def test_a_request_may_be_called_anything(post):
+    for name in (b"", b"#1", "é".encode(), b"\\u0000"):
+        assert post("generate", b'{"text_input": "hi", "max_tokens": 3, "id": "%s"}' % name)[0] == 200

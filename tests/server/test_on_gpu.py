@@ -153,6 +153,22 @@ def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path, mps):
             assert (tmp_path / "server.log").read_text().count(FOLLOWS) == count + 2
 
 
+def test_steps_ahead_give_the_texts_of_lockstep(tmp_path):
+    """Without speculation, one request after another: the same captured steps, whoever launches them when."""
+    texts = {}
+    for launch_ahead in ("false", "true"):
+        folder = tmp_path / launch_ahead
+        folder.mkdir()
+        chosen = settings(kernels="triton", draft="", launch_ahead=launch_ahead, capture_batch_sizes="1,8")
+        with running_server(chosen, folder) as server:
+            client = KimiClient(f"localhost:{server.ports.grpc}")
+            alone = [{**fields, "num_speculative_tokens": 0, "return_token_ids": True} for fields in FIELDS]
+            texts[launch_ahead] = [client.generate(**fields).token_ids for fields in alone]
+            together = [client.stream(**fields) for fields in alone]
+            assert {len(stream.result().token_ids) for stream in together} == {MAX_TOKENS}
+    assert texts["true"] == texts["false"]
+
+
 @pytest.mark.parametrize("mps", ["auto", "off"])
 def test_killed_runners_come_back_and_share_again(tmp_path, expected, mps):
     chosen = settings(aux_transfer="ipc", mps=mps)

@@ -81,8 +81,8 @@ class ServingSettings:
     )
     launch_ahead: str = _setting(
         "true",
-        "Whether target and draft are launched before the host knows what they read of each other, which then stays on"
-        " the GPU. Changes speed, never text.",
+        "Whether steps of target and draft are launched before the host knows what they read of each other and of the"
+        " step before, which then stays on the GPU. Changes speed, never text.",
         choices=("true", "false"),
     )
     step_board: str = _setting(

@@ -291,9 +291,13 @@ class EngineCore:
         description = link.try_connect()
         if description is None:
             return False
-        check_runner(description, "target")
         assert link.description is not None
-        check_same_model(link.description, description)
+        try:
+            check_runner(description, "target")
+            check_same_model(link.description, description)
+        except ConfigError as error:
+            link.lose(str(error))
+            return False
         self.kv.reset_target(description.num_blocks)
         link.accept(description)
         return True

@@ -85,7 +85,7 @@ class Engine:
             CapacityError: the queue is full or the engine shuts down; ModelUnavailableError: a runner is missing.
         """
         geometry = self._loop.require_ready().geometry
-        check_request(request, _limits(geometry), self._settings)
+        check_request(request, _limits(geometry, self._eos_token_ids), self._settings)
         sequence = self._make_sequence(request, geometry)
         output = RequestOutput(
             sequence,
@@ -112,7 +112,7 @@ class Engine:
         Raises:
             CapacityError: as `submit`.
         """
-        return _limits(self._loop.require_ready().geometry).max_prompt_tokens
+        return _limits(self._loop.require_ready().geometry, self._eos_token_ids).max_prompt_tokens
 
     @property
     def target_process_id(self) -> int | None:
@@ -190,9 +190,10 @@ class Engine:
         )
 
 
-def _limits(geometry: Geometry) -> AdmissionLimits:
+def _limits(geometry: Geometry, eos_token_ids: frozenset[int]) -> AdmissionLimits:
     return AdmissionLimits(
         vocab_size=geometry.vocab_size,
         max_model_len=geometry.max_model_len,
         max_sequence_slots=geometry.num_target_blocks * geometry.block_size,
+        eos_token_ids=eos_token_ids,
     )

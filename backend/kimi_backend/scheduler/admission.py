@@ -23,6 +23,7 @@ class AdmissionLimits:
     max_model_len: int
     max_sequence_slots: int
     """KV slots of the smaller pool: a longer sequence could never run."""
+    eos_token_ids: frozenset[int] = frozenset()
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -51,6 +52,7 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequestError(f"timeout_s: {request.timeout_s} given, more than 0 seconds is allowed")
     check_sampling(request.sampling, limits.vocab_size)
+    _check_some_token_is_left(request.sampling, limits)
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -65,7 +67,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_range("min_p", params.min_p, 0, 1)
     if params.seed is not None:
         _check_range("seed", params.seed, 0, 2**64 - 1)
-    _check_positive("repetition_penalty", params.repetition_penalty, math.inf)
+    # Further out a logit times or over it may no longer be finite.
+    _check_range("repetition_penalty", params.repetition_penalty, 0.01, 100)
     _check_range("frequency_penalty", params.frequency_penalty, -2, 2)
     _check_range("presence_penalty", params.presence_penalty, -2, 2)
     _check_range("min_tokens", params.min_tokens, 0, 2**31 - 1)
@@ -81,12 +84,24 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_bad_words(params.bad_words, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
-    if params.allowed_token_ids and {(token_id,) for token_id in params.allowed_token_ids} <= set(params.bad_words):
-        raise InvalidRequestError("allowed_token_ids: each is a bad word too; one that is none is needed")
     if len(params.stop) > MAX_STOP_STRINGS or "" in params.stop:
         raise InvalidRequestError(
             f"stop: {len(params.stop)} strings given, at most {MAX_STOP_STRINGS} non-empty ones are allowed"
         )
+
+
+def _check_some_token_is_left(params: SamplingParams, limits: AdmissionLimits) -> None:
+    """Bad words of several tokens can still leave none later on; that request fails then, by its row's status."""
+    banned = {word[0] for word in params.bad_words if len(word) == 1}
+    what = "a bad word"
+    if params.min_tokens:
+        banned.update(params.stop_token_ids, () if params.ignore_eos else limits.eos_token_ids)
+        what = "a bad word, or a stop token before min_tokens"
+    field, allowed = "allowed_token_ids", set(params.allowed_token_ids)
+    if not allowed and len(banned) >= limits.vocab_size:
+        field, allowed = "stop_token_ids" if params.min_tokens else "bad_words", set(range(limits.vocab_size))
+    if allowed and allowed <= banned:
+        raise InvalidRequestError(f"{field}: each token that may come is {what}; one that is none is needed")
 
 
 def _check_logit_bias(bias: dict[int, float], vocab_size: int) -> None:
@@ -122,6 +137,5 @@ def _check_range(field: str, value: float, low: float, high: float) -> None:
 
 
 def _check_positive(field: str, value: float, high: float) -> None:
-    if not 0 < value <= high or math.isinf(value):
-        allowed = "a finite number above 0" if math.isinf(high) else f"above 0, up to {high}"
-        raise InvalidRequestError(f"{field}: {value} given, {allowed} is allowed")
+    if not 0 < value <= high:
+        raise InvalidRequestError(f"{field}: {value} given, above 0, up to {high} is allowed")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kimi_backend.errors import ModelUnavailableError
+from kimi_backend.errors import InvalidRequestError, ModelUnavailableError
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.descriptions import description_from_json
@@ -48,7 +48,10 @@ class _BlsModel:
         if to_open is not None:
             inputs.append(self._pb.Tensor(name, np.frombuffer(to_open, np.uint8)))
         (text,) = self._call(inputs, [names.DESCRIPTION])
-        return description_from_json(text.as_numpy()[0])
+        try:
+            return description_from_json(text.as_numpy()[0])
+        except (InvalidRequestError, ValueError) as error:  # loaded from another version of the code
+            raise ModelUnavailableError(f"runner {self._model_name}: {error}") from error
 
     def _call(self, inputs: list[Any], outputs: list[str]) -> list[Any]:
         """Run one request on the model and return the named outputs, in order.

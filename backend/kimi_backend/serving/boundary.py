@@ -6,6 +6,8 @@ from typing import Any
 from kimi_backend.errors import KimiError
 
 LOGGER_NAME = "kimi_backend"
+LONGEST_MESSAGE = 2_000
+"""Characters of an error that a client gets: it may quote what the client sent."""
 
 
 def coded_error(pb_utils: Any, code: str, message: str) -> Any:
@@ -14,7 +16,13 @@ def coded_error(pb_utils: Any, code: str, message: str) -> Any:
     A gRPC stream carries an error's message only. Its code comes with the header `triton_grpc_error`, but streams with
     that header crash Triton Server 24.10 after some thousand errors.
     """
-    return pb_utils.TritonError(f"{code}: {message}", getattr(pb_utils.TritonError, code))
+    return pb_utils.TritonError(f"{code}: {sendable(message)}", getattr(pb_utils.TritonError, code))
+
+
+def sendable(message: str) -> str:
+    """The message so that it can be sent: UTF-8 (a quoted name may hold a lone surrogate), and not without end."""
+    text = message.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1] + "…"
 
 
 def triton_error(pb_utils: Any, error: BaseException) -> Any:
@@ -41,7 +49,7 @@ class _ServerLogHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(name)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        text = self.format(record).encode("utf-8", "backslashreplace").decode()
         if record.levelno >= logging.ERROR:
             self._logger.log_error(text)
         elif record.levelno >= logging.WARNING:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.serving.request_values import collect_values
+from kimi_backend.serving.request_values import collect_values, is_number, is_token_id, shown
 from kimi_backend.text.tokenizer import Tokenizer
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 
@@ -102,7 +102,7 @@ class RequestParser:
             raise InvalidRequestError("messages: this checkpoint has no chat template; give text_input or input_ids")
         kwargs = values.get("chat_template_kwargs") or {}
         if not isinstance(kwargs, dict):
-            raise InvalidRequestError(f"chat_template_kwargs: {kwargs!r} given, a JSON object is allowed")
+            raise InvalidRequestError(f"chat_template_kwargs: {shown(kwargs)} given, a JSON object is allowed")
         return self._encode_chat(values["messages"], tools=values.get("tools"), template_kwargs=kwargs)
 
     def _sampling(self, values: dict[str, Any]) -> SamplingParams:
@@ -153,11 +153,10 @@ def _draft_sampling(value: str) -> DraftSampling:
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"logit_bias: {value!r} given, a JSON object of token id -> number is allowed")
+        raise InvalidRequestError(f"logit_bias: {shown(value)} given, a JSON object of token id -> number is allowed")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not str(key).isdecimal() or not is_number:
-            raise InvalidRequestError(f"logit_bias: {key!r}: {number!r} given, token id -> number is allowed")
+        if not is_token_id(key) or not is_number(number):
+            raise InvalidRequestError(f"logit_bias: {shown(key)}: {shown(number)} given, token id -> number is allowed")
         bias[int(key)] = float(number)
     return bias

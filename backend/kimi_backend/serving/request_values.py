@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,12 @@ from kimi_backend.serving.request_fields import (
     UNSUPPORTED_FIELDS,
     Kind,
 )
+from kimi_backend.text.unicode_text import require_valid_unicode
 
 FIELDS = {field.name: field for field in INPUT_FIELDS}
+
+MOST_DIGITS = 20
+"""Of a token id; far more than any has, and few enough to be read."""
 
 _EXPECTED = {
     Kind.TEXT: "a string",
@@ -59,6 +64,16 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number and a float can hold it; NaN is none."""
+    return (isinstance(value, float) and value == value) or (_is_int(value) and abs(value) <= sys.float_info.max)
+
+
+def is_token_id(key: str) -> bool:
+    """Whether a JSON object's key is a token id, written in the one way that two keys cannot share."""
+    return len(key) <= MOST_DIGITS and key.isascii() and key.isdecimal() and key == str(int(key))
+
+
 def _fits(kind: Kind, value: Any) -> bool:
     if kind is Kind.TEXT:
         return isinstance(value, str)
@@ -71,7 +86,7 @@ def _fits(kind: Kind, value: Any) -> bool:
     if kind is Kind.UINT64:
         return _is_int(value) and 0 <= value < 2**64
     if kind is Kind.FLOAT:
-        return (_is_int(value) or isinstance(value, float)) and value == value
+        return is_number(value)
     if kind is Kind.BOOL:
         return isinstance(value, bool)
     return True
@@ -84,11 +99,17 @@ def _typed(name: str, value: Any) -> Any:
     if kind is Kind.TEXTS and isinstance(value, str):
         value = [value]
     if not _fits(kind, value):
-        raise InvalidRequestError(f"{name}: {_shown(value)} given, {_EXPECTED[kind]} is allowed")
+        raise InvalidRequestError(f"{name}: {shown(value)} given, {_EXPECTED[kind]} is allowed")
+    if kind is Kind.TEXT:
+        require_valid_unicode(value, name)
+    elif kind is Kind.TEXTS:
+        for index, text in enumerate(value):
+            require_valid_unicode(text, f"{name}[{index}]")
     return float(value) if kind is Kind.FLOAT else value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The value as an error quotes it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -129,7 +150,7 @@ class _Collector:
         allowed = UNSUPPORTED_FIELDS[name]
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             only = "it is not supported" if allowed is None else f"only {json.dumps(allowed)} is supported"
-            raise InvalidRequestError(f"{name}: {_shown(value)} given, {only}")
+            raise InvalidRequestError(f"{name}: {shown(value)} given, {only}")
 
 
 def collect_values(tensors: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +173,7 @@ def collect_values(tensors: Mapping[str, Any], parameters: Mapping[str, Any]) ->
     nested = collector.values.pop("sampling_parameters", None)
     if nested is not None:
         if not isinstance(nested, dict):
-            raise InvalidRequestError(f"sampling_parameters: {_shown(nested)} given, a JSON object is allowed")
+            raise InvalidRequestError(f"sampling_parameters: {shown(nested)} given, a JSON object is allowed")
         for name, value in nested.items():
             if name == "sampling_parameters":
                 raise InvalidRequestError("sampling_parameters: may not hold itself")

@@ -115,7 +115,7 @@ class SpecEnsembleServer:
             self._engine.start()
         for request in requests:
             sender = request.get_response_sender()
-            request_id = f"{request.request_id() or 'request'}#{next(self._ids)}"
+            request_id = f"{_name(request)}#{next(self._ids)}"
             try:
                 self._start(request_id, request, sender)
             except Exception as error:
@@ -174,6 +174,17 @@ class SpecEnsembleServer:
                 self._engine.report_dead_draft(draft)
 
 
+def _name(request: Any) -> str:
+    """What the client calls the request, for the log."""
+    try:
+        return request.request_id() or "request"
+    except UnicodeDecodeError:
+        return "request"
+
+
 def _parameters(request: Any) -> dict[str, Any]:
-    text = request.parameters()
+    try:
+        text = request.parameters()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"parameters: not valid UTF-8 ({error.reason} at byte {error.start})") from None
     return dict(json.loads(text)) if text else {}

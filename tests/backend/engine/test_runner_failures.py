@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kimi_backend.errors import ConfigError
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply
 from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams
@@ -175,14 +174,22 @@ def test_a_draft_of_another_kind_stays_out(requests: list[GenerateRequest], expe
     assert not pair.harness.core.is_speculating
 
 
-def test_a_target_of_another_kind_stops_the_engine(requests: list[GenerateRequest]) -> None:
+def test_a_target_of_another_kind_is_waited_out(requests: list[GenerateRequest], expected: list[list[int]]) -> None:
+    """It is refused, with the reason, until the one that left is there again."""
     pair = Pair(requests)
     pair.harness.step()
+    kind = pair.target.description
     pair.target.restart()
     pair.target.description = replace(pair.target.description, vocab_size=VOCAB + 1)
-    pair.harness.step()
-    with pytest.raises(ConfigError, match=f"vocab_size: {VOCAB} before, {VOCAB + 1} now"):
+    for _ in range(3):
         pair.harness.step()
+        pair.harness.clock.now += 1.0
+    link = pair.harness.core._target_link
+    assert not link.is_up
+    assert f"vocab_size: {VOCAB} before, {VOCAB + 1} now" in link.problem
+    pair.target.description = replace(pair.target.description, vocab_size=kind.vocab_size)
+    pair.harness.run(each_step=lambda _: setattr(pair.harness.clock, "now", pair.harness.clock.now + 1.0))
+    assert pair.token_ids == expected
 
 
 def test_one_failed_target_step_is_repeated(requests: list[GenerateRequest], expected: list[list[int]]) -> None:

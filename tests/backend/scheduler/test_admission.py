@@ -7,7 +7,7 @@ from kimi_backend.scheduler.admission import AdmissionLimits, check_request
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 
-LIMITS = AdmissionLimits(vocab_size=100, max_model_len=50, max_sequence_slots=64)
+LIMITS = AdmissionLimits(vocab_size=100, max_model_len=50, max_sequence_slots=64, eos_token_ids=frozenset({6}))
 SETTINGS = SchedulerSettings(max_speculative_tokens=5)
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1, 2))
 NAN, INFINITY = float("nan"), float("inf")
@@ -32,8 +32,10 @@ def check(**sampling: object) -> None:
         ("min_p", 1.01, "0 to 1"),
         ("seed", -1, "0 to 18446744073709551615"),
         ("seed", 2**64, "0 to 18446744073709551615"),
-        ("repetition_penalty", 0.0, "a finite number above 0"),
-        ("repetition_penalty", INFINITY, "a finite number above 0"),
+        ("top_p", INFINITY, "above 0, up to 1"),
+        ("repetition_penalty", 0.009, "0.01 to 100"),
+        ("repetition_penalty", 101.0, "0.01 to 100"),
+        ("repetition_penalty", NAN, "0.01 to 100"),
         ("frequency_penalty", 2.1, "-2 to 2"),
         ("presence_penalty", -2.1, "-2 to 2"),
         ("min_tokens", -1, "0 to 2147483647"),
@@ -59,7 +61,13 @@ def test_a_number_out_of_range_is_refused(field: str, value: float, allowed: str
         ({"bad_words": ((1,),) * 1025}, "bad_words: 1025 words given, at most 1024 are allowed"),
         ({"stop_token_ids": (100,)}, "stop_token_ids: token id 100 given"),
         ({"allowed_token_ids": (1, 200)}, "allowed_token_ids: token id 200 given"),
-        ({"allowed_token_ids": (1, 2), "bad_words": ((2,), (1,), (3, 4))}, "allowed_token_ids: each is a bad word too"),
+        (
+            {"allowed_token_ids": (1, 2), "bad_words": ((2,), (1,), (3, 4))},
+            "allowed_token_ids: each token that may",
+        ),
+        ({"allowed_token_ids": (5, 6), "stop_token_ids": (5,), "min_tokens": 1}, "or a stop token before min_tokens"),
+        ({"stop_token_ids": tuple(range(100)), "min_tokens": 1}, "stop_token_ids: each token that may come is a bad"),
+        ({"bad_words": tuple((i,) for i in range(100))}, "bad_words: each token that may come is a bad word; one"),
         ({"stop": ("a", "")}, "stop: 2 strings given, at most 16 non-empty ones are allowed"),
         ({"stop": ("a",) * 17}, "stop: 17 strings given"),
         ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens: 9 given, at most max_tokens \(8\) is allowed"),
@@ -102,6 +110,12 @@ def test_the_borders_are_allowed() -> None:
     check_request(
         replace(REQUEST, prompt_token_ids=(1,) * 49, num_speculative_tokens=5, timeout_s=1e-9), LIMITS, SETTINGS
     )
+
+
+def test_stop_tokens_may_be_all_there_is_once_they_are_not_banned() -> None:
+    check(allowed_token_ids=(5, 6), stop_token_ids=(5,))
+    check(allowed_token_ids=(5, 6), stop_token_ids=(5,), min_tokens=1, ignore_eos=True)
+    check(stop_token_ids=tuple(range(100)))
 
 
 @pytest.mark.parametrize(

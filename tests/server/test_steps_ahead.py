@@ -1,0 +1,78 @@
+"""Steps without speculation through the real server, one call a round that brings the next step: the same texts.
+
+The target runs on a CPU with the arrays of captured steps, as on a GPU; its "replays" are plain calls.
+"""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from kimi_backend.cli.serve import find_model_repository
+from kimi_client.load import run_load
+from support.server_process import running_server, serving_settings
+
+MODEL = """
+import kimi_backend.runners.loading as loading
+from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.serving.runner_server import RunnerServer, load_target
+from kimi_backend.serving.steps_in_flight import StepsInFlight
+
+loading._recorder = lambda settings, placement: EagerRecorder()
+go_on = StepsInFlight.go_on
+
+
+def counted(self, step_id, next_plan):
+    with open({log!r}, 'a') as log:
+        log.write(f"{{step_id}}\\n")
+    return go_on(self, step_id, next_plan)
+
+
+StepsInFlight.go_on = counted
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.server = RunnerServer.from_model_args(args, load_target)
+
+    def execute(self, requests):
+        return self.server.run(requests)
+
+    def finalize(self):
+        self.server.close()
+"""
+REQUESTS = [
+    {
+        "text_input": "x" * (5 + 3 * index),
+        "seed": index,
+        "max_tokens": 20 + 4 * index,
+        "temperature": float(index % 2),
+        "num_speculative_tokens": 0,
+        "return_token_ids": True,
+    }
+    for index in range(5)
+]
+
+
+def texts(checkpoint: Path, folder: Path, launch_ahead: str) -> tuple[list[tuple[int, ...]], int]:
+    """Token ids of each request, and how many steps were asked for after they had been launched."""
+    repository, log = folder / "models", folder / "launched"
+    shutil.copytree(find_model_repository(), repository)
+    (repository / "kimi_target/1/model.py").write_text(MODEL.format(log=str(log)))
+    settings = serving_settings(checkpoint, draft="", launch_ahead=launch_ahead, max_num_seqs=4)
+    with running_server(settings, folder, model_repository=repository) as server:
+        result = asyncio.run(run_load(f"localhost:{server.ports.grpc}", REQUESTS, len(REQUESTS)))
+    assert not result.errors
+    found = sorted((r.completion.num_output_tokens, r.completion.token_ids) for r in result.requests)
+    return [token_ids for _, token_ids in found], len(log.read_text().split()) if log.exists() else 0
+
+
+def test_the_same_texts_as_in_lockstep(checkpoint: Path, tmp_path: Path) -> None:
+    found = {}
+    for launch_ahead in ("false", "true"):
+        folder = tmp_path / launch_ahead
+        folder.mkdir()
+        found[launch_ahead] = texts(checkpoint, folder, launch_ahead)
+    assert found["false"][1] == 0
+    assert found["true"][1] > 15
+    assert found["true"][0] == found["false"][0]
+    assert all(found["true"][0])
