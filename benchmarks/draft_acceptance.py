@@ -24,8 +24,9 @@ from kimi_backend.types.request import SamplingParams
 
 NANO = Path(__file__).parents[1] / "demo" / "kimi-nano"
 TEMPERATURES = (0.0, 1.0)
+AS_IT_IS = "as it is"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    AS_IT_IS: {},
     "fp8": {"draft_quantization": "fp8"},
     "int4": {"draft_quantization": "int4"},
     "int4 head": {"draft_head_quantization": "int4"},
@@ -62,6 +63,14 @@ class Result:
             f"{self.variant:28} {self.temperature:4g}  {self.acceptance_length:6.3f} ± {error:.3f}  {positions:16}"
             f"  {self.num_equal_texts} of {len(self.lengths)}"
         )
+
+
+def change(result: Result, whole: Result) -> str:
+    """Of the acceptance length against the draft as it is, with its standard error over the same prompts."""
+    differences = [a - b for a, b in zip(result.lengths, whole.lengths, strict=True)]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    percent = 100 / whole.acceptance_length
+    return f"{percent * (result.acceptance_length - whole.acceptance_length):+.1f} ± {percent * error:.1f} %"
 
 
 def load_of(temperature: float, num_tokens: int, num_draft_tokens: int) -> BenchLoad:
@@ -130,8 +139,10 @@ def main() -> int:
             for variant in options.variant or VARIANTS:
                 load = load_of(temperature, options.num_tokens, options.k)
                 report = run_bench(dataclasses.replace(settings, **VARIANTS[variant]), prompts, load)
-                results.append(result_of(variant, temperature, report, texts(report), texts(plain)))
-                print(results[-1], flush=True)
+                result = result_of(variant, temperature, report, texts(report), texts(plain))
+                results.append(result)
+                whole = next((r for r in results if r.variant == AS_IT_IS and r.temperature == temperature), None)
+                print(result, change(result, whole) if whole and whole != result else "", flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         content = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"), "k": options.k}

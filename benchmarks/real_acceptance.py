@@ -25,7 +25,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_client.load import run_load
 from slice import probe
-from slice_suite.served import Served, running_server
+from slice_suite.served import Served, rounds_ms, running_server
 
 NUM_WARM_GAPS = 3
 
@@ -69,14 +69,14 @@ def measure(served: Served, args: argparse.Namespace, num_streams: int, temperat
     result = asyncio.run(run_load(url, requests, num_streams))
     if result.errors:
         raise RuntimeError(f"{len(result.errors)} of {count} requests failed: {result.errors[0]}")
-    gaps = [b - a for request in result.requests for a, b in itertools.pairwise(request.chunk_times_s[NUM_WARM_GAPS:])]
+    gaps = [gap for request in result.requests for gap in rounds_ms(request.chunk_times_s[NUM_WARM_GAPS:])]
     summary = result.summary()
     return {
         "streams": num_streams,
         "temperature": temperature,
         "k": k,
         "requests": count,
-        "round_ms": round(1e3 * statistics.median(gaps), 3),
+        "round_ms": round(statistics.median(gaps), 3),
         "tokens_per_s": round(result.output_tokens_per_second, 1),
         "tokens_per_s_of_a_stream": round(result.output_tokens_per_second / num_streams, 1),
         "speculation": summary["speculation"],
@@ -98,8 +98,11 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(args, max(map(len, args.token_ids)) + args.num_tokens + max(args.k) + 1)
+        started = time.perf_counter()
         with running_server(settings, Path(folder) / "log") as served:
+            report["seconds_to_ready"] = round(time.perf_counter() - started, 1)
             report |= {"mps": served.has_mps, "aux": "buffer" if served.shares_aux else "tensor"}
+            print(f"ready after {report['seconds_to_ready']} s", flush=True)
             for num_streams, temperature in itertools.product(args.streams, args.temperature):
                 plain = None
                 for k in args.k:

@@ -1,14 +1,13 @@
 """The same cases through the real Triton Server: rounds as a client sees them, and what the server's parts say."""
 
 import asyncio
-import itertools
 import re
 import statistics
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,8 @@ _SAMPLE = re.compile(r"^(kimi_step_seconds_total|kimi_runner_seconds_total|kimi_
 _LABEL = re.compile(r'(phase|runner)="(\w+)"')
 WARM_UP_TOKENS = 12
 NUM_WARM_GAPS = 3
+GAPS_AT_ONCE = 4
+"""A client that is late reads several responses together, so rounds are timed over a few of them."""
 NUM_CALLS = 200
 CALL_MODELS = ("bare_callee", "bare_loop")
 """Measure what a call costs that does nothing (benchmarks/models)."""
@@ -94,12 +95,7 @@ def measure_served(
     before = _read_metrics(server)
     result = _run(server, vocab_size, num_output_tokens=num_output_tokens, seed=2, **shape)
     after = _read_metrics(server)
-    # Every step sends each request one response, so the time between two of them is a round.
-    gaps = [
-        1e3 * gap
-        for request in result.requests
-        for gap in itertools.starmap(lambda a, b: b - a, itertools.pairwise(request.chunk_times_s[NUM_WARM_GAPS:]))
-    ]
+    gaps = [gap for request in result.requests for gap in rounds_ms(request.chunk_times_s[NUM_WARM_GAPS:])]
     spent = {name: after[name] - before.get(name, 0.0) for name in after}
     num_steps = max(1.0, spent.pop("kimi_steps_total", 1.0))
     a_step = {name: round(1e3 * seconds / num_steps, 4) for name, seconds in spent.items()}
@@ -118,6 +114,12 @@ def measure_served(
         "pretences": result.summary().get("pretences", []),
         "acceptance_length": speculation["acceptance_length"] if speculation else None,
     }
+
+
+def rounds_ms(response_times_s: Sequence[float]) -> list[float]:
+    """Every step sends each request one response, so the time between two of them is a round."""
+    times = list(response_times_s)
+    return [1e3 * (end - start) / GAPS_AT_ONCE for start, end in zip(times, times[GAPS_AT_ONCE:], strict=False)]
 
 
 def server_share(step_ms: dict[str, float], call_ms: float, num_calls: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  
 from slice_suite.gpu_time import coverage, kind_of, last_rounds  # noqa: E402
 from slice_suite.judged import judged_table  # noqa: E402
 from slice_suite.report import per_layer  # noqa: E402
-from slice_suite.served import server_share  # noqa: E402
+from slice_suite.served import rounds_ms, server_share  # noqa: E402
 from slice_suite.tables import draft_of  # noqa: E402
 
 H, EXPERT = 7168, 3 * 7168 * 2048
@@ -120,6 +120,13 @@ def test_the_last_rounds_are_cut_out_of_a_run() -> None:
     rounds = [(100.0 + 10 * i, 107.0 + 10 * i, "round") for i in range(8)]
     found = last_rounds([(0.0, 100.0, "prompt"), *rounds], round_us=10.0, num_rounds=2)
     assert (found["round_us"], found["covered_us"]) == (10.0, 7.0)
+
+
+def test_rounds_are_timed_over_responses_that_a_late_client_reads_together() -> None:
+    """Rounds of 2 ms, every second response read with the next one."""
+    times_s = [0.002 * (i - i % 2 + 2) for i in range(12)]
+    assert rounds_ms(times_s) == pytest.approx([2.0] * 8)
+    assert rounds_ms(times_s[:4]) == []
 
 
 def test_the_servers_share_is_what_its_runners_do_not_take() -> None:
