@@ -10,8 +10,11 @@ bare     both runners, called with the same recorded plans again and again (benc
 served   B streams with a reader each; the server's own metrics split a round into the runners' time, the way to them
          and back, and the engine's phases
 
-What a served round takes beyond its runners is the cost of the server: two calls, scheduling, packing, committing,
-and waiting for the threads that send to B readers.
+What a served round takes beyond its runners is the cost of the server: calls, scheduling, packing, committing, and
+waiting for the threads that send to B readers. Where the draft's call runs beside the target's, the round is the
+target's call and what surrounds it; while the engine reads, plans and calls, the GPU runs the draft, so not all of that
+cost is waited for. `--in-process` runs the same requests with both runners in this process, afterwards: what a served
+round is longer than such a one is what the server costs in the end (`beyond`).
 """
 
 import argparse
@@ -29,6 +32,7 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from rich.console import Console
 
+from in_process_rounds import rounds_in_process
 from kimi_backend.cli.serve import find_model_repository, make_server, maybe_mps
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
@@ -40,6 +44,7 @@ from steady_plans import steady_plans
 
 OWN_MODELS = ("bare_callee", "bare_loop")
 RUNNERS = {"kimi_target": "target", "eagle3_draft": "draft"}
+PROMPT = "x" * 64
 MAX_MODEL_LEN = 512
 METRICS_SETTLE_S = 0.8
 LOG_END = 4000
@@ -86,7 +91,7 @@ def split_by(since: dict[str, float], name: str) -> dict[str, float]:
 def served(server: EmbeddedServer, count: int, k: int, output_tokens: int, stream: bool) -> Row:
     """Milliseconds a round, by cause, while `count` streams run."""
     fields = {"stream": stream, "max_tokens": output_tokens, "ignore_eos": True, "num_speculative_tokens": k}
-    requests = [{"text_input": "x" * 64, "seed": i, **fields} for i in range(count)]
+    requests = [{"text_input": PROMPT, "seed": i, **fields} for i in range(count)]
     asyncio.run(run_load(f"localhost:{server.ports.grpc}", requests, count))  # compiles, fills caches
     time.sleep(METRICS_SETTLE_S)
     before = scrape(server.ports.metrics)
@@ -174,7 +179,18 @@ def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Cons
                 raise
             finally:
                 server.stop()
+    if args.in_process:
+        add_in_process(args, settings, rows)
     return [{"aux": "ipc" if is_shared else "tensor", "mps": bool(variables), "mps_said": said, **row} for row in rows]
+
+
+def add_in_process(args: argparse.Namespace, settings: ServingSettings, rows: list[Row]) -> None:
+    """To each row, what its round takes with both runners in this process."""
+    fields = {"max_tokens": args.output_tokens, "ignore_eos": True, "num_speculative_tokens": args.k}
+    found = rounds_in_process(settings, args.streams, fields, PROMPT)
+    for row in rows:
+        row["in_process_round_ms"] = found[row["streams"]]
+        row["beyond_ms"] = row["round_ms"] - found[row["streams"]]
 
 
 def put_paced_runners(repository: Path, args: argparse.Namespace) -> None:
@@ -217,6 +233,7 @@ def print_rows(rows: list[Row]) -> None:
     )
     columns += ("target_way_ms", "draft_way_ms", "schedule_ms", "commit_ms", "publish_ms", "server_ms", "allowed_ms")
     columns += ("round_at_client_ms", "output_tokens_per_second")
+    columns += tuple(name for name in ("in_process_round_ms", "beyond_ms") if name in rows[0])
     print(" | ".join(column.removesuffix("_ms") for column in columns), flush=True)
     for row in rows:
         values = (row[column] for column in columns)
@@ -252,6 +269,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=192)
+    parser.add_argument("--in-process", action="store_true", help="afterwards, the same without a server between")
     parser.add_argument("--no-stream", action="store_true", help="one response a request: what sending each step costs")
     parser.add_argument(
         "--paced",
