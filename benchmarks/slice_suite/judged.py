@@ -20,6 +20,8 @@ WANTED_OF_A_CHEAP_DRAFT = {(3, 1): (5.4, 4.4), (3, 4): (8.4, 7.0), (3, 16): (16.
 """The same with a reduced or quantised draft."""
 CHEAP_DRAFT_SETTINGS = ("draft_vocab", "draft_quantization", "draft_head_quantization")
 H100_READ_BYTES_PER_US = 3.12e6
+H100_EXPERTS_MS = {256: 3.173}
+"""By rows, a layer's routed experts as measured there (docs/benchmarks_kernels.md), where arithmetic binds them."""
 
 
 def is_cheap_draft(settings: dict[str, Any]) -> bool:
@@ -30,10 +32,17 @@ def is_cheap_draft(settings: dict[str, Any]) -> bool:
 def on_an_h100(case: Case) -> tuple[float, float]:
     """Estimated ms of a round: (what is beyond the floor stays as it is, all of it is bound by memory).
 
-    Holds where reading binds the floor, on both cards: up to about 64 rows.
+    With so many rows that arithmetic binds the experts, they take what they took there.
     """
     slower = case["read_bytes_per_us"] / H100_READ_BYTES_PER_US
-    return case["round_ms"] + (slower - 1) * case["floor_ms"], slower * case["round_ms"]
+    round_ms, floor_ms = case["round_ms"], case["floor_ms"]
+    num_rows = case["batch_size"] * (case["num_speculative_tokens"] + 1)
+    experts_ms = 0.0
+    if num_rows in H100_EXPERTS_MS and "gpu" in case:
+        experts_ms = (case["num_layers"] - 1) * H100_EXPERTS_MS[num_rows]
+        round_ms -= case["gpu"]["by_kind"]["experts"] / 1e3
+        floor_ms -= case["floor_by_part_ms"]["target: experts"]
+    return experts_ms + round_ms + (slower - 1) * floor_ms, experts_ms + slower * round_ms
 
 
 def verdict(round_ms: float, must: float, aim: float) -> str:

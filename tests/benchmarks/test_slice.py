@@ -17,7 +17,7 @@ from kimi_backend.config.settings import ServingSettings  # noqa: E402
 from slice_suite.configs import write_slice  # noqa: E402
 from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
 from slice_suite.gpu_time import coverage, kind_of, last_rounds  # noqa: E402
-from slice_suite.judged import judged_table  # noqa: E402
+from slice_suite.judged import judged_table, on_an_h100  # noqa: E402
 from slice_suite.report import per_layer  # noqa: E402
 from slice_suite.served import rounds_ms, server_share  # noqa: E402
 from slice_suite.tables import draft_of  # noqa: E402
@@ -151,6 +151,15 @@ def test_rounds_are_judged_on_an_h100_and_estimated_from_others(round_ms: float,
     case |= {"device": device, "settings": {}, "draft": "", "floor_ms": 1.0, "read_bytes_per_us": 1.5 * 3.12e6}
     *_, line = judged_table([case | {"round_ms": round_ms}]).splitlines()
     assert f"| {cells} |" in line
+
+
+def test_experts_of_many_rows_take_what_they_took_on_an_h100() -> None:
+    """20 ms, 12 of them experts; beside them 4 of 8 ms are floor; 1.5 times the bandwidth."""
+    case = {"num_layers": 5, "batch_size": 64, "num_speculative_tokens": 3, "round_ms": 20.0, "floor_ms": 12.0}
+    case |= {"read_bytes_per_us": 1.5 * 3.12e6, "floor_by_part_ms": {"target: experts": 8.0}}
+    assert on_an_h100(case) == (26.0, 30.0)
+    low, high = on_an_h100(case | {"gpu": {"by_kind": {"experts": 12_000.0}}})
+    assert (low, high) == pytest.approx((4 * 3.173 + 10.0, 4 * 3.173 + 12.0))
 
 
 def test_the_floor_is_split_as_the_time_is() -> None:
