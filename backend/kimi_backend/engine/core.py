@@ -9,6 +9,7 @@ clients or threads.
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.engine.commit import StepOutput, commit_step
@@ -150,8 +151,9 @@ class EngineCore:
             return None
         if self._follower is None or self._launcher is None or not self._launcher.can_launch:
             return None
-        following = self._plans.following(step.batch, step.plan)
-        return None if following is None else LaunchedDraft(self._follower, following)
+        if step.batch.num_decodes < len(step.batch.sequences):
+            return None
+        return LaunchedDraft(self._follower, partial(self._plans.following, step.batch, step.plan))
 
     def _run(self, step: TargetStep, launched: LaunchedDraft | None) -> TargetReply:
         """Launch what may be launched with the step and behind it, and wait for its reply."""
