@@ -252,8 +252,8 @@ def test_a_trained_draft_is_accepted_as_much_when_it_follows(nano_pair: tuple[Ta
 def test_the_adaptive_policy_chooses_among_captured_steps(
     nano_pair: tuple[TargetRunner, DraftRunner], num_sequences: int
 ) -> None:
-    """kimi-nano: it times rounds with draft tokens and rounds without. Texts begin as those of a fixed k; they part where
-    a step of another number of rows rounds otherwise, after a hundred tokens or so."""
+    """kimi-nano: it times rounds with draft tokens and rounds without. Texts begin as those of a fixed k; they part
+    where a step of another number of rows rounds otherwise, after a hundred tokens or so."""
     requests = [replace(r, num_speculative_tokens=3) for r in nano_requests(num_sequences, 240)]
     texts = []
     for policy in (PolicyName.FIXED, PolicyName.ADAPTIVE, PolicyName.ADAPTIVE):
