@@ -148,6 +148,9 @@ class DraftRunner:
             bucket = self._graphs.proposal_bucket(plan)
             if bucket is not None:
                 return self._propose_captured(self._graphs, bucket, plan, aux)
+            extension = self._graphs.extension_bucket(plan)
+            if extension is not None and not plan.num_proposals.any():
+                return self._extend_captured(self._graphs, extension, plan, aux)
         return self._propose_eagerly(plan, aux)
 
     @torch.inference_mode()
@@ -195,6 +198,14 @@ class DraftRunner:
             draft_token_ids=draft_token_ids,
         )
 
+    def _extend_captured(self, graphs: DraftGraphs, bucket: Bucket, plan: DraftPlan, aux: torch.Tensor) -> DraftReply:
+        """Nobody wants a proposal: the draft's KV follows the target's."""
+        status = _status_of(graphs.only_extend(bucket, plan, self._region(plan, aux)))
+        if not plan.leaves_tokens:
+            return self._reply(plan, {"seq_status": status})
+        graphs.leave(status, torch.empty(0, dtype=torch.int64, device=self._device), None)
+        return self._left(graphs, plan)
+
     def _region(self, plan: DraftPlan, aux: torch.Tensor) -> int:
         """Of the buffer that graphs read; what came as a tensor is copied there."""
         if self._aux_buffer is not None and plan.aux.region is not None:
@@ -215,8 +226,7 @@ class DraftRunner:
             self._device,
         )
         normed, feedback = self._extend(plan, aux, tensors)
-        is_finite = normed.isfinite().all(dim=1)
-        status = torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
+        status = _status_of(normed)
         token_ids, proposing = None, tensors["proposing"]
         if plan.num_proposals.any():
             sampling = self._sampling.inputs(plan.sampling)
@@ -265,6 +275,11 @@ class DraftRunner:
             seq_status=arrays["seq_status"],
             draft_token_ids=arrays.get("draft_token_ids", np.empty((0, 0), np.int64)),
         )
+
+
+def _status_of(normed: torch.Tensor) -> torch.Tensor:
+    """[S] int32 of each sequence's last hidden state."""
+    return torch.where(normed.isfinite().all(dim=1), STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
 
 
 def _extension_arrays(plan: DraftPlan) -> Arrays:

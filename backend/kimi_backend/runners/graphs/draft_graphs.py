@@ -172,6 +172,14 @@ class DraftGraphs:
         arrays.upload()
         self._extensions[bucket].run()
 
+    def only_extend(self, bucket: Bucket, plan: DraftPlan, region: int) -> torch.Tensor:
+        """`extend`, with no draws behind it: [S, H] of each sequence's last extended row, until the next step."""
+        self.extend(bucket, plan, region)
+        if self._uploaded is not None:
+            self._uploaded.record()
+        normed: torch.Tensor = self._normed[: len(plan.rows.query_lens)]
+        return normed
+
     def take_extension(self, normed: torch.Tensor, feedback: torch.Tensor) -> None:
         """In place of `extend`: [S, H] of each sequence's last extended row."""
         self._normed[: len(normed)].copy_(normed)

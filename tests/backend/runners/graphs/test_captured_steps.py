@@ -70,6 +70,39 @@ def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         loop.step()
 
 
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_a_draft_that_only_extends_runs_in_a_bucket(launch_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a policy lets nobody propose for a while; then proposals go on from there."""
+    texts, loops = prompts(3), []
+    for recorder in (None, EagerRecorder()):
+        target, draft = runner_pair(SETTING, "mla31", recorder)
+        loops.append(SpeculativeLoop(target, draft, texts, 0, launch_ahead=launch_ahead and recorder is not None))
+        loops[-1].step()
+    monkeypatch.setattr(loops[1]._draft, "_propose_eagerly", None)
+    for k in (0, 0, 2, 0, 2):
+        steps = []
+        for loop in loops:
+            for sequence in loop.sequences:
+                sequence.num_speculative_tokens = k
+            steps.append(loop.step())
+        assert steps[0].target_reply.output_token_ids.tolist() == steps[1].target_reply.output_token_ids.tolist()
+        if not launch_ahead:
+            assert_equal_steps(*steps)
+    pools = [loop._draft._pool.tensor.nan_to_num(nan=7.0) for loop in loops]  # type: ignore[union-attr]
+    assert torch.equal(*pools)
+
+
+def test_a_draft_that_only_extends_says_who_failed() -> None:
+    loops = []
+    for recorder in (None, EagerRecorder()):
+        loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder), [[5, 6, 7], [8, 9, 10, 11]], 0)
+        loop.step()
+        loop._draft._pool.tensor[:, loop.sequences[1].draft_blocks[0]] = float("nan")  # type: ignore[union-attr]
+        loops.append(loop)
+    replies = [loop.step().draft_reply for loop in loops]
+    assert [reply.seq_status.tolist() for reply in replies if reply is not None] == [[0, 1], [0, 1]]
+
+
 def test_a_draft_in_another_process_reads_tensors() -> None:
     texts = prompts(3)
     loops = [
