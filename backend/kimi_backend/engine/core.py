@@ -14,6 +14,7 @@ from functools import partial
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.engine.commit import StepOutput, commit_step
 from kimi_backend.engine.handshake import Geometry, check_limits, check_pair, check_runner, check_same_model
+from kimi_backend.engine.held_outputs import HeldOutputs
 from kimi_backend.engine.launched_draft import LaunchedDraft
 from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.engine.step_times import StepTimes
@@ -24,7 +25,7 @@ from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_fo
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following, as_launching, as_queueing
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetReply
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, DrawnHandle, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -52,7 +53,7 @@ class EngineCore:
         self._launcher, self._follower = as_launching(target), as_following(draft)
         self._target_link = target_link
         self._draft_link = draft_link
-        self._emit = emit
+        self._outputs = HeldOutputs(emit)
         self._clock = clock
         self._step_id = 0
         self._num_failed_steps = 0
@@ -94,21 +95,28 @@ class EngineCore:
 
     def end(self, sequence: Sequence, finish: Finish) -> bool:
         """End a sequence between steps, without an output. False if it has ended already."""
+        self._outputs.flush()
         if sequence.finish is not None:
             return False
         sequence.finish = finish
         self.scheduler.finish(sequence)
         return True
 
+    def flush_outputs(self) -> None:
+        """Emit what would be emitted when the next step is on its way."""
+        self._outputs.flush()
+
     def step(self) -> bool:
         """Run one round. False when there was nothing to do, or no target to do it."""
         if not self._reach_target():
+            self._outputs.flush()
             return False
         self._reach_draft()
         self.times.start()
         step = self._next_step()
         if step is None:
             self._unread = None
+            self._outputs.flush()
             return False
         batch = step.batch
         self.times.lap("schedule")
@@ -122,7 +130,10 @@ class EngineCore:
         self._settle(commit.outputs)
         is_launched = launched is not None and self._keep_launched(launched, reply)
         draft_plan = None if is_launched else self._plan_draft(commit.draft_work, reply.aux)
-        self._emit(commit.outputs)  # last before the call, so that the emitter works while the draft does
+        if is_launched:
+            self._outputs.hold(commit.outputs)
+        else:  # last before the call, so that the emitter works while the draft does
+            self._outputs.put(commit.outputs)
         self.times.lap("commit")
         self._propose(draft_plan, commit.draft_work)
         draft_s = self.times.lap("draft")
@@ -151,17 +162,23 @@ class EngineCore:
             return None
         if self._follower is None or self._launcher is None or not self._launcher.can_launch:
             return None
-        if step.batch.num_decodes < len(step.batch.sequences):
+        sequences = step.batch.sequences
+        if step.batch.num_decodes < len(sequences) or not any(sequence.uses_draft for sequence in sequences):
             return None
         return LaunchedDraft(self._follower, partial(self._plans.following, step.batch, step.plan))
 
     def _run(self, step: TargetStep, launched: LaunchedDraft | None) -> TargetReply:
         """Launch what may be launched with the step and behind it, and wait for its reply."""
         if launched is not None and self._launcher is not None:
-            return self._launcher.verify_ahead(step.plan, launched.launch)
+            return self._launcher.verify_ahead(step.plan, partial(self._launch, launched))
+        self._outputs.flush()
         if self._steps_ahead is not None:
             self._ahead = self._steps_ahead.launch(step)
         return self._target.verify(step.plan) if step.pending is None else step.pending.wait()
+
+    def _launch(self, launched: LaunchedDraft, aux: AuxHandle, drawn: DrawnHandle) -> None:
+        launched.launch(aux, drawn)
+        self._outputs.flush()
 
     def _verify(self, step: TargetStep, launched: LaunchedDraft | None) -> TargetReply | None:
         """The target's reply; None when the target was lost, its KV with it."""
@@ -348,4 +365,4 @@ class EngineCore:
     def _fail(self, sequences: Iterable[Sequence], message: str) -> None:
         now = self._clock()
         finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.TARGET_LOST)
-        self._emit([StepOutput(s, now, finish=finish) for s in sequences if self.end(s, finish)])
+        self._outputs.put([StepOutput(s, now, finish=finish) for s in sequences if self.end(s, finish)])

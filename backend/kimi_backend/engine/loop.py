@@ -176,6 +176,8 @@ class EngineLoop:
             with self.changed:
                 self.state = EngineState.CLOSED
                 self.changed.notify_all()
+            if self.core is not None:
+                self.core.flush_outputs()
             self.emitter.finish_all(finish)
             self.emitter.close()
 
