@@ -55,6 +55,10 @@ class SwitchedTarget:
     def verify(self, plan: TargetPlan) -> TargetReply:
         return self.runner.verify(plan)
 
+    @property
+    def can_launch(self) -> bool:
+        return self.runner.can_launch
+
     def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
         return self.runner.verify_ahead(plan, on_queued)
 

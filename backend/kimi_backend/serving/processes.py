@@ -17,6 +17,15 @@ def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:
     return state not in _DEAD_STATES
 
 
+def start_ticks(process_id: int, proc: Path = Path("/proc")) -> str:
+    """When it started, in the machine's clock ticks: tells it from a later process of the same id. Empty where /proc
+    cannot tell."""
+    try:
+        return (proc / str(process_id) / "stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
 def freeze_what_is_loaded() -> None:
     """Take all objects of now out of the garbage collector's sight: a look at all of them, modules and a tokenizer's
     tables included, would hold a step up for tens of milliseconds. Call it once a server has loaded everything."""

@@ -23,6 +23,7 @@ from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.processes import freeze_what_is_loaded, is_alive
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
+from kimi_backend.serving.seat import Seat, seat_of_this_server
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.chat_template import load_chat_template
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
@@ -70,7 +71,8 @@ def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
 class SpecEnsembleServer:
     """Takes the server's requests and answers each with one or more responses, the last of them final."""
 
-    def __init__(self, settings: ServingSettings, pb_utils: Any) -> None:
+    def __init__(self, settings: ServingSettings, pb_utils: Any, seat: Seat) -> None:
+        self._seat = seat
         self._pb = pb_utils
         self._settings = settings
         self._parser, tokenizer = make_parser(settings)
@@ -100,19 +102,16 @@ class SpecEnsembleServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
-        server = cls(settings, pb_utils)
+        server = cls(settings, pb_utils, seat_of_this_server())
         freeze_what_is_loaded()
         return server
 
     def accept(self, requests: list[Any]) -> None:
         """Start each request; a bad one is answered at once and disturbs no other.
 
-        The first call starts the engine. It calls the runners through the server, and a call that is under way before
+        The first one starts the engine. It calls the runners through the server, and a call that is under way before
         the server has seen `initialize` return ends the server's process (segmentation fault in 24.10).
         """
-        if not self._has_started:
-            self._has_started = True
-            self._engine.start()
         for request in requests:
             sender = request.get_response_sender()
             request_id = f"{_name(request)}#{next(self._ids)}"
@@ -127,10 +126,15 @@ class SpecEnsembleServer:
         self._closed.set()
         self._sender.is_draining = True
         self._engine.stop()
+        self._seat.leave()
         self._sender.close(self._settings.drain_timeout_s)
         self._metrics.close()
 
     def _start(self, request_id: str, request: Any, sender: Any) -> None:
+        if not self._has_started:
+            self._seat.take(HANDSHAKE_PATIENCE_S)
+            self._has_started = True
+            self._engine.start()
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parsed = self._parser.parse(request_id, tensors, _parameters(request), self._engine.max_prompt_tokens)
@@ -153,7 +157,7 @@ class SpecEnsembleServer:
             handle.cancel()
 
     def _watch(self) -> None:
-        """Look for the drain file, and whether the runners' processes are alive.
+        """Look for the drain file, for another engine that wants the seat, and whether the runners' processes live.
 
         The server itself takes a second to answer a call to a stub that has died; clients need not wait for that. And
         the draft may not be called for long, where drafting does not pay.
@@ -161,10 +165,13 @@ class SpecEnsembleServer:
         drain_file = Path(self._settings.drain_file) if self._settings.drain_file else None
         dead_target: int | None = None
         while not self._closed.wait(WATCH_S):
-            if drain_file is not None and drain_file.exists():
-                logger.info("draining: live requests are cancelled, new ones refused")
+            is_replaced = self._seat.is_wanted
+            if is_replaced or (drain_file is not None and drain_file.exists()):
+                why = "another spec_ensemble takes over" if is_replaced else "draining"
+                logger.info("%s: live requests are cancelled, new ones refused", why)
                 self._sender.is_draining = True
                 self._engine.stop()
+                self._seat.leave()
                 return
             target, draft = self._engine.target_process_id, self._engine.draft_process_id
             if target is not None and target != dead_target and not is_alive(target):

@@ -1,0 +1,84 @@
+"""One engine at a time over a server's runners.
+
+While Triton Server unloads a model it lets the requests that run end, and another model of that name may be loaded and
+serve meanwhile. Two engines over the same runners would write each other's KV blocks. So an engine needs the seat, a
+locked file that goes with the server's process. A newcomer asks for it, and whoever holds it ends its requests first.
+"""
+
+import fcntl
+import os
+import secrets
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from kimi_backend.errors import ModelUnavailableError
+from kimi_backend.serving.processes import start_ticks
+
+POLL_S = 0.02
+_NAME_BYTES = 16
+
+
+def seat_of_this_server() -> "Seat":
+    """The seat of the server whose child process this is."""
+    server = os.getppid()
+    name = f"kimi_spec_ensemble_{os.getuid()}_{server}_{start_ticks(server)}.seat"
+    return Seat(Path(tempfile.gettempdir()) / name)
+
+
+class Seat:
+    """Holds the lock from `take` to `leave`; the process's end leaves it too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._name = secrets.token_hex(_NAME_BYTES // 2).encode()
+        self._file: int | None = None
+        self._lock = threading.Lock()
+        """Of the file's number: one thread looks whether the seat is wanted, another leaves it."""
+
+    def take(self, timeout_s: float) -> None:
+        """Ask for the seat and wait until it is free; it is this one's afterwards.
+
+        Raises:
+            ModelUnavailableError: another engine still holds it.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self._file is None:
+            try:
+                self._file = self._try_to_take()
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    message = "another spec_ensemble of this server, which is unloaded, still ends its requests"
+                    raise ModelUnavailableError(message) from None
+                time.sleep(POLL_S)
+
+    def _try_to_take(self) -> int:
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(file, self._name, 0)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever left may have removed the file that was opened here.
+            if os.fstat(file).st_ino != os.stat(self._path).st_ino:
+                raise BlockingIOError
+        except FileNotFoundError:
+            os.close(file)
+            raise BlockingIOError from None
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another engine has asked for the seat that this one holds."""
+        with self._lock:
+            return self._file is not None and os.pread(self._file, _NAME_BYTES, 0) != self._name
+
+    def leave(self) -> None:
+        """Free it, if it is held. Nothing of this engine may call a runner afterwards."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                self._path.unlink(missing_ok=True)
+                os.close(file)
