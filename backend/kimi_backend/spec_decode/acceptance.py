@@ -4,6 +4,8 @@ A rate at position j is conditional: of the rounds that kept position j - 1, the
 rejection were compared with nothing and say nothing.
 """
 
+from math import sqrt
+
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 FIRST_GUESS = 0.6
@@ -43,6 +45,12 @@ class AcceptancePool:
             guess = (kept + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT)
             rates.append(min(guess, HIGHEST_RATE))
         return rates
+
+    @property
+    def num_remembered(self) -> float:
+        """Rounds that the rates rest on, older ones counting less."""
+        self._fold()
+        return self._tried[0]
 
     @property
     def mean_rate(self) -> float:
@@ -93,6 +101,16 @@ class SequenceAcceptance:
 
     def forget(self) -> None:
         self.tried = self.kept = 0.0
+
+
+def doubt_of_gain(rates: list[float], num_draft_tokens: int, num_rounds: float) -> float:
+    """One standard error of the draft tokens kept a round, if these rates were seen in so many rounds."""
+    reached, mean, square = 1.0, 0.0, 0.0
+    for position, rate in enumerate(rates[:num_draft_tokens]):
+        reached *= rate
+        mean += reached
+        square += (2 * position + 1) * reached
+    return sqrt(max(square - mean**2, 0.05) / (num_rounds + 1))
 
 
 def gains(rates: list[float], factor: float, limit: int) -> list[float]:

@@ -1,214 +1,213 @@
-"""What a round costs, by the number of sequences in it and of draft tokens each: measured, or guessed from neighbours.
+"""What drafting costs: how much longer a round takes for each number of draft tokens, learned from neighbours in time.
 
-Times are kept for 1, 2, 4, … sequences and 0 … 7 draft tokens, over a common factor that follows what moves all of
-them alike (a busy machine, longer contexts). How two of them compare is learned from rounds next to each other: those
-right after a change teach the new time, those further on the common factor.
+A machine that is busy with other things moves all rounds for a while. So times are never compared with those of long
+ago: wherever the number of draft tokens changes, the last rounds before are compared with the first ones after. Each
+change gives one logarithm of a ratio; their mean, and how far they scatter, say what is known and how well.
 """
 
-import math
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from statistics import median
+from math import exp, log, log2, sqrt
+from statistics import fmean, median
+
+import numpy as np
 
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
-FIRST_SAMPLES = 3
-"""Rounds whose median is the first value: one of them may have compiled something."""
-LARGEST_SURPRISE = math.log(1.5)
-"""A round counts as at most so far from what was expected, whatever held it up."""
-FRESH_ROUNDS = 4
-"""Rounds after a change that teach how the new number of draft tokens compares with the one before."""
-FRESH_RATE, FRESH_COMMON_RATE = 0.2, 0.05
-"""How much of a surprise a time follows over such rounds, at least, and in each of them the common factor."""
-COMMON_RATE = 0.2
-"""How much of a surprise the common factor follows later on."""
-DRIFT_DOUBT = 0.3
-"""Part of what the common factor has moved since a time was measured that may not be true of it."""
-UNKNOWN_DOUBT, UNSEEN_DOUBT = 0.1, 1.0
-"""Where a time was not measured; and of drafting nothing, where that was seen for no number of sequences."""
-FIRST_SCATTER, LEAST_SCATTER, SCATTER_RATE = 0.1, 0.04, 0.03
-"""Mean distance of such rounds from what was expected (a share of it): before any was seen, at least, and how fast it
-follows."""
-DEFAULT_GROWTH = 0.35
-"""Cost grows as num_sequences ** growth between neighbours until both are known."""
-DEFAULT_STEP = 0.06
-"""Cost of one more draft token, as a share of a round without, until any is known: low, so that it is tried."""
+COMPARED_ROUNDS = 8
+"""At most so many on each side of a change."""
+FEWEST_COMPARED = 2
+LONGEST_GAP = 12
+"""Rounds, those with prompts among them, that may lie between the two sides."""
+KEPT_CHANGES = 64
+"""Per pair of numbers; older ones are forgotten."""
+LARGEST_SURPRISE = 1.0
+"""A round counts as at most so far (a logarithm) from the median beside it, whatever held it up."""
+FIRST_SCATTER, LEAST_SCATTER, SCATTER_RATE = 0.1, 0.03, 0.1
+"""Mean distance of a change from the median of its kind: before any was seen, at least, and how fast it follows."""
+INDEPENDENT_SHARE = 0.6
+"""Of changes: the two at both ends of a visit share its rounds."""
+BIAS = 0.015
+"""What more changes of a kind do not make surer."""
+GROWTH = 0.35
+"""Cost grows about as num_sequences ** GROWTH between the sizes that are kept apart, which are powers of two."""
+FIRST_STEP, FIRST_DOUBT = 0.10, 0.30
+"""Logarithm of what the first draft token costs, and how far off that may be, until it was measured."""
+NEXT_STEP, NEXT_DOUBT = 0.06, 0.10
+"""Likewise of each further one: low, so that it is tried."""
+NEIGHBOUR_DOUBT = 0.10
+"""How far a step may differ for twice as many sequences."""
 
 
 @dataclass(slots=True)
-class _Cell:
-    log_s: float | None = None
-    """Of the time over the common factor."""
-    samples: list[float] = field(default_factory=list)
-    num_rounds: int = 0
-    """That taught it something."""
-    num_stays: int = 0
-    """Runs of rounds next to each other that it was measured in."""
-    last_round: int = 0
-    last_common: float = 0.0
-    is_proxy: bool = False
+class _Stay:
+    """Rounds next to each other with one number of draft tokens."""
+
+    row: int
+    num_draft_tokens: int
+    share: float
+    first_round: int
+    last_round: int
+    log_s: list[float] = field(default_factory=list)
+    is_compared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CostRatios:
+    """For 0, 1, … MAX_SPECULATIVE_TOKENS draft tokens."""
+
+    log_ratio: list[float]
+    """Logarithm of a round's time over that of one without draft."""
+    doubt: list[float]
+    """One standard error of it."""
+
+    @property
+    def times(self) -> list[float]:
+        """In rounds without draft."""
+        return [exp(value) for value in self.log_ratio]
 
 
 class RoundCosts:
-    """Seconds of a pure decode round in which each of `num_sequences` verifies and proposes `num_draft_tokens`."""
+    """Compares pure decode rounds in which each of `num_sequences` verifies and proposes `num_draft_tokens`."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[_Cell]] = {}
-        self._log_common = 0.0
-        self._num_rounds = 0
+        self._changes: dict[int, dict[tuple[int, int], deque[float]]] = {}
+        """By row, which is the number of sequences as a rounded power of two, and pair of numbers, the lower first."""
         self._scatter = FIRST_SCATTER
-        self._stay = 0
-        self._last: tuple[int, int] | None = None
+        self._num_rounds = 0
+        self._before: _Stay | None = None
+        self._stay: _Stay | None = None
+        self._known: dict[int, CostRatios] = {}
 
-    def record(self, num_sequences: int, num_draft_tokens: int, seconds: float, is_proxy: bool = False) -> None:
+    def pass_round(self) -> None:
+        """A round that says nothing."""
+        self._num_rounds += 1
+
+    def record(self, num_sequences: int, num_draft_tokens: int, seconds: float, share: float = 1.0) -> None:
         """Learn from one round.
 
         Args:
-            is_proxy: not such a round itself, but what comes close.
+            share: of what drafting adds, the part that this round had because only some sequences draft.
         """
+        self._num_rounds += 1
         if seconds <= 0:
             return
-        self._num_rounds += 1
-        row = self._rows.setdefault(_row_of(num_sequences), [_Cell() for _ in range(MAX_SPECULATIVE_TOKENS + 1)])
-        cell = row[num_draft_tokens]
-        cell.is_proxy = is_proxy and (cell.is_proxy or not cell.num_rounds)
-        cell.last_round = self._num_rounds
-        place = (_row_of(num_sequences), num_draft_tokens)
-        self._stay = self._stay + 1 if place == self._last else 1
-        self._last = place
-        cell.num_stays += self._stay == 1
-        log_s = math.log(seconds) - self._growth(num_sequences, num_draft_tokens)
-        if cell.log_s is None:
-            self._begin(cell, log_s)
-        else:
-            self._follow(cell, log_s)
-        cell.last_common = self._log_common
+        row, stay = row_of(num_sequences), self._stay
+        if stay is None or (stay.row, stay.num_draft_tokens, stay.share) != (row, num_draft_tokens, share):
+            self._compare()
+            self._before = stay
+            stay = self._stay = _Stay(row, num_draft_tokens, share, self._num_rounds, self._num_rounds)
+        stay.last_round = self._num_rounds
+        stay.log_s.append(log(seconds) - GROWTH * log(num_sequences))
+        del stay.log_s[:-COMPARED_ROUNDS]
+        if not stay.is_compared and len(stay.log_s) >= COMPARED_ROUNDS:
+            self._compare()
 
-    def _begin(self, cell: _Cell, log_s: float) -> None:
-        if not self._is_anything_known:
-            self._log_common = log_s
-        cell.num_rounds += 1
-        cell.samples.append(log_s - self._log_common)
-        if len(cell.samples) >= FIRST_SAMPLES:
-            cell.log_s = median(cell.samples)
+    def _compare(self) -> None:
+        """The stay with the one before it."""
+        before, stay = self._before, self._stay
+        if before is None or stay is None or stay.is_compared or before.row != stay.row:
+            return
+        a, b = before.num_draft_tokens, stay.num_draft_tokens
+        is_near = stay.first_round - before.last_round <= LONGEST_GAP
+        if a == b or not is_near or min(len(before.log_s), len(stay.log_s)) < FEWEST_COMPARED:
+            return
+        stay.is_compared = True
+        change = _mean(stay.log_s, LARGEST_SURPRISE) - _mean(before.log_s, LARGEST_SURPRISE)
+        share = (stay if b else before).share
+        if share < 1:
+            if a and b:
+                return
+            change = _as_if_all(change if b else -change, share) * (1 if b else -1)
+        self._learn(stay.row, (min(a, b), max(a, b)), change if a < b else -change)
 
-    def _follow(self, cell: _Cell, log_s: float) -> None:
-        assert cell.log_s is not None
-        surprise = log_s - self._log_common - cell.log_s
-        surprise = max(-LARGEST_SURPRISE, min(surprise, LARGEST_SURPRISE))
-        if self._stay <= FRESH_ROUNDS:
-            self._scatter += SCATTER_RATE * (abs(surprise) - self._scatter)
-            cell.num_rounds += 1
-            rate = 1 / cell.num_rounds if cell.num_stays < 2 else max(FRESH_RATE, 1 / cell.num_stays) / FRESH_ROUNDS
-            cell.log_s += rate * surprise
-            self._log_common += FRESH_COMMON_RATE * surprise
-        else:
-            self._log_common += COMMON_RATE * surprise
+    def _learn(self, row: int, pair: tuple[int, int], change: float) -> None:
+        self._known.clear()
+        changes = self._changes.setdefault(row, {}).setdefault(pair, deque(maxlen=KEPT_CHANGES))
+        changes.append(change)
+        if len(changes) > 2:
+            distance = abs(change - median(changes))
+            rate = max(SCATTER_RATE, 1 / len(changes))
+            self._scatter += rate * (min(distance, 4 * self._scatter) - self._scatter)
 
-    def is_known(self, num_sequences: int, num_draft_tokens: int) -> bool:
-        """Whether it was measured for about so many sequences."""
-        cell = self._cell(num_sequences, num_draft_tokens)
-        return cell is not None and cell.log_s is not None
+    def forget(self, num_sequences: int, num_kept: int) -> None:
+        """Let only the latest changes count, so that new ones are believed."""
+        self._known.clear()
+        for changes in self._changes.get(row_of(num_sequences), {}).values():
+            while len(changes) > num_kept:
+                changes.popleft()
 
-    def num_stays(self, num_sequences: int, num_draft_tokens: int) -> int:
-        """In how many runs of rounds next to each other it was measured."""
-        cell = self._cell(num_sequences, num_draft_tokens)
-        return 0 if cell is None else cell.num_stays
+    def num_changes(self, num_sequences: int, num_draft_tokens: int) -> int:
+        """Comparisons of this number of draft tokens with any other."""
+        changes = self._changes.get(row_of(num_sequences), {})
+        return sum(len(values) for pair, values in changes.items() if num_draft_tokens in pair)
 
-    def doubt(self, num_sequences: int, num_draft_tokens: int) -> float:
-        """How far off the estimate may well be, as a share of it."""
-        cell = self._cell(num_sequences, num_draft_tokens)
-        if cell is None or cell.log_s is None:
-            is_known_elsewhere = any(row[num_draft_tokens].log_s is not None for row in self._rows.values())
-            return UNKNOWN_DOUBT if num_draft_tokens or is_known_elsewhere else UNSEEN_DOUBT
-        drift = abs(self._log_common - cell.last_common)
-        return max(self._scatter, LEAST_SCATTER) / math.sqrt(cell.num_stays) + DRIFT_DOUBT * drift
+    def ratios(self, num_sequences: int) -> CostRatios:
+        """What is known for about so many sequences; guessed from other sizes where little is."""
+        row = row_of(num_sequences)
+        if row not in self._known:
+            self._known[row] = self._estimate(row)
+        return self._known[row]
 
-    def is_proxy(self, num_sequences: int, num_draft_tokens: int) -> bool:
-        """Whether no such round was seen itself."""
-        cell = self._cell(num_sequences, num_draft_tokens)
-        return cell is not None and cell.is_proxy
+    def _estimate(self, row: int) -> CostRatios:
+        """The most likely steps from one number to the next, given a guess of each and all changes: least squares."""
+        count = MAX_SPECULATIVE_TOKENS
+        weights, sums = np.zeros((count + 1, count + 1)), np.zeros(count + 1)
 
-    def age(self, num_sequences: int, num_draft_tokens: int) -> float:
-        """Rounds recorded since it was last measured; infinite if never."""
-        cell = self._cell(num_sequences, num_draft_tokens)
-        return math.inf if cell is None or cell.log_s is None else self._num_rounds - cell.last_round
+        def add(a: int, b: int, value: float, doubt: float) -> None:
+            weight = 1 / doubt**2
+            weights[[a, b], [a, b]] += weight
+            weights[[a, b], [b, a]] -= weight
+            sums[b] += weight * value
+            sums[a] -= weight * value
 
-    def estimates(self, num_sequences: int) -> list[float] | None:
-        """[MAX_SPECULATIVE_TOKENS + 1] seconds for each number of draft tokens; None before anything was measured."""
-        index = _row_of(num_sequences)
-        known = [i for i, row in self._rows.items() if any(cell.log_s is not None for cell in row)]
-        if not known:
-            return None
-        nearest = min(known, key=lambda i: (abs(i - index), i))
-        shapes = sorted(known, key=lambda i: (abs(i - index), i))
-        shape = next((s for s in map(self._shape, shapes) if s is not None), None) or _default_shape()
-        times = self._fill(nearest, shape)
-        growth = (
-            self._growth(num_sequences, 0)
-            if nearest == index
-            else DEFAULT_GROWTH * math.log(num_sequences / 2**nearest)
-        )
-        factor = math.exp(self._log_common + growth)
-        return [factor * time for time in times]
+        for k, (step, doubt) in enumerate(self._guesses(row)):
+            add(k, k + 1, step, doubt)
+        for (a, b), changes in self._changes.get(row, {}).items():
+            add(a, b, _mean(changes, 4 * max(self._scatter, LEAST_SCATTER)), self._doubt(len(changes)))
+        covariance = np.linalg.inv(weights[1:, 1:])
+        log_ratio = covariance @ sums[1:]
+        return CostRatios([0.0, *log_ratio.tolist()], [0.0, *np.sqrt(covariance.diagonal()).tolist()])
 
-    @property
-    def _is_anything_known(self) -> bool:
-        return any(cell.log_s is not None or cell.samples for row in self._rows.values() for cell in row)
+    def _doubt(self, num_changes: int) -> float:
+        """Of a mean; a standard deviation is 1.25 times the mean distance."""
+        deviation = 1.25 * max(self._scatter, LEAST_SCATTER)
+        return sqrt(deviation**2 / (INDEPENDENT_SHARE * num_changes) + BIAS**2)
 
-    def _cell(self, num_sequences: int, num_draft_tokens: int) -> _Cell | None:
-        row = self._rows.get(_row_of(num_sequences))
-        return None if row is None else row[num_draft_tokens]
+    def _guesses(self, row: int) -> list[tuple[float, float]]:
+        """(step, doubt) from each number of draft tokens to the next, before this row's own changes."""
+        defaults = [(FIRST_STEP, FIRST_DOUBT)] + [(NEXT_STEP, NEXT_DOUBT)] * (MAX_SPECULATIVE_TOKENS - 1)
+        others = [other for other in self._changes if other != row]
+        if not others:
+            return defaults
+        nearest = min(others, key=lambda other: (abs(other - row), other))
+        known = self._estimate_alone(nearest)
+        further = NEIGHBOUR_DOUBT * abs(nearest - row)
+        guesses = []
+        for k, (_, doubt) in enumerate(defaults):
+            step = known.log_ratio[k + 1] - known.log_ratio[k]
+            guesses.append((step, min(doubt, sqrt(further**2 + known.doubt[k + 1] ** 2))))
+        return guesses
 
-    def _growth(self, num_sequences: int, num_draft_tokens: int) -> float:
-        """Logarithm of how much more so many sequences cost than their row's own number."""
-        index = _row_of(num_sequences)
-        distance = math.log2(num_sequences) - index
-        return self._exponent(index, index + (1 if distance > 0 else -1)) * distance * math.log(2) if distance else 0.0
-
-    def _exponent(self, index: int, neighbour: int) -> float:
-        row, next_row = self._rows.get(index), self._rows.get(neighbour)
-        if row is not None and next_row is not None:
-            for mine, other in zip(row, next_row, strict=True):
-                if mine.log_s is not None and other.log_s is not None:
-                    return max(0.0, min((other.log_s - mine.log_s) / (neighbour - index) / math.log(2), 1.0))
-        return DEFAULT_GROWTH
-
-    def _known(self, index: int) -> list[tuple[int, float]]:
-        cells = enumerate(self._rows[index])
-        return [(k, math.exp(cell.log_s)) for k, cell in cells if cell.log_s is not None]
-
-    def _shape(self, index: int) -> list[float] | None:
-        """[MAX_SPECULATIVE_TOKENS + 1] straight lines through what a row knows; None where that is less than two."""
-        known = self._known(index)
-        return _lines(known) if len(known) > 1 else None
-
-    def _fill(self, index: int, shape: list[float]) -> list[float]:
-        known = self._known(index)
-        if len(known) > 1:
-            return _lines(known)
-        k, time = known[0]
-        return [time * value / shape[k] for value in shape]
+    def _estimate_alone(self, row: int) -> CostRatios:
+        """As if no other size had been seen."""
+        alone = RoundCosts()
+        alone._changes, alone._scatter = {row: self._changes[row]}, self._scatter
+        return alone._estimate(row)
 
 
-def _row_of(num_sequences: int) -> int:
-    return round(math.log2(num_sequences))
+def row_of(num_sequences: int) -> int:
+    """The size that so many sequences count as: a power of two."""
+    return round(log2(num_sequences))
 
 
-def _default_shape() -> list[float]:
-    return [1 + DEFAULT_STEP * k for k in range(MAX_SPECULATIVE_TOKENS + 1)]
+def _mean(values: Collection[float], furthest: float) -> float:
+    """Of what lies within `furthest` of the median; what lies further counts as that far."""
+    middle = median(values)
+    return fmean(min(max(value, middle - furthest), middle + furthest) for value in values)
 
 
-def _lines(known: list[tuple[int, float]]) -> list[float]:
-    """Straight lines between known points and on beyond the outer ones, never falling there."""
-    result = []
-    for k in range(MAX_SPECULATIVE_TOKENS + 1):
-        right = min(max(1, sum(point <= k for point, _ in known)), len(known) - 1)
-        (k0, t0), (k1, t1) = known[right - 1], known[right]
-        slope = (t1 - t0) / (k1 - k0)
-        value = t0 + slope * (k - k0)
-        if k < known[0][0]:
-            value = max(min(value, known[0][1]), 0.2 * known[0][1])
-        if k > known[-1][0]:
-            value = max(value, known[-1][1])
-        result.append(value)
-    return result
+def _as_if_all(change: float, share: float) -> float:
+    """Logarithm of the ratio if all had drafted."""
+    return log(max(1 + (exp(change) - 1) / share, 0.2))

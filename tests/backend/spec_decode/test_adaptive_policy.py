@@ -10,9 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
+from kimi_backend.spec_decode.adaptive_policy import SETTLING_ROUNDS, AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
-from kimi_backend.spec_decode.exploration import EXPLORATION_SHARE, SETTLING_ROUNDS
 from kimi_backend.types.request import DraftSampling
 from support.simulated_rounds import Costs, Simulation, fixed_time
 
@@ -74,10 +73,10 @@ def test_a_useless_draft_costs_next_to_nothing(costs: Costs, num_sequences: int,
     assert sum(k > 0 for k in late) < 0.25 * len(late)
 
 
-def test_what_it_spends_on_trials_is_bounded() -> None:
-    simulation, _ = simulate(CPU, lambda _: 0.3, num_tokens=5000)
-    ledger = simulation.policy.ledger  # type: ignore[attr-defined]
-    assert ledger.lost_s < 1.5 * EXPLORATION_SHARE * ledger.total_s
+def test_trials_become_seldom() -> None:
+    simulation, _ = simulate(CPU, lambda _: 0.3, num_tokens=12_000)
+    assert sum(k > 0 for k in simulation.rounds[:200]) > 10
+    assert sum(k > 0 for k in simulation.rounds[200:]) < 0.03 * len(simulation.rounds)
 
 
 def test_it_follows_the_load() -> None:
@@ -107,7 +106,7 @@ def test_it_follows_acceptance_within_a_sequence(costs: Costs, rates: tuple[floa
     _, seconds = simulate(costs, rate, num_tokens=6000)
     assert seconds < 1.02 * min(fixed_times(costs, rate, num_tokens=6000)), "as good as any fixed k"
     oracle = sum(min(fixed_times(costs, lambda _, r=r: r)) for r in rates)  # type: ignore[misc]
-    assert seconds < 1.2 * oracle
+    assert seconds < 1.25 * oracle
 
 
 @pytest.mark.parametrize(("costs", "rate"), [(CPU, 0.5), (GPU, 0.7), (GPU, 0.05)])
@@ -142,9 +141,8 @@ def test_prompts_in_a_round_are_not_taken_for_its_cost() -> None:
     for index in range(600):
         is_prefill = index % 3 == 0
         simulation.round(is_pure_decode=not is_prefill, extra_s=200.0 * is_prefill)
-    costs = simulation.policy.costs.estimates(4)  # type: ignore[attr-defined]
-    assert costs is not None
-    assert costs[3] == pytest.approx(GPU.round_s(4, 3), rel=0.05)
+    times = simulation.policy.costs.ratios(4).times  # type: ignore[attr-defined]
+    assert times[3] == pytest.approx(GPU.round_s(4, 3) / GPU.round_s(4, 0), rel=0.07)
 
 
 def test_a_hopeless_sequence_drafts_no_more_beside_good_ones() -> None:
@@ -162,8 +160,8 @@ def test_a_newcomer_starts_as_its_kind_was_seen_to_do() -> None:
     policy = simulation.policy
     for rate, temperature in ((0.9, 1.0), (0.02, 0.0)):
         if rate < 0.5:
-            greedy, _ = simulate(CPU, lambda _: 0.02, num_tokens=600)
-            policy = greedy.policy
+            hopeless, _ = simulate(CPU, lambda _: 0.02, num_tokens=150)
+            policy = hopeless.policy
             temperature = 1.0
         newcomer = SpeculationController(3, DraftSampling.AUTO, temperature)
         policy.admit(newcomer, [], 1)
@@ -240,16 +238,16 @@ def test_regret_is_bounded_whatever_rounds_cost(
     assert seconds < 1.2 * min(times)
 
 
-def test_all_sequences_may_end_while_one_is_tried() -> None:
-    simulation, _ = simulate(GPU, lambda _: 0.1, num_sequences=2, num_tokens=500)
+def test_all_sequences_may_end_during_a_visit() -> None:
+    simulation, _ = simulate(GPU, lambda _: 0.7, num_sequences=2, num_tokens=20)
     policy = simulation.policy
     assert isinstance(policy, AdaptivePolicy)
-    for _ in range(20_000):
-        if policy._visit is not None and policy._visit.member is not None:
+    for _ in range(200):
+        if policy._visit is not None:
             break
         simulation.round()
     else:
-        pytest.fail("no sequence was tried")
+        pytest.fail("nothing was visited")
     simulation.running.clear()
     policy.begin_round([], 0)
     policy.end_round(is_pure_decode=False, draft_s=0.0)

@@ -1,93 +1,141 @@
+import math
 import random
 
 import pytest
 
-from kimi_backend.spec_decode.round_costs import DEFAULT_STEP, RoundCosts
+from kimi_backend.spec_decode.round_costs import (
+    COMPARED_ROUNDS,
+    FIRST_DOUBT,
+    FIRST_STEP,
+    LONGEST_GAP,
+    NEXT_STEP,
+    RoundCosts,
+)
+
+FIRST_GUESS = [0.0, FIRST_STEP, FIRST_STEP + NEXT_STEP, FIRST_STEP + 2 * NEXT_STEP]
 
 
-def test_nothing_is_known_at_first() -> None:
-    costs = RoundCosts()
-    assert costs.estimates(1) is None
-    costs.record(1, 3, 0.0)
-    assert costs.estimates(1) is None, "a clock that stands still teaches nothing"
-    assert costs.age(1, 3) == float("inf")
-
-
-def test_the_first_value_is_a_median() -> None:
-    costs = RoundCosts()
-    for seconds in (5.0, 1.0, 1.1):
-        assert not costs.is_known(1, 3)
-        costs.record(1, 3, seconds)
-    estimates = costs.estimates(1)
-    assert estimates is not None
-    assert estimates[3] == pytest.approx(1.1)
-    assert estimates[2] == pytest.approx(1.1 * (1 + 2 * DEFAULT_STEP) / (1 + 3 * DEFAULT_STEP))
-
-
-def measure(costs: RoundCosts, num_sequences: int, k: int, seconds: float, count: int = 8) -> None:
+def measure(costs: RoundCosts, num_sequences: int, k: int, seconds: float, count: int = 4) -> None:
     for _ in range(count):
         costs.record(num_sequences, k, seconds)
 
 
-def test_between_and_beyond_what_was_measured_lie_straight_lines() -> None:
-    costs = RoundCosts()
-    measure(costs, 1, 0, 1.0)
-    measure(costs, 1, 2, 1.4)
-    assert costs.estimates(1)[:5] == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8], rel=0.02)  # type: ignore[index]
-    measure(costs, 1, 3, 1.3)
-    estimates = costs.estimates(1)
-    assert estimates is not None
-    assert estimates[4] >= estimates[3], "more tokens are never taken for cheaper where it was not seen"
+def alternate(costs: RoundCosts, k: int, times: tuple[float, float], count: int = 6, num_sequences: int = 1) -> None:
+    """Between no draft and k."""
+    for _ in range(count):
+        measure(costs, num_sequences, 0, times[0])
+        measure(costs, num_sequences, k, times[1])
 
 
-def test_another_number_of_sequences_takes_the_shape_of_the_nearest() -> None:
+def test_nothing_is_known_at_first() -> None:
     costs = RoundCosts()
-    measure(costs, 1, 0, 1.0)
+    measure(costs, 1, 3, 0.0)
+    measure(costs, 1, 2, 1.0)
+    assert costs.ratios(1).log_ratio[:4] == pytest.approx(FIRST_GUESS)
+    assert costs.ratios(1).doubt[1] == pytest.approx(FIRST_DOUBT)
+    assert costs.ratios(1).doubt[0] == 0
+
+
+def test_neighbours_in_time_are_compared() -> None:
+    costs = RoundCosts()
+    alternate(costs, 3, (1.0, 2.0))
+    known = costs.ratios(1)
+    assert known.times[0] == 1
+    assert known.times[3] == pytest.approx(2.0, rel=0.02)
+    assert known.doubt[3] < 0.05 < known.doubt[1]
+    assert 1 < known.times[1] < known.times[2] < known.times[3] < known.times[4]
+
+
+def test_two_numbers_are_known_by_way_of_a_third() -> None:
+    costs = RoundCosts()
+    alternate(costs, 3, (1.0, 2.0))
+    for _ in range(6):
+        measure(costs, 1, 3, 2.0)
+        measure(costs, 1, 2, 1.5)
+    assert costs.ratios(1).times[2] == pytest.approx(1.5, rel=0.03)
+    assert costs.ratios(1).doubt[2] < 0.06
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_moves_all_moves_nothing(seed: int) -> None:
+    """The machine takes up to four times as long for a while, in spells that do not know of the visits."""
+    rng, costs, slowness, left = random.Random(seed), RoundCosts(), 1.0, 0
+    for index in range(1500):
+        if not left:
+            slowness, left = rng.choice((1.0, 2.0, 4.0)), rng.randint(10, 150)
+        left -= 1
+        k = 0 if index % 30 < 4 else 3
+        costs.record(1, k, (2.0 if k else 1.0) * slowness * rng.lognormvariate(0, 0.1))
+    known = costs.ratios(1)
+    assert known.times[3] == pytest.approx(2.0, rel=0.08)
+    assert abs(known.log_ratio[3] - math.log(2)) < 4 * known.doubt[3]
+
+
+def test_doubt_says_how_far_off_it_is() -> None:
+    """In units of its doubt, the error scatters by about one."""
+    errors = []
+    for seed in range(40):
+        rng, costs = random.Random(seed), RoundCosts()
+        for index in range(400):
+            k = 0 if index % 12 < 4 else 3
+            costs.record(1, k, (2.0 if k else 1.0) * rng.lognormvariate(0, 0.4))
+        known = costs.ratios(1)
+        errors.append((known.log_ratio[3] - math.log(2)) / known.doubt[3])
+    assert 0.5 < math.sqrt(sum(error**2 for error in errors) / len(errors)) < 1.3
+
+
+def test_rounds_far_apart_are_not_compared() -> None:
+    costs = RoundCosts()
     measure(costs, 1, 3, 2.0)
-    measure(costs, 8, 3, 4.0)
-    estimates = costs.estimates(8)
-    assert estimates is not None
-    assert estimates[0] / estimates[3] == pytest.approx(0.5, rel=0.1)
-    assert not costs.is_known(8, 0)
-    assert costs.doubt(8, 0) > 0
+    for _ in range(LONGEST_GAP + 1):
+        costs.pass_round()
+    measure(costs, 1, 0, 1.0, count=COMPARED_ROUNDS)
+    assert costs.num_changes(1, 0) == 0
+    measure(costs, 1, 3, 2.0, count=COMPARED_ROUNDS)
+    assert costs.num_changes(1, 0) == 1
 
 
-def test_sizes_between_powers_of_two_are_told_apart() -> None:
+def test_rounds_of_another_size_are_not_compared() -> None:
     costs = RoundCosts()
-    for num_sequences in (4, 8, 16):
-        measure(costs, num_sequences, 0, float(num_sequences))
-    assert costs.estimates(10)[0] == pytest.approx(10, rel=0.1)  # type: ignore[index]
-    assert costs.estimates(6)[0] == pytest.approx(6, rel=0.1)  # type: ignore[index]
-
-
-def test_what_moves_all_moves_what_was_not_measured_since() -> None:
-    rng, costs = random.Random(0), RoundCosts()
     measure(costs, 1, 0, 1.0)
-    measure(costs, 1, 3, 2.0)
-    for _ in range(200):  # the machine becomes half as fast, seen with k = 3 alone
-        costs.record(1, 3, 4.0 * rng.lognormvariate(0, 0.05))
-    estimates = costs.estimates(1)
-    assert estimates is not None
-    assert estimates[3] == pytest.approx(4.0, rel=0.1)
-    assert estimates[0] == pytest.approx(2.0, rel=0.15)
-    assert costs.doubt(1, 0) > 0.15, "but that is not certain"
+    measure(costs, 8, 3, 9.0, count=COMPARED_ROUNDS)
+    assert costs.num_changes(1, 0) == costs.num_changes(8, 3) == 0
 
 
-def test_one_long_round_counts_as_a_little_longer() -> None:
+def test_another_size_is_guessed_from_the_nearest_until_it_is_measured() -> None:
     costs = RoundCosts()
-    measure(costs, 1, 0, 1.0, count=50)
+    alternate(costs, 3, (1.0, 1.5))
+    alternate(costs, 3, (1.0, 3.0), num_sequences=32)
+    assert costs.ratios(2).times[3] == pytest.approx(1.5, rel=0.05)
+    assert costs.ratios(16).times[3] == pytest.approx(3.0, rel=0.05)
+    assert costs.ratios(2).doubt[3] > costs.ratios(1).doubt[3]
+    alternate(costs, 3, (1.0, 2.0), num_sequences=2)
+    assert costs.ratios(2).times[3] == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_round_in_which_few_draft_counts_as_if_all_did() -> None:
+    costs = RoundCosts()
+    for _ in range(6):
+        measure(costs, 4, 0, 1.0)
+        for _ in range(4):
+            costs.record(4, 3, 1.6, share=0.6)
+    assert costs.ratios(4).times[3] == pytest.approx(2.0, rel=0.05)
+
+
+def test_one_long_round_changes_little() -> None:
+    costs = RoundCosts()
+    alternate(costs, 3, (1.0, 2.0))
+    measure(costs, 1, 0, 1.0, count=3)
     costs.record(1, 0, 100.0)
-    assert costs.estimates(1)[0] < 1.12  # type: ignore[index]
+    measure(costs, 1, 3, 2.0)
+    assert costs.ratios(1).times[3] == pytest.approx(2.0, rel=0.12)
 
 
-def test_a_proxy_gives_way_to_the_real_thing() -> None:
+def test_what_is_forgotten_makes_room() -> None:
     costs = RoundCosts()
-    for _ in range(5):
-        costs.record(1, 0, 1.0, is_proxy=True)
-    assert costs.is_proxy(1, 0)
-    measure(costs, 1, 0, 0.8)
-    assert not costs.is_proxy(1, 0)
-    assert costs.estimates(1)[0] == pytest.approx(0.8, rel=0.05)  # type: ignore[index]
-    costs.record(1, 0, 0.9, is_proxy=True)
-    assert not costs.is_proxy(1, 0)
-    assert costs.doubt(1, 0) > 0
+    alternate(costs, 3, (1.0, 2.0), count=30)
+    sure = costs.ratios(1).doubt[3]
+    costs.forget(1, 4)
+    assert costs.ratios(1).doubt[3] > sure
+    alternate(costs, 3, (1.0, 1.2), count=10)
+    assert costs.ratios(1).times[3] == pytest.approx(1.3, rel=0.1)
