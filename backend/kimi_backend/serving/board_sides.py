@@ -62,9 +62,7 @@ class _Watch:
             since_s = time.monotonic() if since_s is None else since_s
             is_late = time.monotonic() - since_s > LONGEST_WAIT_S
             if is_late or not is_alive(self._peer_pid()):
-                logger.warning(
-                    "a step goes on without the other runner: %s", "too long a wait" if is_late else "it died"
-                )
+                logger.warning("a step waits no longer for the other runner: %s", "late" if is_late else "dead")
                 self._let_go()
                 since_s = None
 

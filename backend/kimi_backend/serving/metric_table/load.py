@@ -62,7 +62,8 @@ LOAD: tuple[Metric, ...] = (
     labelled(
         MetricKind.COUNTER,
         "kimi_runner_seconds_total",
-        "Seconds that the runners took of the phases `target` and `draft`; the rest is the way there and back.",
+        "Seconds that the runners took of the phases `target` and `draft`; the rest is the way there and back. A draft"
+        " that is called beside the target has no phase, and nothing here.",
         "runner",
         MODELS,
         lambda s: s.runner_seconds,
