@@ -125,3 +125,20 @@ def test_unloading_the_orchestrator_ends_every_stream(own_server):
     assert set(reasons) <= {"RequestCancelled", "length", "cancelled", "ServerFailed", "ServerBusy"}
     control(own_server, "spec_ensemble", "load")
     assert generate_when_back(client, text_input="x", max_tokens=4).num_output_tokens == 4
+
+
+def test_an_orchestrator_that_is_loaded_while_another_is_unloaded_has_the_runners_alone(own_server):
+    """The streams of the one that leaves end; neither writes into the other's KV blocks."""
+    client = KimiClient(f"localhost:{own_server.ports.grpc}")
+    fields = [{"text_input": f"tell {i}", "max_tokens": 40, "ignore_eos": True, "seed": i} for i in range(8)]
+    expected = [client.generate(**one).text for one in fields]
+    for _ in range(3):
+        leaving = start_streams(client, 8)
+        control(own_server, "spec_ensemble", "unload")
+        control(own_server, "spec_ensemble", "load")
+        assert generate_when_back(client, **fields[0]).text == expected[0]
+        running = [client.stream(**one) for one in fields]
+        assert [stream.result().text for stream in running] == expected
+        reasons, seconds = ends(leaving)
+        assert seconds < 1
+        assert set(reasons) <= {"RequestCancelled", "cancelled"}

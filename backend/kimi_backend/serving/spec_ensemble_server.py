@@ -126,9 +126,14 @@ class SpecEnsembleServer:
         self._closed.set()
         self._sender.is_draining = True
         self._engine.stop()
-        self._seat.leave()
         self._sender.close(self._settings.drain_timeout_s)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Hand over to another engine. The metrics go first: they have the same names there, and one that is deleted
+        after another of its name was made takes that one with it, which ends the server (24.10)."""
         self._metrics.close()
+        self._seat.leave()
 
     def _start(self, request_id: str, request: Any, sender: Any) -> None:
         if not self._has_started:
@@ -171,7 +176,7 @@ class SpecEnsembleServer:
                 logger.info("%s: live requests are cancelled, new ones refused", why)
                 self._sender.is_draining = True
                 self._engine.stop()
-                self._seat.leave()
+                self._leave()
                 return
             target, draft = self._engine.target_process_id, self._engine.draft_process_id
             if target is not None and target != dead_target and not is_alive(target):
