@@ -21,6 +21,10 @@ class Pace:
     started: float = field(default_factory=time.perf_counter)
     step: int = 0
 
+    def restart_clock(self) -> None:
+        """Leave out what went before, such as compilation: progress by the clock is then progress by steps."""
+        self.started = time.perf_counter()
+
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started

@@ -67,5 +67,5 @@ def _plot_drafts(axes: Any, drafts: dict[str, Rows]) -> None:
         for step in (1, 4):
             losses = smoothed([row[f"loss_{step}"] for row in rows])
             axes.plot(smoothed([row["step"] for row in rows]), losses, label=f"{name}, step {step}")
-    axes.set(title="drafts", xlabel="optimizer step", ylabel="loss: divergence in nats, later mixed")
+    axes.set(title="drafts", xlabel="optimizer step", ylabel="loss: divergence in nats, later mixed", yscale="log")
     axes.legend()

@@ -67,7 +67,7 @@ class Recipe:
     """Weight of a step's loss relative to the step before."""
     coupled_share: float = 0.6
     """Of the chance that coupled draws differ in the drafts' loss, beside the divergence."""
-    coupled_from: float = 0.4
+    coupled_from: float = 0.2
     """Progress from which on it counts."""
     peak_lr: float = 3e-3
     draft_peak_lr: float = 1e-2
