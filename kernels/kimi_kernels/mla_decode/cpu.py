@@ -3,6 +3,8 @@
 Shapes: N heads, D = L + R, n keys of the row. The shapes that the BLAS sees depend on N, D and n only.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,13 @@ def mla_decode(
     block_size = latent_cache.shape[1]
     out = torch.zeros(num_tokens, num_heads, kv_lora_rank)
     q_rows, out_rows = aligned(q * softmax_scale).unbind(), out.unbind()
-    for sequence, first, num_rows, length in sequences_with_queries(batch, block_size):
-        block_ids = batch.block_table[sequence, : -(-length // block_size)]
-        latents = read_slots(latent_cache, block_ids, kv_scale)
+    is_plain = latent_cache.dtype == torch.float32 and kv_scale == 1.0
+    sequences = _sequences(batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.num_tokens, block_size)
+    for block_ids, start, first, num_rows, length in sequences:
+        if is_plain and start is not None:
+            latents = latent_cache[start : start + len(block_ids)].flatten(0, 1)
+        else:
+            latents = read_slots(latent_cache, block_ids, kv_scale)
         keys_t, values = latents.t(), latents[:, :kv_lora_rank]
         for row in range(first, first + num_rows):
             num_keys = length - (first + num_rows - 1 - row)
@@ -44,3 +50,26 @@ def mla_decode(
                 probs = torch.mm(q_rows[row], keys_t[:, :num_keys]).softmax(dim=-1)
                 torch.mm(probs, values[:num_keys], out=out_rows[row])
     return out, None
+
+
+@lru_cache(maxsize=4)
+def _sequences(
+    cu_seqlens_q: Tensor, seq_lens: Tensor, block_table: Tensor, num_tokens: int, block_size: int
+) -> tuple[tuple[Tensor, int | None, int, int, int], ...]:
+    """(block ids, the first of them where they follow one another, first query row, query rows, length) of every
+    sequence that has keys and queries. All layers of a step ask for the same, with the same tensors."""
+    batch = AttentionBatch(
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        num_tokens=num_tokens,
+        max_query_len=num_tokens,
+        max_seq_len=0,
+    )
+    found = []
+    for sequence, first, num_rows, length in sequences_with_queries(batch, block_size):
+        block_ids = block_table[sequence, : -(-length // block_size)]
+        ids = block_ids.tolist()
+        start = ids[0] if ids == list(range(ids[0], ids[0] + len(ids))) else None
+        found.append((block_ids, start, first, num_rows, length))
+    return tuple(found)

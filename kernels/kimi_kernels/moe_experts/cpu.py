@@ -36,6 +36,11 @@ def pack_experts(weights: ExpertWeights) -> PackedExperts:
     return reference.pack_experts(weights)
 
 
+FEW_TOKENS = 4
+"""Up to so many, every chosen expert runs over all of them: a product of 4 rows takes hardly longer than one of 1, and
+nothing has to be gathered first."""
+
+
 def moe_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts, first_expert: int = 0
 ) -> Tensor:
@@ -55,13 +60,45 @@ def moe_experts(
     if x.dtype != torch.float32:
         return moe_experts(x.float(), topk_ids, topk_weights, experts, first_expert).to(x.dtype)
     local_ids = topk_ids - first_expert if first_expert else topk_ids
-    chosen = _run_choices(x, local_ids.tolist(), experts)
+    run = _run_all_tokens if len(x) <= FEW_TOKENS else _run_choices
+    chosen = run(x, local_ids.tolist(), experts)
     if chosen is None:
         return torch.zeros_like(x)
     first, *others = chosen.view(*topk_ids.shape, -1).mul_(topk_weights.unsqueeze(-1)).unbind(1)
     for other in others:
         first = first + other
     return first.contiguous()
+
+
+def _run_all_tokens(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts) -> Tensor | None:
+    """As `_run_choices`: what it takes of each expert's rows has the same bits."""
+    place_of_expert: dict[int, int] = {}
+    for ids in topk_ids:
+        for expert in ids:
+            if 0 <= expert < experts.num_experts:
+                place_of_expert.setdefault(expert, len(place_of_expert))
+    if not place_of_expert:
+        return None
+    num_tokens, num_held, width = len(x), len(place_of_expert), experts.intermediate_size
+    gate_up, down = experts.tensors[: experts.num_experts], experts.tensors[experts.num_experts :]
+    hidden = torch.cat([multiply(x, experts.kind, gate_up[expert], 2 * width) for expert in place_of_expert])
+    activated = silu_mul(hidden).view(num_held, num_tokens, width).unbind()
+    outputs = [
+        multiply(rows, experts.kind, down[expert], experts.hidden_size)
+        for rows, expert in zip(activated, place_of_expert, strict=True)
+    ]
+    if num_tokens == 1 and num_held == len(topk_ids[0]):
+        return torch.cat(outputs)  # one token's experts stand in the order of its choice
+    # The row after the last holds zeros.
+    nowhere = num_held * num_tokens
+    places = [
+        place_of_expert[expert] * num_tokens + token if expert in place_of_expert else nowhere
+        for token, ids in enumerate(topk_ids)
+        for expert in ids
+    ]
+    if max(places) == nowhere:
+        outputs.append(torch.zeros(1, experts.hidden_size))
+    return torch.cat(outputs).index_select(0, torch.tensor(places))
 
 
 def _run_choices(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts) -> Tensor | None:
@@ -77,14 +114,13 @@ def _run_choices(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts) -
     if not held:
         return None
     sizes = [len(tokens) for tokens in held.values()]
-    inputs = _rows_of_tokens(x, [token for tokens in held.values() for token in tokens], sizes)
+    tokens_in_order = torch.tensor([token for tokens in held.values() for token in tokens])
+    inputs = torch.split(x.index_select(0, tokens_in_order), sizes)
     hidden = _multiply(
         inputs, held, experts.tensors[: experts.num_experts], experts.kind, 2 * experts.intermediate_size
     )
     activated = torch.split(silu_mul(torch.cat(hidden)), sizes)
     outputs = _multiply(activated, held, experts.tensors[experts.num_experts :], experts.kind, experts.hidden_size)
-    if len(x) == 1 and len(outputs) == len(topk_ids[0]):
-        return torch.cat(outputs)  # one token's experts stand in the order of its choice
     starts, start = {}, 0
     for expert, size in zip(held, sizes, strict=True):
         starts[expert] = start
@@ -93,13 +129,6 @@ def _run_choices(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts) -
     places = [starts[expert] + row if expert in starts else start for expert, row in rows_of_choice]
     rows = torch.cat((*outputs, torch.zeros(1, experts.hidden_size)))
     return rows.index_select(0, torch.tensor(places))
-
-
-def _rows_of_tokens(x: Tensor, tokens: list[int], sizes: list[int]) -> tuple[Tensor, ...]:
-    if len(x) == 1:
-        return (x,) * len(sizes)
-    parts: tuple[Tensor, ...] = torch.split(x.index_select(0, torch.tensor(tokens)), sizes)
-    return parts
 
 
 def _multiply(
