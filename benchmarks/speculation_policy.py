@@ -12,9 +12,10 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median, stdev
-from typing import Any
+from typing import Any, Protocol
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_client.load import LoadResult, run_load
@@ -51,11 +52,26 @@ class Case(ServedCase):
                 self.verifies[k] += count
 
 
-def measure(cases: list[Case], temperature: float, streams: int, args: argparse.Namespace) -> dict[str, Any]:
+class MeasuredCase(Protocol):
+    """A way of serving that takes its turns."""
+
+    name: str
+    rates: list[float]
+    texts: list[str]
+    verifies: list[int]
+
+    def run(self, temperature: float, streams: int, num_requests: int, max_tokens: int) -> None:
+        """One slice."""
+        ...
+
+
+def measure(
+    cases: Sequence[MeasuredCase], temperature: float, streams: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """The cases in turn; the first slice of each counts apart."""
     num_requests = max(2 * streams, 3)
     for repeat in range(args.repeats + 1):
-        for case in in_turn(cases, repeat):
+        for case in in_turn(list(cases), repeat):
             case.run(temperature, streams, num_requests, args.max_tokens)
     plain, *fixed, adaptive = cases
     rates = {case.name: median(case.rates[1:]) for case in cases}
@@ -77,7 +93,7 @@ def measure(cases: list[Case], temperature: float, streams: int, args: argparse.
     }
 
 
-def ratio(one: Case, other: Case) -> tuple[float, float]:
+def ratio(one: MeasuredCase, other: MeasuredCase) -> tuple[float, float]:
     """Median over the slices and its standard error. Neighbours in time are compared with each other: the machine's
     load moves both."""
     ratios = [a / b for a, b in zip(one.rates[1:], other.rates[1:], strict=True)]

@@ -1,0 +1,133 @@
+"""Does the adaptive choice of k ever lose? As `speculation_policy.py`, in one process without a server: for a GPU.
+
+    python benchmarks/speculation_policy_in_process.py [--device cuda] [--streams 1 4 16] [--repeats 3] [--json OUT]
+
+One pair of models, and an engine for each way of serving that takes its turn with them: without a draft, with as many
+draft tokens as each request asks for, and with as many as the policy chooses.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.engine.engine import Engine
+from kimi_backend.runners.loading import load_pair
+from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+from kimi_backend.spec_decode.policy import PolicyName
+from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
+from serving_suite.side_by_side import PROMPTS, add_common_options, provenance
+from speculation_policy import MOST_DRAFT_TOKENS, measure, table, verdict
+
+READY_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class EngineCase:
+    """One engine and what its turns measured."""
+
+    name: str
+    engine: Engine
+    k: int
+    prompts: list[tuple[int, ...]]
+    rates: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """Token ids of the last turn, as text, by number of the request."""
+    verifies: list[int] = field(default_factory=lambda: [0] * (MOST_DRAFT_TOKENS + 1))
+
+    def run(self, temperature: float, streams: int, num_requests: int, max_tokens: int) -> None:
+        """One slice: so many requests, `streams` of them at a time."""
+        room, ended = threading.Semaphore(streams), threading.Semaphore(0)
+        token_ids: list[list[int]] = [[] for _ in range(num_requests)]
+
+        def take(delta: TokenDelta) -> None:
+            token_ids[int(delta.request_id)].extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                assert delta.stats is not None
+                for k, count in enumerate(delta.stats.num_draft_tokens_histogram):
+                    self.verifies[k] += count
+                room.release()
+                ended.release()
+
+        start = time.perf_counter()
+        for number in range(num_requests):
+            room.acquire()
+            self.engine.submit(self._request(number, temperature, max_tokens), take)
+        for _ in range(num_requests):
+            ended.acquire()
+        self.rates.append(sum(map(len, token_ids)) / (time.perf_counter() - start))
+        self.texts = [str(ids) for ids in token_ids]
+
+    def _request(self, number: int, temperature: float, max_tokens: int) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=str(number),
+            prompt_token_ids=self.prompts[number % len(self.prompts)],
+            sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=number),
+            num_speculative_tokens=self.k,
+        )
+
+
+def start_engines(stack: ExitStack, args: argparse.Namespace) -> dict[str, Engine]:
+    """Without a draft, fixed, adaptive. No prefix cache: what one engine left in the blocks another overwrites."""
+    settings = ServingSettings(
+        checkpoint=str(args.checkpoint),
+        draft=str(args.draft),
+        device=args.device,
+        max_model_len=1024,
+        max_num_seqs=max(args.streams),
+        max_speculative_tokens=MOST_DRAFT_TOKENS,
+        capture_batch_sizes=",".join(map(str, args.streams)),
+    )
+    target, draft = load_pair(settings)
+    assert draft is not None
+    tokenizer = load_tokenizer(settings.checkpoint)
+    engines = {}
+    for name in ("plain", "fixed", "adaptive"):
+        policy = PolicyName.ADAPTIVE if name == "adaptive" else PolicyName.FIXED
+        own = replace(scheduler_settings(settings), speculation_policy=policy, enable_prefix_cache=False)
+        engines[name] = Engine(
+            target,
+            None if name == "plain" else draft,
+            settings=own,
+            eos_token_ids=tokenizer.eos_token_ids,
+            tokenizer=tokenizer,
+        )
+        engines[name].start()
+        stack.callback(engines[name].stop)
+        engines[name].wait_until_ready(READY_TIMEOUT_S)
+    return engines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_options(parser)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(str(args.checkpoint))
+    prompts = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
+    runs: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        engines = start_engines(stack, args)
+        for temperature in args.temperatures:
+            for streams in args.streams:
+                cases = [
+                    EngineCase("no draft", engines["plain"], 0, prompts),
+                    *(EngineCase(f"k = {k}", engines["fixed"], k, prompts) for k in args.k),
+                    EngineCase("adaptive", engines["adaptive"], MOST_DRAFT_TOKENS, prompts),
+                ]
+                runs.append(measure(cases, temperature, streams, args))
+                print(json.dumps(runs[-1]), file=sys.stderr)
+    print(table(runs) + "\n\n" + verdict(runs))
+    if args.json:
+        args.json.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
