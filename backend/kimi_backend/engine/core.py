@@ -146,7 +146,7 @@ class EngineCore:
         """The one that is launched, or one that is planned now; None when nobody runs."""
         step, self._ahead = self._ahead, None
         if step is not None:
-            self.scheduler.policy.begin_round([], len(self.scheduler.running))
+            self.scheduler.ask_policy()  # whoever is to begin drafting begins with the step after this one
         else:
             batch = self.scheduler.schedule()
             if not batch.sequences:

@@ -75,6 +75,9 @@ class StepsAhead:
         return TargetStep(StepBatch(sequences, [1] * len(rows), len(rows)), plan, pending)
 
     def _may_be_left(self, sequences: list[Sequence]) -> bool:
-        """Whether no draft reads what they draw, or may begin to, and no draw depends on the tokens before it."""
+        """Whether no draft reads what they draw, or is to begin, and no draw depends on the tokens before it."""
         is_drafting = self._scheduler.is_drafting
-        return all(s.draws_plainly and not s.uses_draft and not (is_drafting and s.wants_draft) for s in sequences)
+        return all(
+            s.draws_plainly and not s.uses_draft and not (is_drafting and s.wants_draft and s.speculation.uses_draft)
+            for s in sequences
+        )

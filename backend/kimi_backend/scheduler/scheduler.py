@@ -126,11 +126,15 @@ class Scheduler:
         self.kv.drop_draft(sequence.blocks)
         sequence.draft_len = sequence.draft_start = sequence.num_draft_tokens = 0
 
-    def _choose_speculation(self) -> None:
-        """Ask the policy, and let sequences leave the draft or come to it."""
+    def ask_policy(self) -> list[Sequence]:
+        """Tell the policy that a round begins. Returns those whose part in speculation it chooses."""
         candidates = [s for s in self.running if s.wants_draft] if self.is_drafting else []
         self.policy.begin_round([s.speculation for s in candidates], len(self.running))
-        for sequence in candidates:
+        return candidates
+
+    def _choose_speculation(self) -> None:
+        """Ask the policy, and let sequences leave the draft or come to it."""
+        for sequence in self.ask_policy():
             if sequence.uses_draft and not sequence.speculation.uses_draft:
                 num_in_flight = sequence.num_draft_tokens
                 self.drop_draft(sequence)

@@ -10,6 +10,7 @@ import pytest
 from kimi_backend.engine.steps_ahead import StepsAhead, TargetStep
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness, FakeClock, Outcome
 from support.plain_decoding import decode_plainly
@@ -255,6 +256,45 @@ def test_a_draft_that_comes_back_with_a_step_in_flight() -> None:
     one = run_with(DRAFTING, lose)
     assert any(came_back)
     assert one.core.scheduler.num_preemptions > 0
+
+
+class OnAndOff:
+    """A policy that lets everybody draft for four rounds and nobody for six."""
+
+    def __init__(self) -> None:
+        self.num_chosen_tokens = 3
+        self.num_rounds = 0
+
+    def admit(
+        self, controller: SpeculationController, running: list[SpeculationController], num_sequences: int
+    ) -> None:
+        controller.uses_draft = self.num_rounds % 10 < 4
+
+    def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
+        self.num_rounds += 1
+        for controller in controllers:
+            controller.uses_draft = self.num_rounds % 10 < 4
+            controller.num_chosen_tokens = 3 if controller.uses_draft else 0
+
+    def end_round(self, *, is_pure_decode: bool, draft_s: float) -> None:
+        assert draft_s >= 0
+
+
+def test_a_policy_that_lets_nobody_draft_for_a_while() -> None:
+    """Those rounds are launched ahead, until it wants somebody to begin, which is one step later than in lockstep."""
+    requests = [replace(r, num_speculative_tokens=3) for r in LONG]
+    one = harness(requests)
+    one.core.scheduler.policy = OnAndOff()
+    began_late = set()
+
+    def look(_: int) -> None:
+        began_late.update(s.uid for s in one.core.scheduler.running if s.draft_start)
+
+    one.run(each_step=look)
+    assert texts(one) == EXPECTED[id(LONG)]
+    assert len(began_late) == len(LONG)
+    assert num_behind(one) > 10
+    assert sum(accepted for outcome in one.outcomes for _, accepted in outcome.rounds) > 10
 
 
 def test_a_step_waits_where_somebody_may_start() -> None:
