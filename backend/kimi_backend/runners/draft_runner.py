@@ -229,10 +229,9 @@ class DraftRunner:
         status = _status_of(normed)
         token_ids, proposing = None, tensors["proposing"]
         if plan.num_proposals.any():
-            sampling = self._sampling.inputs(plan.sampling)
             if len(proposing) < len(status):
                 normed, feedback = normed[proposing], feedback[proposing]
-            token_ids, drawn_status = self._proposer.propose(plan, tensors, sampling, normed, feedback)
+            token_ids, drawn_status = self._proposer.propose(plan, tensors, self._sampling, normed, feedback)
             status[proposing] = drawn_status
         if plan.leaves_tokens and self._graphs is not None and plan.num_proposals.max() < len(self._graphs.left):
             self._graphs.leave(status, proposing, token_ids)

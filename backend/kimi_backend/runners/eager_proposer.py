@@ -7,7 +7,7 @@ import torch
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
-from kimi_backend.runners.sampling_tensors import has_processors
+from kimi_backend.runners.sampling_tensors import SamplingUpload
 from kimi_backend.types.plan import DraftPlan
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
@@ -60,7 +60,7 @@ class EagerProposer:
         self,
         plan: DraftPlan,
         tensors: Tensors,
-        sampling: SamplingInputs,
+        upload: SamplingUpload,
         normed: torch.Tensor,
         hidden: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,13 +71,13 @@ class EagerProposer:
 
         Args:
             tensors: the plan's arrays by name, and `proposing`: [B] which of its sequences propose.
-            sampling: the plan's, on the device.
+            upload: what brings the plan's sampling parameters to the device.
             normed, hidden: [B, H] of their last extended rows.
         Returns:
             token_ids: [B, W] int64, PLACEHOLDER_TOKEN_ID after each sequence's proposals.
             status: [B] int32, the first failure among them.
         """
-        work = _proposing(plan, tensors, sampling)
+        work = _proposing(plan, tensors, upload)
         window = torch.zeros((len(work.sequence), work.width), dtype=torch.int32, device=hidden.device)
         token_ids, status = [], []
         for step in range(work.width):
@@ -140,14 +140,14 @@ def _until_failure(
     return token_ids.masked_fill(is_lost, PLACEHOLDER_TOKEN_ID), first_status
 
 
-def _proposing(plan: DraftPlan, tensors: Tensors, sampling: SamplingInputs) -> _Proposing:
+def _proposing(plan: DraftPlan, tensors: Tensors, upload: SamplingUpload) -> _Proposing:
     proposing, wanted = tensors["proposing"], plan.num_proposals
     everyone = len(proposing) == len(wanted)
     names = ("num_proposals", "seq_lens", "block_table")
+    sampling, moves_logits = upload.inputs(plan.sampling), upload.moves_logits(plan.sampling)
     if plan.greedy.any():
         sampling = replace(sampling, temperature=sampling.temperature.masked_fill(tensors["greedy"], 0.0))
     is_greedy = plan.greedy | (plan.sampling.temperature < GREEDY_TEMPERATURE)
-    moves_logits = has_processors(plan.sampling)
     return _Proposing(
         **{name: tensors[name] if everyone else tensors[name][proposing] for name in names},
         output_index=tensors["output_index"],

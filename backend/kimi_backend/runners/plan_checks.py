@@ -128,8 +128,9 @@ class PlanChecker:
         _expect_shape("greedy", plan.greedy, (num_proposing,))
         _expect_shape("output_index", plan.output_index, (num_proposing,))
         expected = rows.seq_lens[proposals > 0].astype(np.int64) + 1
-        wrong = np.flatnonzero(plan.output_index < expected)
-        if wrong.size:
+        is_wrong = plan.output_index < expected
+        if is_wrong.any():
+            wrong = np.flatnonzero(is_wrong)
             raise InvalidRequestError(
                 f"plan output_index[{wrong[0]}]: {plan.output_index[wrong[0]]} given,"
                 f" at least {expected[wrong[0]]} (seq_len + 1) is allowed"
@@ -219,10 +220,11 @@ def _expect_within(
 ) -> None:
     if not array.size:
         return
-    if isinstance(low, int) and isinstance(high, int):
-        lowest, highest = _extremes(array)
-        if lowest >= low and highest <= high:
-            return  # two passes over a small array cost less than three that make arrays
+    if array.size <= FEW:
+        if _are_within(array, low, high):
+            return  # Python is faster than numpy for the few numbers of a small batch
+    elif isinstance(low, int) and isinstance(high, int) and array.min() >= low and array.max() <= high:
+        return  # two passes over a small array cost less than three that make arrays
     is_wrong = (array < low) | (array > high)
     if not np.count_nonzero(is_wrong):
         return
@@ -230,6 +232,15 @@ def _expect_within(
     least, most = (int(np.broadcast_to(bound, array.shape)[place]) for bound in (low, high))
     meaning = f" ({meaning})" if meaning else ""
     raise InvalidRequestError(f"plan {name}[{place}]: {array[place]} given, {least} to {most}{meaning} allowed")
+
+
+def _are_within(array: IntegerArray, low: int | IntegerArray, high: int | IntegerArray) -> bool:
+    """Of an array of one dimension; bounds are single or as many."""
+    values: list[int] = array.tolist()
+    lows = [low] * len(values) if isinstance(low, int) else low.tolist()
+    highs = [high] * len(values) if isinstance(high, int) else high.tolist()
+    bounds = zip(lows, values, highs, strict=True)
+    return all(lowest <= value <= highest for lowest, value, highest in bounds)
 
 
 def _extremes(array: IntegerArray) -> tuple[int, int]:

@@ -30,13 +30,20 @@ class SamplingUpload:
         self._device = device
         self._plan: SamplingPlan | None = None
         self._inputs: SamplingInputs | None = None
+        self._moves_logits = False
 
     def inputs(self, plan: SamplingPlan) -> SamplingInputs:
         """Not to be written to."""
         if self._inputs is None or plan is not self._plan:
             self._inputs = sampling_inputs(to_device(sampling_arrays(plan), self._device))
+            self._moves_logits = has_processors(plan)
             self._plan = plan
         return self._inputs
+
+    def moves_logits(self, plan: SamplingPlan) -> bool:
+        """`has_processors`, found out once likewise."""
+        self.inputs(plan)
+        return self._moves_logits
 
 
 def has_processors(plan: SamplingPlan) -> bool:
