@@ -3,8 +3,11 @@
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
+
+LISTENING = "0A"
 
 
 @pytest.fixture
@@ -77,3 +80,16 @@ def test_bytes_that_are_no_utf_8_are_a_wrong_request(post, field):
 def test_a_request_may_be_called_anything(post):
     for name in (b"", b"#1", "é".encode(), b"\\u0000"):
         assert post("generate", b'{"text_input": "hi", "max_tokens": 3, "id": "%s"}' % name)[0] == 200
+
+
+def test_nothing_listens_on_a_network(server):
+    """The embedded server has known holes."""
+    ports = {server.ports.http, server.ports.grpc, server.ports.metrics}
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, port = local.rsplit(":", 1)
+            if state == LISTENING and int(port, 16) in ports:
+                found[int(port, 16)] = address[-8:]  # the rest says that it is an IPv4 address in IPv6
+    assert found == dict.fromkeys(ports, "0100007F"), "127.0.0.1, least significant byte first"

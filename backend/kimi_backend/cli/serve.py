@@ -14,7 +14,7 @@ from rich.console import Console
 import kimi_backend
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import ConfigError, ModelUnavailableError
-from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer, ServerPorts, free_port
+from kimi_backend.serving.embedded_server import LOCAL_HOST, MODELS, EmbeddedServer, ServerPorts, free_port
 from kimi_backend.serving.mps import MpsUnavailable, start_mps, stop_mps
 
 _WATCH_S = 0.2
@@ -49,6 +49,7 @@ def make_server(
     settings: ServingSettings,
     *,
     ports: ServerPorts | None = None,
+    host: str = LOCAL_HOST,
     model_repository: Path | None = None,
     log_file: Path | None = None,
     drain_folder: Path | None = None,
@@ -59,7 +60,7 @@ def make_server(
 
     Args:
         variables: more of its environment.
-        ends_with_parent: see `EmbeddedServer`.
+        host, ends_with_parent: see `EmbeddedServer`.
 
     Raises:
         ConfigError: no checkpoint is named, or the server is not installed.
@@ -72,6 +73,7 @@ def make_server(
     return EmbeddedServer(
         model_repository or find_model_repository(),
         ports=ports,
+        host=host,
         environment=environment,
         log_file=log_file,
         models=models_to_load(settings),
@@ -115,6 +117,7 @@ def serve(
     http_port: int | None,
     grpc_port: int | None,
     metrics_port: int | None,
+    host: str,
     model_repository: Path | None,
     log_file: Path | None,
 ) -> int:
@@ -130,6 +133,7 @@ def serve(
         server = make_server(
             settings,
             ports=ports,
+            host=host,
             model_repository=model_repository,
             log_file=log_file,
             drain_folder=Path(folder),

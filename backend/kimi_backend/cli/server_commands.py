@@ -41,6 +41,9 @@ def serve_command(
     http_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0, every network, needs a proxy: docs/operations.md.")
+    ] = "127.0.0.1",
     model_repository: Annotated[Path | None, typer.Option(help="Another model repository than the project's.")] = None,
     log_file: Annotated[Path | None, typer.Option(help="Where the server's log goes instead of this terminal.")] = None,
 ) -> None:
@@ -55,6 +58,7 @@ def serve_command(
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
+        host=host,
         model_repository=model_repository,
         log_file=log_file,
     )

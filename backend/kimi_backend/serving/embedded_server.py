@@ -27,6 +27,8 @@ from kimi_backend.serving.ports import check_ports
 
 SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
+LOCAL_HOST = "127.0.0.1"
+EVERY_HOST = "0.0.0.0"
 _MIN_SHM_BYTES = 64 * 2**20
 _POLL_S = 0.1
 _EXIT_S = 6.0
@@ -98,7 +100,7 @@ def _libpython_folder() -> Path:
 def free_port() -> int:
     """A TCP port that nothing listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOCAL_HOST, 0))
         return int(probe.getsockname()[1])
 
 
@@ -142,6 +144,7 @@ class EmbeddedServer:
         repository: Path,
         *,
         ports: ServerPorts | None = None,
+        host: str = LOCAL_HOST,
         environment: Mapping[str, str] | None = None,
         shm_prefix: str | None = None,
         log_file: Path | None = None,
@@ -151,12 +154,14 @@ class EmbeddedServer:
     ) -> None:
         """
         Args:
+            host: address that all three ports listen on. This server has known holes: keep it off networks.
             environment: variables for the models (`KIMI_*`), on top of this process's.
             shm_prefix: names of the shared-memory regions begin with it; regions of that prefix are swept at start.
             models: loaded in this order; the repository's others stay unloaded.
             ends_with_parent: the server ends by itself if the thread that called `start` dies, as by SIGKILL.
         """
         self.ports = ports or ServerPorts()
+        self._host = host
         self.shm_prefix = shm_prefix or f"kimi_{self.ports.http}_"
         self._installation = find_installation()
         self._repository = repository
@@ -238,7 +243,7 @@ class EmbeddedServer:
 
     def _unload_models(self, timeout_s: float) -> None:
         for name in reversed(self._models):
-            url = f"http://127.0.0.1:{self.ports.http}/v2/repository/models/{name}/unload"
+            url = f"{self._base_url}/repository/models/{name}/unload"
             with contextlib.suppress(urllib.error.URLError, OSError):
                 request = urllib.request.Request(url, data=b"{}", method="POST")
                 urllib.request.urlopen(request, timeout=timeout_s).close()
@@ -249,6 +254,10 @@ class EmbeddedServer:
         except ProcessLookupError:
             return  # everyone has left already
 
+    @property
+    def _base_url(self) -> str:
+        return f"http://{LOCAL_HOST if self._host == EVERY_HOST else self._host}:{self.ports.http}/v2"
+
     def _command(self) -> list[str]:
         before = [sys.executable, "-S", with_parent.__file__, str(os.getpid())] if self._ends_with_parent else []
         return [
@@ -258,6 +267,7 @@ class EmbeddedServer:
             f"--backend-directory={self._installation.backends}",
             "--model-control-mode=explicit",
             *(f"--load-model={name}" for name in self._models),
+            *(f"--{endpoint}-address={self._host}" for endpoint in ("http", "grpc", "metrics")),
             f"--http-port={self.ports.http}",
             f"--grpc-port={self.ports.grpc}",
             f"--metrics-port={self.ports.metrics}",
@@ -267,7 +277,7 @@ class EmbeddedServer:
         ]
 
     def _is_ready(self) -> bool:
-        base = f"http://127.0.0.1:{self.ports.http}/v2"
+        base = self._base_url
         paths = ["health/ready", *(f"models/{name}/ready" for name in self._models)]
         try:
             for path in paths:

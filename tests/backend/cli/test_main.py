@@ -106,7 +106,7 @@ def test_serves_options_are_settings_but_for_those_of_the_server() -> None:
     command = typer.main.get_command(main.app).commands["serve"]  # type: ignore[attr-defined]
     names = {parameter.name for parameter in command.params}
     settings = {field.name for field in dataclasses.fields(ServingSettings)}
-    assert names - settings == {"http_port", "grpc_port", "metrics_port", "model_repository", "log_file"}
+    assert names - settings == {"http_port", "grpc_port", "metrics_port", "host", "model_repository", "log_file"}
 
 
 def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,5 +120,5 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["kimi", "serve", "-k", "5", "--max-num-seqs", "9", "--http-port", "4711"])
     with pytest.raises(SystemExit) as caught:
         main.main()
-    assert (caught.value.code, seen["http_port"], seen["grpc_port"]) == (7, 4711, None)
+    assert (caught.value.code, seen["http_port"], seen["grpc_port"], seen["host"]) == (7, 4711, None, "127.0.0.1")
     assert (seen["settings"].num_speculative_tokens, seen["settings"].max_num_seqs) == (5, 9)
