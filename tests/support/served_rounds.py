@@ -28,6 +28,10 @@ class Case:
     temperature: float
     growth: float = 0.6
     """A round of b sequences takes b ** growth as long."""
+    following: float = 0.8
+    """A draft that only follows takes so much of the time for one draft token."""
+    alone: float = 1.0
+    """See `Simulation`; a GPU launches rounds ahead while nobody drafts."""
 
     @property
     def costs(self) -> Costs:
@@ -35,7 +39,7 @@ class Case:
         verify = [total - part for total, part in zip(self.round_ms, draft, strict=True)]
         return Costs(
             lambda b, k: b**self.growth * verify[k],
-            lambda b, k: b**self.growth * (draft[k] if k else 0.8 * draft[1]),
+            lambda b, k: b**self.growth * (draft[k] if k else self.following * draft[1]),
         )
 
     def tokens_per_ms(self, k: int, num_sequences: int) -> float:
@@ -44,7 +48,7 @@ class Case:
         for rate in self.rates[:k]:
             reached *= rate
             tokens += reached
-        return num_sequences * tokens / self.costs.round_s(num_sequences, k)
+        return num_sequences * tokens / self.costs.round_s(num_sequences, k) / (1.0 if k else self.alone)
 
 
 CASES = {
@@ -52,6 +56,12 @@ CASES = {
     "gains a quarter": Case((2.01, 3.6, 4.2, 4.64), (0.9, 1.3, 1.6), (0.81, 0.80, 0.69), 0.0, growth=0.3),
     "gains a twelfth": Case((4.0, 5.74, 6.6, 7.2), (1.2, 1.7, 2.1), (0.55, 0.42, 0.70), 1.0),
     "loses a twelfth": Case((4.0, 6.67, 7.66, 8.35), (1.2, 1.7, 2.1), (0.55, 0.42, 0.70), 1.0),
+    "loses a tenth ahead": Case(
+        (4.0, 6.2, 7.0, 7.6), (1.2, 1.7, 2.1), (0.55, 0.42, 0.70), 1.0, growth=0.3, following=0.3, alone=0.9
+    ),
+    "gains a quarter ahead": Case(
+        (2.1, 3.6, 4.1, 4.4), (0.9, 1.3, 1.6), (0.81, 0.80, 0.69), 0.0, growth=0.3, following=0.3, alone=0.9
+    ),
     "loses a sixth": Case((4.17, 7.54, 8.84, 9.71), (2.4, 3.1, 3.6), (0.55, 0.42, 0.70), 1.0),
 }
 """The first and the last were measured: kimi-nano on a CPU, greedily and at temperature 1."""
@@ -89,6 +99,7 @@ class ServedRounds(Simulation):
     def __init__(self, policy: SpeculationPolicy, case: Case, noise: str, seed: int, num_sequences: int) -> None:
         factors = NOISES[noise](random.Random(1000 + seed))
         super().__init__(policy, case.costs, seed=seed, noise=lambda _: next(factors), is_even=False, settling=12)
+        self.alone = case.alone
         self._case = case
         self._num_sequences = num_sequences
 
@@ -108,7 +119,9 @@ class ServedRounds(Simulation):
     def _quiet_ms(self, verified: list[int]) -> float:
         b, drafting = len(self.running), sum(s.uses_draft for s in self.running)
         verify = self._mixed(self.costs.verify, b, max(verified), sum(k > 0 for k in verified))
-        return verify + (self._mixed(self.costs.draft, b, self.rounds[-1], drafting) if drafting else 0.0)
+        if not drafting:
+            return verify * self.alone
+        return verify + self._mixed(self.costs.draft, b, self.rounds[-1], drafting)
 
     def _replace_ended(self) -> bool:
         """Whether somebody starts."""

@@ -44,6 +44,8 @@ class Simulation:
     seed: int = 0
     noise: Callable[[random.Random], float] = lambda rng: 1.0
     is_even: bool = True
+    alone: float = 1.0
+    """Time of a verify while nobody drafts over that of one whose draft only follows: less if it is launched ahead."""
     settling: int = 0
     """Rounds that a draft guesses at half its rate after it began in the middle of a sequence."""
     now: float = 0.0
@@ -86,7 +88,8 @@ class Simulation:
         noise = self.noise(self.rng)
         verified = [s.num_in_flight for s in self.running]
         num_verifying = sum(k > 0 for k in verified)
-        self.now += noise * self._mixed(self.costs.verify, b, max(verified), num_verifying) + extra_s
+        verify_s = self._mixed(self.costs.verify, b, max(verified), num_verifying)
+        self.now += noise * verify_s * (1.0 if any(s.uses_draft for s in self.running) else self.alone) + extra_s
         for s in self.running:
             accepted = 0
             while accepted < s.num_in_flight and self._is_kept(s, accepted):
@@ -101,7 +104,7 @@ class Simulation:
         draft_s = noise * self._mixed(self.costs.draft, b, k, len(drafting)) if drafting else 0.0
         self.now += draft_s
         self.rounds.append(k)
-        self.policy.end_round(is_pure_decode=is_pure_decode, draft_s=draft_s)
+        self.policy.end_round(is_pure_decode=is_pure_decode, draft_s=draft_s if self.alone == 1 else 0.0)
 
     def _is_kept(self, s: SimulatedSequence, position: int) -> bool:
         """At random, or evenly spread, which tells policies apart sooner."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kimi_backend.spec_decode.acceptance import AcceptancePool, gains
 from kimi_backend.spec_decode.choice import Choice, share_of
 from kimi_backend.spec_decode.controller import SpeculationController
-from kimi_backend.spec_decode.round_costs import RoundCosts, row_of
+from kimi_backend.spec_decode.round_costs import FOLLOWING, RoundCosts, row_of
 from kimi_backend.spec_decode.standing import FEWEST_ROUNDS, Standing
 from kimi_backend.spec_decode.visits import Visit, Visits
 from kimi_backend.spec_decode.weighing import Weighing
@@ -20,6 +20,8 @@ DECISION_ROUNDS = 4
 """Rounds from one weighing to the next."""
 SWITCH_REGRET = 0.3
 """Rounds' worth of tokens that another number of draft tokens would have gained before it is taken."""
+HIDDEN_SHARE = 0.01
+"""Of a round that drafts; who waits for less of it for the draft has launched it ahead."""
 ROW_ROUNDS = 8
 """Rounds that the number of sequences must stay changed for before another size's standing counts."""
 
@@ -56,6 +58,8 @@ class AdaptivePolicy:
         self._last_setup: _Setup | None = None
         self._begin_s = 0.0
         self._num_until_decision = 0
+        self._hidden = 0.0
+        """Share of late rounds in which the draft was hardly waited for."""
 
     @property
     def num_chosen_tokens(self) -> int:
@@ -84,8 +88,8 @@ class AdaptivePolicy:
         self._controllers, self._num_sequences = controllers, num_sequences
         if num_sequences:
             self._follow_row(row_of(num_sequences))
-        if self._visit is not None and (self._visit.is_over or not self._members):
-            self._visit = None
+        if self._visit is not None and self._is_over(self._visit):
+            self._end_visit(self._visit)
         if self._visit is None and controllers:
             self._num_until_decision -= 1
             if self._num_until_decision <= 0:
@@ -120,12 +124,23 @@ class AdaptivePolicy:
             self.costs.record(setup.num_sequences, 0, seconds)
         elif not setup.num_draft_tokens:
             # The draft only follows; what the engine waits for it would not be there without one.
-            self.costs.record(setup.num_sequences, 0, seconds - draft_s)
+            self.costs.record(setup.num_sequences, FOLLOWING, seconds - draft_s)
         else:
+            hidden = draft_s < HIDDEN_SHARE * seconds
+            self._hidden += 0.1 * (hidden - self._hidden)
+            self.costs.launches_ahead = self._hidden > 0.5
             share = 1.0
             if setup.num_members < setup.num_sequences:
                 share = share_of(setup.num_members, setup.num_sequences)
             self.costs.record(setup.num_sequences, setup.num_draft_tokens, seconds, share)
+
+    def _is_over(self, visit: Visit) -> bool:
+        return visit.is_over or not (visit.leaves_draft or self._members)
+
+    def _end_visit(self, visit: Visit) -> None:
+        self._visit = None
+        if visit.leaves_draft:
+            self._num_until_decision = 0  # who comes back is decided at once
 
     @property
     def _tokens_now(self) -> int:
@@ -224,6 +239,12 @@ class AdaptivePolicy:
 
     def _explore(self, weighing: Weighing, is_open: bool) -> None:
         """Begin a visit where it is time for one."""
+        standing_doubt = weighing.costs.doubt[self._num_draft_tokens]
+        if is_open and 2 * weighing.costs.doubt_of_following > standing_doubt and self._book.wants_real_check():
+            self._visit = self._book.begin_real_check()
+            for controller in self._members:
+                controller.uses_draft = False
+            return
         if self._book.wants_check(is_open):
             self._visit = self._book.begin_check(is_open)
             return

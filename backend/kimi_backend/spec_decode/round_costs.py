@@ -32,10 +32,15 @@ BIAS = 0.015
 """What more changes of a kind do not make surer."""
 GROWTH = 0.35
 """Cost grows about as num_sequences ** GROWTH between the sizes that are kept apart, which are powers of two."""
-FIRST_STEP, FIRST_DOUBT = 0.10, 0.30
+FIRST_STEP, FIRST_DOUBT = 0.10, 0.50
 """Logarithm of what the first draft token costs, and how far off that may be, until it was measured."""
 NEXT_STEP, NEXT_DOUBT = 0.06, 0.10
 """Likewise of each further one: low, so that it is tried."""
+FOLLOWING = MAX_SPECULATIVE_TOKENS + 1
+"""Stands for a round whose draft only follows: nearly one without a draft, and measured far more often."""
+FOLLOWING_DOUBT, FOLLOWING_AHEAD_DOUBT = 0.03, 0.2
+"""How far off that may be, until rounds without a draft were seen beside others: where the engine waits for its draft,
+and where it launches the draft ahead, and rounds without a draft as well."""
 NEIGHBOUR_DOUBT = 0.10
 """How far a step may differ for twice as many sequences."""
 
@@ -61,6 +66,18 @@ class CostRatios:
     """Logarithm of a round's time over that of one without draft."""
     doubt: list[float]
     """One standard error of it."""
+    covariance: list[list[float]]
+    """[FOLLOWING][FOLLOWING] of the logarithms for 1, 2, … draft tokens and a draft that only follows."""
+
+    def doubt_between(self, k: int, other: int) -> float:
+        """One standard error of the logarithm of the ratio of two numbers of draft tokens, 1 or more each."""
+        c, i, j = self.covariance, k - 1, other - 1
+        return sqrt(max(c[i][i] + c[j][j] - 2 * c[i][j], 0.0))
+
+    @property
+    def doubt_of_following(self) -> float:
+        """How far a round whose draft only follows may be from one without, as a logarithm."""
+        return sqrt(self.covariance[-1][-1])
 
     @property
     def times(self) -> list[float]:
@@ -74,6 +91,8 @@ class RoundCosts:
     def __init__(self) -> None:
         self._changes: dict[int, dict[tuple[int, int], deque[float]]] = {}
         """By row, which is the number of sequences as a rounded power of two, and pair of numbers, the lower first."""
+        self.launches_ahead = False
+        """Whether the engine does not wait for its draft."""
         self._scatter = FIRST_SCATTER
         self._num_rounds = 0
         self._before: _Stay | None = None
@@ -88,6 +107,7 @@ class RoundCosts:
         """Learn from one round.
 
         Args:
+            num_draft_tokens: or FOLLOWING.
             share: of what drafting adds, the part that this round had because only some sequences draft.
         """
         self._num_rounds += 1
@@ -115,11 +135,12 @@ class RoundCosts:
             return
         stay.is_compared = True
         change = _mean(stay.log_s, LARGEST_SURPRISE) - _mean(before.log_s, LARGEST_SURPRISE)
-        share = (stay if b else before).share
+        share = min(stay.share, before.share)
         if share < 1:
-            if a and b:
+            is_rising = _is_plain(a)
+            if is_rising == _is_plain(b):
                 return
-            change = _as_if_all(change if b else -change, share) * (1 if b else -1)
+            change = _as_if_all(change if is_rising else -change, share) * (1 if is_rising else -1)
         self._learn(stay.row, (min(a, b), max(a, b)), change if a < b else -change)
 
     def _learn(self, row: int, pair: tuple[int, int], change: float) -> None:
@@ -152,8 +173,7 @@ class RoundCosts:
 
     def _estimate(self, row: int) -> CostRatios:
         """The most likely steps from one number to the next, given a guess of each and all changes: least squares."""
-        count = MAX_SPECULATIVE_TOKENS
-        weights, sums = np.zeros((count + 1, count + 1)), np.zeros(count + 1)
+        weights, sums = np.zeros((FOLLOWING + 1, FOLLOWING + 1)), np.zeros(FOLLOWING + 1)
 
         def add(a: int, b: int, value: float, doubt: float) -> None:
             weight = 1 / doubt**2
@@ -164,11 +184,13 @@ class RoundCosts:
 
         for k, (step, doubt) in enumerate(self._guesses(row)):
             add(k, k + 1, step, doubt)
+        add(0, FOLLOWING, 0.0, FOLLOWING_AHEAD_DOUBT if self.launches_ahead else FOLLOWING_DOUBT)
         for (a, b), changes in self._changes.get(row, {}).items():
             add(a, b, _mean(changes, 4 * max(self._scatter, LEAST_SCATTER)), self._doubt(len(changes)))
         covariance = np.linalg.inv(weights[1:, 1:])
-        log_ratio = covariance @ sums[1:]
-        return CostRatios([0.0, *log_ratio.tolist()], [0.0, *np.sqrt(covariance.diagonal()).tolist()])
+        log_ratio = (covariance @ sums[1:])[:MAX_SPECULATIVE_TOKENS]
+        doubt = np.sqrt(covariance.diagonal())[:MAX_SPECULATIVE_TOKENS]
+        return CostRatios([0.0, *log_ratio.tolist()], [0.0, *doubt.tolist()], covariance.tolist())
 
     def _doubt(self, num_changes: int) -> float:
         """Of a mean; a standard deviation is 1.25 times the mean distance."""
@@ -194,12 +216,18 @@ class RoundCosts:
         """As if no other size had been seen."""
         alone = RoundCosts()
         alone._changes, alone._scatter = {row: self._changes[row]}, self._scatter
+        alone.launches_ahead = self.launches_ahead
         return alone._estimate(row)
 
 
 def row_of(num_sequences: int) -> int:
     """The size that so many sequences count as: a power of two."""
     return round(log2(num_sequences))
+
+
+def _is_plain(num_draft_tokens: int) -> bool:
+    """Whether nothing was drafted."""
+    return num_draft_tokens in (0, FOLLOWING)
 
 
 def _mean(values: Collection[float], furthest: float) -> float:

@@ -12,6 +12,9 @@ SPARSE_GAP = 40
 """Rounds between further such visits."""
 FIRST_CHECK, LONGEST_CHECK = 50, 1000
 """Rounds to the first visit to no draft once it is known; each time four times as many, up to the latter."""
+FIRST_REAL, REAL_GROWTH = 100, 3
+"""Rounds that drafted until the draft is left for the time of a visit, where it is still open whether it pays and only
+what following costs is in doubt; and how many times as many until the next such visit."""
 EXPLORATION_SHARE = 0.01
 """Of all rounds: what visits to other numbers of draft tokens may lose."""
 FIRST_ALLOWANCE = 3.0
@@ -25,6 +28,8 @@ class Visit:
     """Another number of draft tokens for a few rounds."""
 
     num_draft_tokens: int
+    leaves_draft: bool = False
+    """Whether nobody drafts; else who drafts follows on."""
     num_left: int = VISIT_ROUNDS
     patience: int = PATIENCE
 
@@ -46,6 +51,8 @@ class Visits:
     since_check: int = 0
     since_visit: int = 0
     check_gap: int = FIRST_CHECK
+    num_real: int = 0
+    """Visits that left the draft."""
 
     def pass_round(self) -> None:
         self.num_rounds += 1
@@ -66,6 +73,17 @@ class Visits:
         if not is_open:
             self.check_gap = min(4 * self.check_gap, LONGEST_CHECK)
         return Visit(0)
+
+    def wants_real_check(self) -> bool:
+        """Whether it is time for a visit that leaves the draft, if one is needed."""
+        gap: int = FIRST_REAL * REAL_GROWTH**self.num_real
+        return self.num_rounds >= gap
+
+    def begin_real_check(self) -> Visit:
+        """A visit that leaves the draft. It costs more than its rounds: drafts begin anew after it."""
+        self.num_real += 1
+        self.since_check = self.since_visit = 0
+        return Visit(0, leaves_draft=True, num_left=2 * VISIT_ROUNDS, patience=2 * PATIENCE)
 
     def begin_visit(self, num_draft_tokens: int, loss: float) -> Visit | None:
         """To another number of draft tokens, if what it may lose fits.

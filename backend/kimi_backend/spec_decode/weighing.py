@@ -71,7 +71,7 @@ class Weighing:
         now, found, most = self.rate(members, num_draft_tokens), None, 0.0
         for k in range(1, self.limit + 1):
             there = self.rate(members, k)
-            hope = log(there / now) + DOUBTS * self.costs.doubt[k]
+            hope = log(there / now) + DOUBTS * self.costs.doubt_between(k, num_draft_tokens)
             if k != num_draft_tokens and hope > most:
                 most, found = hope, (k, max(0.0, 1 - there / now))
         return found

@@ -45,13 +45,24 @@ def test_a_draft_that_loses_is_left(noise: str, num_sequences: int) -> None:
     assert min(shares) > 0.9
 
 
+@pytest.mark.parametrize("num_sequences", [1, 8])
+@pytest.mark.parametrize(("case", "drafts"), [("gains a quarter ahead", True), ("loses a tenth ahead", False)])
+def test_rounds_that_are_launched_ahead_without_a_draft_are_seen_to_be_faster(
+    case: str, drafts: bool, num_sequences: int
+) -> None:
+    """A round whose draft only follows takes a fifth longer than one without a draft, so it is left for a while."""
+    shares, drafting = serve(case, "quiet", num_sequences)
+    assert min(shares) > 0.955
+    assert min(drafting) > 0.9 if drafts else max(drafting) < 0.2
+
+
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("case", ["gains a twelfth", "loses a twelfth"])
 def test_what_is_close_to_call_costs_little_either_way(case: str, noise: str) -> None:
     """Seven per cent are at stake; mostly it finds out."""
     shares, _ = serve(case, noise, 1)
     assert fmean(shares) > 0.955
-    assert min(shares) > 0.92
+    assert min(shares) > 0.91
 
 
 def test_what_it_does_follows_from_the_seed() -> None:

@@ -7,6 +7,9 @@ from kimi_backend.spec_decode.round_costs import (
     COMPARED_ROUNDS,
     FIRST_DOUBT,
     FIRST_STEP,
+    FOLLOWING,
+    FOLLOWING_AHEAD_DOUBT,
+    FOLLOWING_DOUBT,
     LONGEST_GAP,
     NEXT_STEP,
     RoundCosts,
@@ -139,3 +142,33 @@ def test_what_is_forgotten_makes_room() -> None:
     assert costs.ratios(1).doubt[3] > sure
     alternate(costs, 3, (1.0, 1.2), count=10)
     assert costs.ratios(1).times[3] == pytest.approx(1.3, rel=0.1)
+
+
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_a_draft_that_only_follows_stands_for_none_until_none_was_seen(launches_ahead: bool) -> None:
+    costs = RoundCosts()
+    costs.launches_ahead = launches_ahead
+    for _ in range(10):
+        measure(costs, 1, FOLLOWING, 1.0)
+        measure(costs, 1, 3, 2.0)
+    guessed = costs.ratios(1)
+    assert guessed.times[3] == pytest.approx(2.0, rel=0.08)
+    assert guessed.doubt[3] > (0.9 * FOLLOWING_AHEAD_DOUBT if launches_ahead else FOLLOWING_DOUBT)
+    assert guessed.doubt_of_following == pytest.approx(
+        FOLLOWING_AHEAD_DOUBT if launches_ahead else FOLLOWING_DOUBT, rel=0.1
+    )
+    for _ in range(10):
+        measure(costs, 1, 0, 0.8)
+        measure(costs, 1, 3, 2.0)
+    if launches_ahead:
+        assert costs.ratios(1).times[3] == pytest.approx(2.5, rel=0.03)
+    assert costs.ratios(1).doubt_of_following < guessed.doubt_of_following
+
+
+def test_numbers_are_surer_beside_each_other_than_beside_no_draft() -> None:
+    costs = RoundCosts()
+    for _ in range(10):
+        measure(costs, 1, 2, 1.8)
+        measure(costs, 1, 3, 2.0)
+    known = costs.ratios(1)
+    assert known.doubt_between(2, 3) < 0.03 < known.doubt[2]

@@ -3,9 +3,11 @@ from kimi_backend.spec_decode.visits import (
     EXPLORATION_SHARE,
     FIRST_ALLOWANCE,
     FIRST_CHECK,
+    FIRST_REAL,
     LONGEST_CHECK,
     NUM_DENSE,
     PATIENCE,
+    REAL_GROWTH,
     SPARSE_GAP,
     VISIT_ROUNDS,
     Visit,
@@ -49,3 +51,13 @@ def test_a_visit_ends_when_it_has_seen_enough_or_waited_too_long() -> None:
     assert visit.is_over
     assert not Visit(2, patience=1).is_over
     assert Visit(2, patience=PATIENCE - PATIENCE).is_over
+
+
+def test_the_draft_is_left_for_a_visit_at_growing_distances() -> None:
+    book, found = Visits(), []
+    for index in range(FIRST_REAL * REAL_GROWTH**2 + 1):
+        if book.wants_real_check():
+            found.append(index)
+            assert book.begin_real_check().leaves_draft
+        book.pass_round()
+    assert found == [FIRST_REAL, FIRST_REAL * REAL_GROWTH, FIRST_REAL * REAL_GROWTH**2]

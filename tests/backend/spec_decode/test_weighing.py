@@ -10,8 +10,13 @@ GOOD, BAD = gains([0.9, 0.8, 0.7], 1.0, 3), gains([0.05, 0.05, 0.05], 1.0, 3)
 TIMES = [1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4]
 
 
+def independent(doubt: float) -> list[list[float]]:
+    """The covariance of numbers that were each measured alone."""
+    return [[doubt**2 if i == j else 0.0 for j in range(8)] for i in range(8)]
+
+
 def costs(doubt: float = 0.01) -> CostRatios:
-    return CostRatios([math.log(time) for time in TIMES], [0.0] + [doubt] * 7)
+    return CostRatios([math.log(time) for time in TIMES], [0.0] + [doubt] * 7, independent(doubt))
 
 
 def pool_of(num_rounds: int, rate: float) -> AcceptancePool:
@@ -46,7 +51,7 @@ def test_gains_are_those_of_the_rounds_and_surer_with_more_of_them(num_rounds: i
 
 
 def test_the_most_hopeful_other_number_is_visited() -> None:
-    weighing = Weighing(costs(0.02), [GOOD], 1)
+    weighing = Weighing(costs(0.01), [GOOD], 1)
     best = weighing.best([True], everyone=True).num_draft_tokens
     assert weighing.most_hopeful((True,), best) is None
     found = Weighing(costs(0.2), [GOOD], 1).most_hopeful((True,), best)
