@@ -17,14 +17,23 @@ from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.serving.processes import start_ticks
 
 POLL_S = 0.02
+_PREFIX = "kimi_spec_ensemble_"
 _NAME_BYTES = 16
 
 
 def seat_of_this_server() -> "Seat":
     """The seat of the server whose child process this is."""
-    server = os.getppid()
-    name = f"kimi_spec_ensemble_{os.getuid()}_{server}_{start_ticks(server)}.seat"
-    return Seat(Path(tempfile.gettempdir()) / name)
+    folder, server = Path(tempfile.gettempdir()), os.getppid()
+    _sweep(folder)
+    return Seat(folder / f"{_PREFIX}{os.getuid()}_{server}_{start_ticks(server)}.seat")
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what servers that were killed have left."""
+    for path in folder.glob(f"{_PREFIX}{os.getuid()}_*.seat"):
+        server, started = path.stem.rsplit("_", 2)[1:]
+        if start_ticks(int(server)) != started:
+            path.unlink(missing_ok=True)
 
 
 class Seat:

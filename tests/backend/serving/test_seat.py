@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -83,7 +84,8 @@ def test_never_two_hold_it_though_many_come_and_go(tmp_path: Path) -> None:
     assert worst == 1
 
 
-def test_another_servers_seat_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_servers_seat_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first = seat_of_this_server()
     monkeypatch.setattr("os.getppid", lambda: 1)
     second = seat_of_this_server()
@@ -91,3 +93,18 @@ def test_another_servers_seat_is_another(monkeypatch: pytest.MonkeyPatch) -> Non
     second.take(0)
     first.leave()
     second.leave()
+
+
+def test_what_a_killed_server_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living = seat_of_this_server()
+    living.take(0)
+    (name,) = tmp_path.iterdir()
+    user, server, started = name.stem.rsplit("_", 3)[1:]
+    earlier = tmp_path / f"kimi_spec_ensemble_{user}_{server}_{int(started) - 1}.seat"
+    others = tmp_path / f"kimi_spec_ensemble_{int(user) + 1}_{server}_{int(started) - 1}.seat"
+    earlier.touch()
+    others.touch()
+    seat_of_this_server()
+    assert set(tmp_path.iterdir()) == {name, others}
+    living.leave()
