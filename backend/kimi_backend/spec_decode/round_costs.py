@@ -98,6 +98,7 @@ class RoundCosts:
         self._before: _Stay | None = None
         self._stay: _Stay | None = None
         self._known: dict[int, CostRatios] = {}
+        self._estimate(0)  # numpy loads its linear algebra now, not while somebody waits for a token
 
     def pass_round(self) -> None:
         """A round that says nothing."""
