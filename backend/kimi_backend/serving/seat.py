@@ -5,6 +5,7 @@ serve meanwhile. Two engines over the same runners would write each other's KV b
 locked file that goes with the server's process. A newcomer asks for it, and whoever holds it ends its requests first.
 """
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -32,8 +33,9 @@ def _sweep(folder: Path) -> None:
     """Remove what servers that were killed have left."""
     for path in folder.glob(f"{_PREFIX}{os.getuid()}_*.seat"):
         server, started = path.stem.rsplit("_", 2)[1:]
-        if start_ticks(int(server)) != started:
-            path.unlink(missing_ok=True)
+        if server.isdecimal() and start_ticks(int(server)) != started:
+            with contextlib.suppress(OSError):  # gone already, or not ours in spite of its name
+                path.unlink()
 
 
 class Seat:

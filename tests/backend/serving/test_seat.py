@@ -103,8 +103,9 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path, monkeypatch: pytes
     user, server, started = name.stem.rsplit("_", 3)[1:]
     earlier = tmp_path / f"kimi_spec_ensemble_{user}_{server}_{int(started) - 1}.seat"
     others = tmp_path / f"kimi_spec_ensemble_{int(user) + 1}_{server}_{int(started) - 1}.seat"
-    earlier.touch()
-    others.touch()
+    odd = tmp_path / f"kimi_spec_ensemble_{user}_a_b.seat"
+    for path in (earlier, others, odd):
+        path.touch()
     seat_of_this_server()
-    assert set(tmp_path.iterdir()) == {name, others}
+    assert set(tmp_path.iterdir()) == {name, others, odd}
     living.leave()
