@@ -49,6 +49,13 @@ def verdict(round_ms: float, must: float, aim: float) -> str:
     return "kept, aim reached" if round_ms <= aim else "kept" if round_ms <= must else "**missed**"
 
 
+def range_verdict(low_ms: float, high_ms: float, must: float, aim: float) -> str:
+    best, worst = verdict(low_ms, must, aim), verdict(high_ms, must, aim)
+    if best == worst:
+        return best
+    return "kept, aim at the low end" if worst == "kept" else "kept at the low end"
+
+
 def judged_table(cases: Sequence[Case]) -> str:
     """The rounds that something was asked of, beside it. Another card's are judged by their estimate."""
     lines = [
@@ -78,5 +85,4 @@ def _judged(case: Case, must: float, aim: float) -> str:
     if "floor_ms" not in case or "read_bytes_per_us" not in case:
         return f"- | {asked}"
     low, high = on_an_h100(case)
-    best, worst = verdict(low, must, aim), verdict(high, must, aim)
-    return f"{low:.1f} to {high:.1f}, estimated | {asked}: {best if best == worst else f'{best} to {worst}'}"
+    return f"{low:.1f} to {high:.1f}, estimated | {asked}: {range_verdict(low, high, must, aim)}"

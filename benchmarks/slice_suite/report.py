@@ -127,7 +127,8 @@ def plot(cases: list[Case], path: Path, title: str) -> None:
         [case["round_ms"] for case in shown], places, s=36, color="black", label="round, launched ahead",
         zorder=4,
     )  # fmt: skip
-    peers = [(peer_ms(case), place) for place, case in zip(places, shown, strict=True)]
+    with_its_draft = [case.get("draft", "bf16") in ("", "bf16") for case in shown]
+    peers = [(peer_ms(case), place) for place, case in zip(places, shown, strict=True) if with_its_draft[place]]
     axes.scatter(
         [peer for peer, _ in peers if peer], [place for peer, place in peers if peer], marker="D", s=28,
         color="#d1495b", label="vLLM 0.22.0 on an H100", zorder=3,
