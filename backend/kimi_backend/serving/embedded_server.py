@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kimi_backend.errors import ConfigError, ModelUnavailableError
 from kimi_backend.serving import with_parent
-from kimi_backend.serving.ports import check_ports
+from kimi_backend.serving.ports import check_host, check_ports
 
 SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
@@ -186,9 +186,10 @@ class EmbeddedServer:
         """Start the process; returns at once (see `wait_until_ready`).
 
         Raises:
-            ConfigError: a port cannot be taken, or there is too little shared memory.
+            ConfigError: the host or a port cannot be taken, or there is too little shared memory.
         """
         check_shared_memory()
+        check_host(self._host)
         # Before the sweep: the regions of a server that has the port are in use.
         check_ports({"HTTP": self.ports.http, "gRPC": self.ports.grpc, "metrics": self.ports.metrics})
         sweep_regions(self.shm_prefix)

@@ -1,4 +1,4 @@
-"""Whether a server can have the ports that it was told to take."""
+"""Whether a server can have the address and the ports that it was told to take."""
 
 import socket
 from collections.abc import Mapping
@@ -35,3 +35,17 @@ def check_ports(ports: Mapping[str, int]) -> None:
                 probe.bind(("", port))
             except OSError as error:
                 raise ConfigError(f"{use} port: {port} given, which cannot be taken: {error.strerror}") from None
+
+
+def check_host(host: str) -> None:
+    """Pass silently if a server can listen on this address.
+
+    Raises:
+        ConfigError: this machine does not have it.
+    """
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            message = f"host: {host!r} given, which is no IPv4 address of this machine: {error.strerror}"
+            raise ConfigError(message) from None

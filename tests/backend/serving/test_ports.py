@@ -4,7 +4,7 @@ import pytest
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.serving.embedded_server import free_port
-from kimi_backend.serving.ports import check_ports
+from kimi_backend.serving.ports import check_host, check_ports
 
 
 def test_free_ports_pass():
@@ -32,3 +32,14 @@ def test_a_taken_port_is_refused(address, option):
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"metrics port: {port} given, which cannot be taken: Address already"):
             check_ports({"metrics": port})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+def test_this_machines_addresses_are_taken(host):
+    check_host(host)
+
+
+@pytest.mark.parametrize("host", ["999.1.1.1", "192.0.2.1", "::1", "no such host"])
+def test_another_machines_address_is_refused(host):
+    with pytest.raises(ConfigError, match=f"host: '{host}' given, which is no IPv4 address of this machine"):
+        check_host(host)
