@@ -94,16 +94,13 @@ def test_a_stream_is_let_go_when_the_other_process_dies() -> None:
     def step(drawn: DrawnHandle) -> None:
         seen.append(drawn.num_accepted_tokens.clone())  # type: ignore[union-attr]
 
-    with target(side.handle, 3, "stays") as process:
-        deadline = time.monotonic() + 20
-        while side._board.word(VERIFIED) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert side.follow(3, step) is None
+    with target(side.handle, 1, "stays") as process:
+        assert side.follow(1, step) is None
         torch.cuda.synchronize()
-        assert seen[0].tolist() == [-3] * SHAPE[1]
+        assert seen[0].tolist() == [-1] * SHAPE[1]
         start = time.monotonic()
         threading.Timer(0.2, process.kill).start()
-        assert side.follow(4, step) is None
+        assert side.follow(2, step) is None
         assert time.monotonic() - start < 0.15, "the host waited for its stream"
         torch.cuda.synchronize()
         assert 0.1 < time.monotonic() - start < 3
