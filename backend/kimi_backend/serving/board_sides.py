@@ -43,8 +43,11 @@ _LAST_STEP_S = 1.0
 class _Watch:
     """Lets a waiting stream go, from a thread of its own."""
 
-    def __init__(self, is_waiting: Callable[[], bool], peer_pid: Callable[[], int], let_go: Callable[[], None]) -> None:
-        self._is_waiting, self._peer_pid, self._let_go = is_waiting, peer_pid, let_go
+    def __init__(
+        self, awaited: Callable[[], int | None], peer_pid: Callable[[], int], let_go: Callable[[], None]
+    ) -> None:
+        """awaited: the number that the stream waits for now, or None."""
+        self._awaited, self._peer_pid, self._let_go = awaited, peer_pid, let_go
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kimi-board", daemon=True)
         self._thread.start()
@@ -54,17 +57,17 @@ class _Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        since_s: float | None = None
+        awaited, since_s = None, time.monotonic()
         while not self._closed.wait(LOOK_S):
-            if not self._is_waiting():
-                since_s = None
+            before, awaited = awaited, self._awaited()
+            if awaited is None:
                 continue
-            since_s = time.monotonic() if since_s is None else since_s
+            if awaited != before:  # a stream that waits most of the time waits for one step after another
+                since_s = time.monotonic()
             is_late = time.monotonic() - since_s > LONGEST_WAIT_S
             if is_late or not is_alive(self._peer_pid()):
                 logger.warning("a step waits no longer for the other runner: %s", "late" if is_late else "dead")
                 self._let_go()
-                since_s = None
 
 
 class DraftSide:
@@ -84,7 +87,7 @@ class DraftSide:
         self._order = order_of(self._board, device)
         self._drawn = self._board.drawn.like(device)
         self._num_steps = 0
-        self._watch = _Watch(self._is_waiting, lambda: self._board.word(TARGET_PID), self._let_go)
+        self._watch = _Watch(self._awaited, lambda: self._board.word(TARGET_PID), self._let_go)
 
     @property
     def handle(self) -> bytes:
@@ -113,7 +116,7 @@ class DraftSide:
     def close(self) -> None:
         """Nothing of it is on its way afterwards."""
         self._watch.close()
-        if self._is_waiting():
+        if self._awaited() is not None:
             self._let_go()
         self._order.close()
         self._own.close()
@@ -141,8 +144,9 @@ class DraftSide:
         except CudaIpcError:  # the device is lost
             self._board.show_nothing_left(number)
 
-    def _is_waiting(self) -> bool:
-        return self._board.word(VERIFIED) < self._board.word(WAITED)
+    def _awaited(self) -> int | None:
+        stamp = self._board.word(WAITED)
+        return stamp if self._board.word(VERIFIED) < stamp else None
 
     def _let_go(self) -> None:
         self._board.show_nothing_drawn(self._board.word(WAITED))
@@ -209,12 +213,12 @@ class _TargetLines:
         self._order = order_of(self._board, device)
         self._drawn = self._board.drawn.like(device)
         self._left = torch.empty_like(self._board.left, device=device)
-        self._awaited = 0
+        self._last_awaited = 0
         """Number of the draft step that the last verify waits for."""
         self._board.set_word(TARGET_PID, os.getpid())
         # What the draft awaits of another target will not come.
         self._board.set_word(VERIFIED, max(self._board.word(VERIFIED), self._board.word(WAITED)))
-        self._watch = _Watch(self._is_waiting, lambda: opened.owner_pid, self._let_go)
+        self._watch = _Watch(self._awaited, lambda: opened.owner_pid, self._let_go)
 
     def with_tokens(self, plan: TargetPlan) -> TargetPlan:
         """Queue the wait for the draft's last step before this one. The plan with its tokens, as an array of this
@@ -224,7 +228,7 @@ class _TargetLines:
         """
         before = min(plan.draft_step, self._board.word(QUEUED))
         if self._board.word(LEFT) < before:
-            self._awaited = before
+            self._last_awaited = before
             self._order.wait(LEFT, before)
         tokens = plan.draft_tokens
         if not tokens.num_seqs:
@@ -281,8 +285,8 @@ class _TargetLines:
         _fill(self._board.drawn.num_accepted, torch.tensor(reply.num_accepted_tokens))
         self._board.set_word(VERIFIED, stamp)
 
-    def _is_waiting(self) -> bool:
-        return self._board.word(LEFT) < self._awaited
+    def _awaited(self) -> int | None:
+        return self._last_awaited if self._board.word(LEFT) < self._last_awaited else None
 
     def _let_go(self) -> None:
         if self._board.word(LEFT) < self._board.word(QUEUED):

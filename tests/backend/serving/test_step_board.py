@@ -27,6 +27,7 @@ from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.board_sides import DraftSide, TargetSide
 from kimi_backend.serving.runner_server import RunnerServer
+from kimi_backend.serving.step_board import VERIFIED
 from kimi_backend.types.plan import DraftPlan, DraftReply, DrawnHandle, RowPlan, SamplingPlan, TargetPlan, TokenHandle
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
@@ -405,4 +406,20 @@ def test_nobody_waits_longer_than_it_must_for_one_that_lives(monkeypatch: pytest
     start = time.monotonic()
     assert draft.follow(6, lambda drawn: None) is None
     assert time.monotonic() - start < 0.15, "it knows that the target has left"
+    draft.close()
+
+
+def test_one_wait_after_another_is_no_long_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A draft of a large target waits nearly all the time."""
+    monkeypatch.setattr(board_sides, "LONGEST_WAIT_S", 0.15)
+    monkeypatch.setattr(board_sides, "LOOK_S", 0.002)
+    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
+    assert target.open(draft.handle) == draft.handle
+    for stamp in range(1, 15):
+        threading.Timer(0.03, draft._board.set_word, (VERIFIED, stamp)).start()
+        assert draft.follow(stamp, lambda drawn: None) is None
+    assert "no longer" not in caplog.text
+    target.close()
     draft.close()
