@@ -30,8 +30,8 @@ from kimi_backend.types.plan import AuxHandle, DraftReply, DrawnHandle, TargetPl
 
 logger = logging.getLogger("kimi_backend.serving")
 
-LONGEST_WAIT_S = 10.0
-"""A step waits no longer for a process that lives."""
+LONGEST_WAIT_S = 60.0
+"""A step waits no longer for a process that lives: long enough to compile a kernel in."""
 LOOK_S = 0.05
 """So often a process looks whether the other lives."""
 _NOBODY = 0
