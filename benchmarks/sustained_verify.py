@@ -29,7 +29,8 @@ from kimi_backend.runners.loading import load_pair
 from slice_suite.configs import write_slice
 from slice_suite.in_process import run_batch
 
-PROMPT, NUM_OUTPUT_TOKENS = 1024, 12
+PROMPT, NUM_OUTPUT_TOKENS = 1024, 96
+"""Prompts of 64 sequences take ten steps; the first to decode must not end before the last begins."""
 SAMPLED = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
 SAMPLE_MS = 20
 POWER_LIMIT = 0x4
@@ -98,8 +99,8 @@ def loaded(folder: Path, sizes: list[int], k: int) -> tuple[Any, Any, ServingSet
         "load_format": "dummy",
         "routing": "uniform",
         "synthetic_acceptance": str(float(k + 1)),
-        "max_model_len": str(PROMPT + 64),
-        "kv_tokens": str(max(sizes) * (PROMPT + 128)),
+        "max_model_len": str(PROMPT + NUM_OUTPUT_TOKENS),
+        "kv_tokens": str(max(sizes) * (PROMPT + NUM_OUTPUT_TOKENS + 64)),
         "max_num_seqs": str(max(sizes)),
         "capture_batch_sizes": ",".join(map(str, sizes)),
         "max_num_batched_tokens": "8192",
