@@ -7,13 +7,13 @@ from kimi_kernels import signatures as op
 from kimi_kernels.weights import PackedWeight
 
 
-def composed_router_logits(linear: op.Linear) -> op.RouterLogits:
-    """`signatures.RouterLogits` of a set whose `pack_linear` keeps every weight in float32."""
+def composed_logits(linear: op.Linear) -> op.Logits:
+    """`signatures.Logits` of a set whose `pack_linear` keeps every weight in float32."""
 
-    def router_logits(x: Tensor, gate: PackedWeight) -> Tensor:
-        return linear(x.float(), gate)
+    def logits(x: Tensor, weight: PackedWeight) -> Tensor:
+        return linear(x.float(), weight)
 
-    return router_logits
+    return logits
 
 
 def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.MlaQuery:

@@ -5,7 +5,7 @@ Ops that a step of few rows never spends time in, and arguments of awkward width
 
 from dataclasses import replace
 
-from kimi_kernels.compositions import composed_mla_query, composed_router_logits
+from kimi_kernels.compositions import composed_logits, composed_mla_query
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.cpu import linear, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.cpu import mha_attention, store_kv
@@ -38,7 +38,7 @@ def cpu_kernel_set() -> KernelSet:
         pack_linear=pack_linear,
         linear=linear,
         per_head_linear=per_head_linear,
-        router_logits=composed_router_logits(linear),
+        logits=composed_logits(linear),
         mla_query=composed_mla_query(per_head_linear, rope),
         route_experts=route_experts,
         pack_experts=pack_experts,

@@ -17,6 +17,7 @@ class KernelSet:
 
     pack_linear: op.PackLinear
     linear: op.Linear
+    logits: op.Logits
     per_head_linear: op.PerHeadLinear
     rms_norm: op.RmsNorm
     add_rms_norm: op.AddRmsNorm
@@ -31,7 +32,6 @@ class KernelSet:
     mla_prefill: op.MlaPrefill
     store_kv: op.StoreKv
     mha_attention: op.MhaAttention
-    router_logits: op.RouterLogits
     route_experts: op.RouteExperts
     pack_experts: op.PackExperts
     moe_experts: op.MoeExperts

@@ -1,6 +1,6 @@
 """The reference kernel set, assembled: plain torch, float32, row-invariant."""
 
-from kimi_kernels.compositions import composed_mla_query, composed_router_logits
+from kimi_kernels.compositions import composed_logits, composed_mla_query
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.reference import linear, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.reference import mha_attention, store_kv
@@ -24,7 +24,7 @@ def reference_kernel_set() -> KernelSet:
         pack_linear=pack_linear,
         linear=linear,
         per_head_linear=per_head_linear,
-        router_logits=composed_router_logits(linear),
+        logits=composed_logits(linear),
         mla_query=composed_mla_query(per_head_linear, rope),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.linear.kernel import linear, pack_linear, per_head_linear, router_logits
+from kimi_kernels.linear.kernel import linear, logits, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.kernel import mha_attention, store_kv
 from kimi_kernels.mla_decode.kernel import mla_decode, plan_mla_decode
 from kimi_kernels.mla_prefill.kernel import mla_prefill
@@ -40,7 +40,7 @@ def triton_kernel_set() -> KernelSet:
         pack_linear=pack_linear,
         linear=linear,
         per_head_linear=per_head_linear,
-        router_logits=router_logits,
+        logits=logits,
         mla_query=mla_query,
         route_experts=route_experts,
         pack_experts=pack_experts,

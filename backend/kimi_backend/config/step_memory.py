@@ -12,8 +12,8 @@ from kimi_backend.config.weight_sizes import WeightFormat
 
 _RESIDUAL_COPIES = 6
 """Hidden-width tensors alive at once in a layer."""
-_FLOAT_LOGITS = 3
-"""float32 copies of logits in a step with processors and log-probabilities: worked on, raw, log-softmax."""
+_LOGIT_COPIES = 3
+"""Copies of logits in a step with processors and log-probabilities: worked on, raw, log-softmax."""
 _TARGET_AUX_COPIES = 2
 """Aux hidden states side by side, and in the buffer that the draft reads."""
 _DRAFT_AUX_COPIES = 3
@@ -50,7 +50,7 @@ def target_step_bytes(target: KimiModelConfig, num_aux: int, weights: WeightForm
     aux = num_aux * hidden * item
     rows = sizes.max_num_batched_tokens * (a_row + _TARGET_AUX_COPIES * aux)
     captured = sizes.num_captured_rows * (a_row + aux + hidden * item)
-    logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, sizes, item)
+    logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, sizes)
     return rows + captured + logits
 
 
@@ -67,9 +67,8 @@ def draft_step_bytes(
     a_row = ((_RESIDUAL_COPIES + 2) * hidden + max(attention, 2 * draft.intermediate_size // tp_size)) * item
     a_row += _DRAFT_AUX_COPIES * draft.num_aux_hidden_states * draft.target_hidden_size * item
     rows = (sizes.max_num_batched_tokens + sizes.num_captured_rows) * a_row
-    return rows + _logit_bytes(draft.draft_vocab_size, sizes.max_num_seqs, sizes, item)
+    return rows + _logit_bytes(draft.draft_vocab_size, sizes.max_num_seqs, sizes)
 
 
-def _logit_bytes(vocab_size: int, num_rows: int, sizes: StepSizes, item_bytes: int) -> int:
-    eager = num_rows * vocab_size * (item_bytes + _FLOAT_LOGITS * _FLOAT32_BYTES)
-    return eager + (num_rows * vocab_size * item_bytes if sizes.captures else 0)
+def _logit_bytes(vocab_size: int, num_rows: int, sizes: StepSizes) -> int:
+    return num_rows * vocab_size * _FLOAT32_BYTES * (1 + _LOGIT_COPIES + sizes.captures)

@@ -55,8 +55,8 @@ class ParallelHead:
         return cls(weight, loader.kernels, loader.group, keeps_weight=keeps_weight)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [R, hidden_size], normed -> [R, vocab_size] of x's dtype on every rank; the draw widens them."""
-        return self._group.all_gather_columns(self._kernels.linear(x, self._packed))
+        """x: [R, hidden_size], normed -> [R, vocab_size] float32 on every rank."""
+        return self._group.all_gather_columns(self._kernels.logits(x, self._packed))
 
     def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The best column of each row, the lowest among equals, without gathering the logits.

@@ -68,7 +68,7 @@ class MoeMlp:
     def _routed(self, x: torch.Tensor, slot_mapping: torch.Tensor | None) -> torch.Tensor:
         g = self._config
         topk_ids, topk_weights = self._kernels.route_experts(
-            self._kernels.router_logits(x, self._gate),
+            self._kernels.logits(x, self._gate),
             self._bias,
             top_k=g.num_experts_per_tok,
             num_groups=g.n_group,

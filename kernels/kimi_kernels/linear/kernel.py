@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.argument_checks import require_dtype, require_float, require_shape
 from kimi_kernels.linear.kernel_stream import stream_linear
 from kimi_kernels.linear.kernel_widen import widened_linear
 from kimi_kernels.linear.stream_launch import can_stream, new_arrivals, stream_launch
@@ -133,10 +133,24 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     Raises:
         ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
     """
+    return _product(x, weight, x.dtype)
+
+
+def logits(x: Tensor, weight: PackedWeight) -> Tensor:
+    """`signatures.Logits`. A weight stored in bf16 is multiplied in bf16: products of two bf16 numbers are exact in
+    float32, which they are summed in, so that widening both first would change nothing but the time.
+
+    Raises:
+        ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
+    """
+    return _product(x, weight, torch.float32)
+
+
+def _product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """x @ weight.T, summed in float32; dtype: of the result, x's or float32."""
     require_shape("x", x, None, weight.in_features)
     if weight.kind == PLAIN_KIND:
-        streamed = _streamed(x, weight, x.dtype)
-        return torch.nn.functional.linear(x, weight.tensors[0]) if streamed is None else streamed
+        return _plain_product(x, weight, dtype)
     kind = PACKED_KINDS.get(weight.kind)
     if kind is None:
         raise ValueError(
@@ -144,28 +158,20 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
         )
     require_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     if x.shape[0] == 0:
-        return x.new_empty(0, weight.out_features)
-    if x.shape[0] >= WIDENED_ROWS:
+        return x.new_empty(0, weight.out_features, dtype=dtype)
+    if x.shape[0] >= WIDENED_ROWS and dtype == x.dtype:
         return widened_linear(x, weight.tensors[0], weight.tensors[1], kind, weight.out_features)
-    return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind)
+    return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind, dtype)
 
 
-def router_logits(x: Tensor, gate: PackedWeight) -> Tensor:
-    """`signatures.RouterLogits`. A gate stored in bf16 is multiplied in bf16: products of two bf16 numbers are exact in
-    float32, which they are summed in, so that widening both first would change nothing but the time.
-
-    Raises:
-        ValueError: x is not [T, in_features], or the gate is quantised.
-    """
-    require_shape("x", x, None, gate.in_features)
-    require(gate.kind == PLAIN_KIND, "gate", f"a weight packed as {gate.kind!r}", repr(PLAIN_KIND))
-    streamed = _streamed(x, gate, torch.float32)
+def _plain_product(x: Tensor, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    streamed = _streamed(x, packed, dtype)
     if streamed is not None:
         return streamed
-    weight = gate.tensors[0]
-    if x.is_cuda and x.dtype == weight.dtype != torch.float32:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return torch.nn.functional.linear(x.float(), weight.float())
+    weight = packed.tensors[0]
+    if x.is_cuda and x.dtype == weight.dtype != dtype:
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
 
 
 def _streamed(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor | None:
@@ -192,7 +198,7 @@ def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _tiled_linear(x: Tensor, weight: PackedWeight, kind: str, stages: int = 4) -> Tensor:
+def _tiled_linear(x: Tensor, weight: PackedWeight, kind: str, dtype: torch.dtype, stages: int = 4) -> Tensor:
     num_rows = x.shape[0]
     tiles, scales, arrivals = weight.tensors
     row_tiles, num_steps = tiles.shape[1:3]
@@ -201,7 +207,7 @@ def _tiled_linear(x: Tensor, weight: PackedWeight, kind: str, stages: int = 4) -
     splits = _num_splits(num_tiles * row_tiles, num_steps) if num_rows <= SPLIT_ROWS else 1
     scratch = num_tiles * row_tiles * splits * 128 * columns if splits > 1 else 0
     partials = torch.empty(scratch, dtype=torch.float32, device=x.device)
-    out = x.new_empty(num_rows, weight.out_features)
+    out = x.new_empty(num_rows, weight.out_features, dtype=dtype)
     tiled_linear_kernel[(num_tiles * row_tiles * splits,)](
         x,
         tiles,

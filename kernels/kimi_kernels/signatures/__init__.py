@@ -18,6 +18,7 @@ from kimi_kernels.signatures.dense import (
     ChunkedRmsNorm,
     ConcatRmsNorm,
     Linear,
+    Logits,
     PackLinear,
     PerHeadLinear,
     RmsNorm,
@@ -28,7 +29,6 @@ from kimi_kernels.signatures.experts import (
     MoeExperts,
     PackExperts,
     RouteExperts,
-    RouterLogits,
 )
 from kimi_kernels.signatures.sampling import (
     SampleTokens,
@@ -40,6 +40,7 @@ __all__ = [
     "ChunkedRmsNorm",
     "ConcatRmsNorm",
     "Linear",
+    "Logits",
     "MhaAttention",
     "MlaDecode",
     "MlaPrefill",
@@ -52,7 +53,6 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "RouteExperts",
-    "RouterLogits",
     "SampleTokens",
     "SiluMul",
     "StoreKv",

@@ -26,6 +26,15 @@ class Linear(Protocol):
         ...
 
 
+class Logits(Protocol):
+    """x @ weight.T in float32, of a router's gate or an output head: a choice of the largest may hang on bits that bf16
+    does not have (at 16 to 32 its steps are 1/8)."""
+
+    def __call__(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """x: [T, in_features]; weight: as the file stores it, packed by `PackLinear` -> [T, out_features] float32."""
+        ...
+
+
 class PerHeadLinear(Protocol):
     """One matrix a head: out[t, n] = x[t, n] @ weight[n]."""
 

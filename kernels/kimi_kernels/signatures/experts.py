@@ -7,15 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kimi_kernels.weights import ExpertWeights, PackedExperts, PackedWeight
-
-
-class RouterLogits(Protocol):
-    """x @ gate.T in float32: a router's choice may hang on bits that bf16 does not have."""
-
-    def __call__(self, x: Tensor, gate: PackedWeight) -> Tensor:
-        """x: [T, H]; gate: [E, H], bf16 or float32 as the file stores it, packed by `PackLinear` -> [T, E] float32."""
-        ...
+from kimi_kernels.weights import ExpertWeights, PackedExperts
 
 
 class RouteExperts(Protocol):

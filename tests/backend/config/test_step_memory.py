@@ -21,7 +21,7 @@ SIZES = StepSizes(max_num_batched_tokens=2048, max_num_sampled_rows=256, max_num
 
 def test_captured_logits_are_kept_beside_eager_ones() -> None:
     more = replace(SIZES, max_num_sampled_rows=257)
-    a_row = K25.vocab_size * (2 + 3 * 4 + 2)
+    a_row = K25.vocab_size * (1 + 3 + 1) * 4
     difference = target_step_bytes(K25, 3, WEIGHTS, more) - target_step_bytes(K25, 3, WEIGHTS, SIZES)
     assert a_row < difference < a_row + 64 * K25.hidden_size * 2
 

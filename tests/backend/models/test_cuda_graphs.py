@@ -39,7 +39,7 @@ def kernel_set() -> KernelSet:
         "pack_linear",
         "linear",
         "per_head_linear",
-        "router_logits",
+        "logits",
         "route_experts",
         "pack_experts",
         "moe_experts",

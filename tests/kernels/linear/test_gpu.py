@@ -22,3 +22,17 @@ def test_against_reference(kind: str, num_tokens: int, out_features: int, in_fea
     out = kernel.linear(x, packed)
     assert relative_error(out, expected) < TOLERANCE
     assert torch.equal(out, kernel.linear(x, packed))
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 65, 256])
+@pytest.mark.parametrize(("out_features", "in_features"), [(300, 96), (65_600, 264)])
+def test_logits_keep_what_they_were_summed_in(kind: str, num_tokens: int, out_features: int, in_features: int) -> None:
+    torch.manual_seed(num_tokens)
+    weight = random_weight(kind, out_features, in_features, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(num_tokens, in_features, device="cuda", dtype=torch.bfloat16)
+    packed = kernel.pack_linear(weight)
+    logits, expected = kernel.logits(x, packed), reference.linear(x.float(), reference.pack_linear(weight))
+    assert logits.dtype == torch.float32
+    # Tensor cores scale a quantised weight's steps in bf16 where they do so at all.
+    assert relative_error(logits, expected) < (1e-5 if kind == "float" else TOLERANCE)

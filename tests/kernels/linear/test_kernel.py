@@ -46,6 +46,24 @@ def test_shapes(kind: str, num_tokens: int, out_features: int, in_features: int)
     check(kind, num_tokens, out_features, in_features)
 
 
+@pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
+@pytest.mark.parametrize(("num_tokens", "out_features", "in_features"), [(3, 300, 160), (8, 130, 1024), (21, 128, 256)])
+def test_logits_are_not_rounded_to_the_rows_type(
+    kind: str, num_tokens: int, out_features: int, in_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows in half precision: as close to the reference as float32 sums are, and `linear` is what they round to."""
+    monkeypatch.setattr(kernel, "WIDENED_ROWS", 20)
+    torch.manual_seed(num_tokens)
+    weight = random_weight(kind, out_features, in_features)
+    x = torch.randn(num_tokens, in_features).half()
+    packed = kernel.pack_linear(weight.half() if isinstance(weight, torch.Tensor) else weight)
+    kept = reference.pack_linear(weight.half().float() if isinstance(weight, torch.Tensor) else weight)
+    logits, expected = kernel.logits(x, packed), reference.linear(x.float(), kept)
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, expected) < 1e-5 < relative_error(kernel.linear(x, packed), expected)
+    assert kernel.logits(x[:0], packed).dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 @pytest.mark.parametrize(("out_features", "in_features"), [(300, 160), (128, 256), (512, 96)])
 def test_many_rows_multiply_a_widened_weight(

@@ -69,7 +69,7 @@ def test_linear_takes_it_for_few_rows_of_a_large_weight() -> None:
     askew = torch.empty(4 * 7168 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(4, 7168).copy_(x[:4])
     assert torch.equal(kernel.linear(askew, packed), torch.nn.functional.linear(askew, weight))
     assert kernel.linear(x[:0], packed).shape == (0, 2112)
-    logits = kernel.router_logits(x[:4], packed)
+    logits = kernel.logits(x[:4], packed)
     assert logits.dtype == torch.float32
     assert relative_error(logits, x[:4].float() @ weight.float().T) < 1e-5
 
