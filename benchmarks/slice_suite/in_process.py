@@ -56,6 +56,7 @@ def run_batch(
         engine.wait_until_ready(READY_TIMEOUT_S)
         rng = np.random.default_rng(seed)
         vocab_size = target.describe().vocab_size
+        requests = []
         for index in range(batch_size):
             prompt = rng.integers(min(FIRST_PROMPT_TOKEN, vocab_size // 2), vocab_size, prompt_len)
             request = GenerateRequest(
@@ -66,7 +67,11 @@ def run_batch(
                 ),
                 num_speculative_tokens=num_speculative_tokens,
             )
-            engine.submit(request, sink)
+            requests.append(request)
+        # The engine's thread takes none before all are there, so that steps have the same shapes in every run.
+        with engine._loop.changed:
+            for request in requests:
+                engine.submit(request, sink)
         for _ in range(batch_size):
             done.acquire()
     finally:
