@@ -99,6 +99,7 @@ def loaded(folder: Path, sizes: list[int], k: int) -> tuple[Any, Any, ServingSet
         "load_format": "dummy",
         "routing": "uniform",
         "synthetic_acceptance": str(float(k + 1)),
+        "speculation_policy": "fixed",
         "max_model_len": str(PROMPT + NUM_OUTPUT_TOKENS),
         "kv_tokens": str(max(sizes) * (PROMPT + NUM_OUTPUT_TOKENS + 64)),
         "max_num_seqs": str(max(sizes)),
