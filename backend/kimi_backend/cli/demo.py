@@ -175,7 +175,8 @@ def _report(runs: dict[str, DemoRun]) -> int:
     if speculative.tokens_per_second < plain.tokens_per_second:
         _console.print(
             "Speculation was slower here: a step of so small a target takes little more than the draft and the calls"
-            " between the processes. demo/README.md divides it up (Speed on a CPU)."
+            " between the processes (demo/README.md, Speed on a CPU). The server finds that out while it serves and"
+            " leaves the draft alone then; a demo is too short for it."
         )
     summary = {
         "texts_equal": is_equal,

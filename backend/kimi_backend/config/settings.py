@@ -61,10 +61,10 @@ class ServingSettings:
         MAX_SPECULATIVE_TOKENS, "Most draft tokens a request may ask for.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
     )
     speculation_policy: str = _setting(
-        "fixed",
+        "auto",
         "`adaptive` drafts as many tokens as is fastest, at most what the request asks for, none where that is fastest;"
-        " `fixed` drafts what it asks for.",
-        choices=("adaptive", "fixed"),
+        " `fixed` drafts what it asks for; `auto` is adaptive on a CPU, fixed on a GPU.",
+        choices=("auto", "adaptive", "fixed"),
     )
     block_size: int = _setting(64, "Tokens in a KV block, of both pools.", choices=(16, 32, 64, 128))
     kv_tokens: int = _setting(0, "Tokens that the KV pools hold; 0 takes what the memory plan allows.", minimum=0)

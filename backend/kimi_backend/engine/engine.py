@@ -92,7 +92,7 @@ class Engine:
             self._make_text(request.sampling),
             sink,
             geometry.pretences,
-            self._settings.speculation_policy.value,
+            geometry.settings.speculation_policy.value,
         )
         with self._loop.changed:
             core = self._loop.require_ready()

@@ -13,6 +13,18 @@ class PolicyName(str, Enum):
     """As many draft tokens as emit most tokens a second, at most what the request asked for; none where that is 0."""
     FIXED = "fixed"
     """What the request asked for, always."""
+    AUTO = "auto"
+    """ADAPTIVE where the target computes on a CPU, FIXED elsewhere."""
+
+    def on(self, device: str) -> "PolicyName":
+        """AUTO resolved.
+
+        Args:
+            device: of the target, as its description names it.
+        """
+        if self is not PolicyName.AUTO:
+            return self
+        return PolicyName.ADAPTIVE if device == "cpu" else PolicyName.FIXED
 
 
 class SpeculationPolicy(Protocol):

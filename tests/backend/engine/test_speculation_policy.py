@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kimi_backend.engine.engine import Engine
+from kimi_backend.engine.handshake import resolve
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.policy import PolicyName
@@ -59,6 +60,15 @@ def test_a_policy_that_acts_at_random_changes_no_token(seed: int, launch_ahead: 
     for outcome, tokens in zip(outcomes, expected, strict=True):
         assert outcome.token_ids == tokens
         check_identities(outcome)
+
+
+def test_auto_is_adaptive_on_a_cpu_and_fixed_on_a_gpu() -> None:
+    for device, policy in (("cpu", PolicyName.ADAPTIVE), ("GPU-0a1b", PolicyName.FIXED)):
+        target = replace(describe("target", SCRIPT, block_size=2), device=device)
+        settings = resolve(target, None, SchedulerSettings(speculation_policy=PolicyName.AUTO)).settings
+        assert settings.speculation_policy is policy
+    assert PolicyName.FIXED.on("cpu") is PolicyName.FIXED
+    assert PolicyName.ADAPTIVE.on("GPU-0a1b") is PolicyName.ADAPTIVE
 
 
 @pytest.mark.parametrize("launch_ahead", [False, True])
@@ -137,7 +147,7 @@ def test_draft_blocks_that_began_in_the_middle_are_shared_with_nobody() -> None:
     harness.run()
 
 
-@pytest.mark.parametrize("name", list(PolicyName))
+@pytest.mark.parametrize("name", [PolicyName.FIXED, PolicyName.ADAPTIVE])
 def test_statistics_say_who_chose_and_what(name: PolicyName) -> None:
     engine = Engine(
         ScriptedTarget(describe("target", SCRIPT), SCRIPT),
