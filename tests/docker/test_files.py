@@ -14,8 +14,9 @@ import yaml
 
 from kimi_backend.cli.main import app
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
-from kimi_backend.serving.embedded_server import MODELS, find_installation
+from kimi_backend.serving.embedded_server import MODELS
 from kimi_backend.serving.metric_table import METRICS
+from kimi_backend.serving.server_installation import find_installation
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

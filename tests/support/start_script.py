@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_backend.serving.embedded_server import find_installation, free_port
+from kimi_backend.serving.embedded_server import free_port
+from kimi_backend.serving.server_installation import find_installation
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ROOT / "docker/start.sh"

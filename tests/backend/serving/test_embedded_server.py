@@ -9,11 +9,11 @@ from kimi_backend.errors import ConfigError
 from kimi_backend.serving import embedded_server
 from kimi_backend.serving.embedded_server import (
     EmbeddedServer,
-    ServerInstallation,
     ServerPorts,
     check_shared_memory,
     sweep_regions,
 )
+from kimi_backend.serving.server_installation import ServerInstallation
 
 
 def test_only_regions_of_the_prefix_are_swept(tmp_path):
@@ -29,24 +29,6 @@ def test_too_little_shared_memory_says_so(tmp_path):
         check_shared_memory(tmp_path, needed_bytes=2**60)
     with pytest.raises(ConfigError, match="is missing"):
         check_shared_memory(tmp_path / "none")
-
-
-def test_without_the_wheel_the_message_names_the_ways_out(monkeypatch):
-    monkeypatch.setattr(embedded_server.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"nvidia-pytriton.*kimi demo --in-process"):
-        embedded_server.find_installation()
-
-
-def test_an_interpreter_without_a_stub_is_told_which_have_one(tmp_path):
-    (tmp_path / "python_backend_stubs" / "3.8").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"it has them for 3\.8"):
-        embedded_server._place_stub(tmp_path)
-
-
-def test_a_static_interpreter_is_told_what_it_lacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(embedded_server.sysconfig, "get_config_var", lambda name: str(tmp_path))
-    with pytest.raises(ConfigError, match=r"libpython3\.\d+\.so\.1\.0"):
-        embedded_server._libpython_folder()
 
 
 def test_a_taken_port_is_refused_before_its_owners_regions_are_swept(monkeypatch):
