@@ -49,7 +49,9 @@ INPUT_FIELDS = (
     RequestField("min_p", Kind.FLOAT, "Keep tokens at least this likely, relative to the best (default 0)."),
     RequestField("seed", Kind.UINT64, "Same seed, same text; without one the server picks one and reports it."),
     RequestField(
-        "repetition_penalty", Kind.FLOAT, "Over 1 makes tokens of the prompt and output less likely (default 1)."
+        "repetition_penalty",
+        Kind.FLOAT,
+        "Over 1 makes tokens of prompt and output less likely; 0.01 to 100 (default 1).",
     ),
     RequestField("presence_penalty", Kind.FLOAT, "Once for each token that stands in the output (default 0)."),
     RequestField("frequency_penalty", Kind.FLOAT, "For each time a token stands in the output (default 0)."),
