@@ -169,7 +169,7 @@ class AdaptivePolicy:
             self._row, self._row_rounds, self._num_until_decision = row, 0, 0
 
     def _standing(self, row: int, kind: int) -> Standing:
-        """A size seen for the first time begins as the nearest one stands."""
+        """A size seen for the first time begins on trial."""
         if (row, kind) not in self._standings:
             self._standings[row, kind] = Standing()
         return self._standings[row, kind]
