@@ -3,9 +3,7 @@
 import asyncio
 import http.client
 import json
-import re
 import time
-import urllib.request
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from kimi_client import InvalidRequest, KimiClient, RequestCancelled, RequestTimedOut
 from kimi_client.aio import AsyncKimiClient
 from support.raw_streams import RawStream, raw_input, text_input
-from support.server_process import MAX_MODEL_LEN
+from support.server_process import MAX_MODEL_LEN, gauge
 
 METRICS_LAG_S = 0.4
 FREE_WITHIN_S = 1.5
@@ -23,15 +21,6 @@ LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
 @pytest.fixture
 def client(url):
     return KimiClient(url)
-
-
-def gauge(server, name):
-    """Sum of a gauge over its labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics", timeout=10) as reply:
-        lines = reply.read().decode().splitlines()
-    values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
-    assert values, f"no gauge {name}"
-    return sum(values)
 
 
 def assert_everything_is_free(server):

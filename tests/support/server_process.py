@@ -1,6 +1,8 @@
 """A real Triton Server over a random tiny checkpoint, and what can be seen of its processes from outside."""
 
 import os
+import re
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,3 +93,12 @@ def resident_bytes(pid: int) -> int:
 def regions(server: EmbeddedServer) -> dict[str, int]:
     """Shared-memory regions of this server: name -> size."""
     return {path.name: path.stat().st_size for path in Path("/dev/shm").glob(f"{server.shm_prefix}*")}
+
+
+def gauge(server: EmbeddedServer, name: str) -> float:
+    """Sum of a gauge over its labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
+    assert values, f"no gauge {name}"
+    return sum(values)
