@@ -6,7 +6,7 @@ For tests of what stands around the kernels.
 import torch
 
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.compositions import composed_logits, composed_mla_query
+from kimi_kernels.compositions import composed_mla_query
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling.reference import verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
@@ -22,6 +22,10 @@ def _pack_linear(weight: Weight) -> PackedWeight:
 
 def _linear(x: Tensor, weight: PackedWeight) -> Tensor:
     return x @ weight.tensors[0].T
+
+
+def _logits(x: Tensor, weight: PackedWeight) -> Tensor:
+    return x.float() @ weight.tensors[0].float().T
 
 
 def _per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -162,7 +166,7 @@ def device_kernel_set() -> KernelSet:
         pack_linear=_pack_linear,
         linear=_linear,
         per_head_linear=_per_head_linear,
-        logits=composed_logits(_linear),
+        logits=_logits,
         mla_query=composed_mla_query(_per_head_linear, _rope),
         rms_norm=_rms_norm,
         add_rms_norm=_add_rms_norm,
