@@ -27,8 +27,6 @@ from kimi_client.load import run_load
 from slice import probe
 from slice_suite.served import Served, rounds_ms, running_server
 
-NUM_WARM_GAPS = 3
-
 Row = dict[str, Any]
 
 
@@ -69,14 +67,14 @@ def measure(served: Served, args: argparse.Namespace, num_streams: int, temperat
     result = asyncio.run(run_load(url, requests, num_streams))
     if result.errors:
         raise RuntimeError(f"{len(result.errors)} of {count} requests failed: {result.errors[0]}")
-    gaps = [gap for request in result.requests for gap in rounds_ms(request.chunk_times_s[NUM_WARM_GAPS:])]
+    gaps = [gap for request in result.requests for gap in rounds_ms(request)]
     summary = result.summary()
     return {
         "streams": num_streams,
         "temperature": temperature,
         "k": k,
         "requests": count,
-        "round_ms": round(statistics.median(gaps), 3),
+        "round_ms": round(statistics.median(gaps), 3) if gaps else None,
         "tokens_per_s": round(result.output_tokens_per_second, 1),
         "tokens_per_s_of_a_stream": round(result.output_tokens_per_second / num_streams, 1),
         "speculation": summary["speculation"],
@@ -112,7 +110,7 @@ def main() -> None:
                     report["rows"].append(row)
                     length = row["speculation"] and row["speculation"]["acceptance_length"]
                     print(
-                        f"{num_streams:3d} streams T={temperature:g} k={k}: round {row['round_ms']:.2f} ms,"
+                        f"{num_streams:3d} streams T={temperature:g} k={k}: round {row['round_ms'] or 'too few'} ms,"
                         f" {row['tokens_per_s']:.0f} tok/s, {row['speedup']:.2f}x, acceptance length {length}",
                         flush=True,
                     )

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from kimi_backend.cli.serve import find_model_repository, make_server, maybe_mps
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
 from kimi_backend.types import codec
-from kimi_client.load import LoadResult, run_load
+from kimi_client.load import LoadResult, RequestTimes, run_load
 from slice_suite.in_process import FIRST_PROMPT_TOKEN
 from steady_plans import steady_plans
 
@@ -95,7 +95,7 @@ def measure_served(
     before = _read_metrics(server)
     result = _run(server, vocab_size, num_output_tokens=num_output_tokens, seed=2, **shape)
     after = _read_metrics(server)
-    gaps = [gap for request in result.requests for gap in rounds_ms(request.chunk_times_s[NUM_WARM_GAPS:])]
+    gaps = [gap for request in result.requests for gap in rounds_ms(request)]
     spent = {name: after[name] - before.get(name, 0.0) for name in after}
     num_steps = max(1.0, spent.pop("kimi_steps_total", 1.0))
     a_step = {name: round(1e3 * seconds / num_steps, 4) for name, seconds in spent.items()}
@@ -104,7 +104,7 @@ def measure_served(
     return shape | {
         "mps": served.has_mps,
         "aux": "buffer" if served.shares_aux else "tensor",
-        "served_round_ms": round(statistics.median(gaps), 4),
+        "served_round_ms": round(statistics.median(gaps), 4) if gaps else None,
         "served_round_p90_ms": round(statistics.quantiles(gaps, n=10)[-1], 4) if len(gaps) > 10 else None,
         "tokens_per_s": round(result.output_tokens_per_second, 1),
         "num_steps": num_steps,
@@ -116,10 +116,18 @@ def measure_served(
     }
 
 
-def rounds_ms(response_times_s: Sequence[float]) -> list[float]:
-    """Every step sends each request one response, so the time between two of them is a round."""
-    times = list(response_times_s)
-    return [1e3 * (end - start) / GAPS_AT_ONCE for start, end in zip(times, times[GAPS_AT_ONCE:], strict=False)]
+def rounds_ms(request: RequestTimes) -> list[float]:
+    """A step sends each request a response, but responses that wait are merged: so the time between two of them is as
+    many rounds as the request's steps are more than its responses."""
+    times = request.chunk_times_s
+    speculation = request.completion.statistics.get("speculative_decoding")
+    num_rounds = 1 + speculation["num_spec_steps"] if speculation else request.completion.num_output_tokens
+    steps_a_response = max(1.0, num_rounds / len(times))
+    kept = times[NUM_WARM_GAPS:]
+    return [
+        1e3 * (end - start) / GAPS_AT_ONCE / steps_a_response
+        for start, end in zip(kept, kept[GAPS_AT_ONCE:], strict=False)
+    ]
 
 
 def server_share(step_ms: dict[str, float], call_ms: float, num_calls: int) -> dict[str, Any]:

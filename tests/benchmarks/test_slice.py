@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +16,7 @@ from kimi_backend.checkpoint.presets import Preset  # noqa: E402
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MlaDraftConfig  # noqa: E402
 from kimi_backend.config.model_config import KimiModelConfig  # noqa: E402
 from kimi_backend.config.settings import ServingSettings  # noqa: E402
+from kimi_client.load import RequestTimes  # noqa: E402
 from slice_suite.configs import write_slice  # noqa: E402
 from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
 from slice_suite.gpu_time import coverage, kind_of, last_rounds  # noqa: E402
@@ -122,11 +125,24 @@ def test_the_last_rounds_are_cut_out_of_a_run() -> None:
     assert (found["round_us"], found["covered_us"]) == (10.0, 7.0)
 
 
+def a_request(times_s: list[float], num_tokens: int, speculation: dict[str, int] | None) -> RequestTimes:
+    statistics = {} if speculation is None else {"speculative_decoding": speculation}
+    return RequestTimes(
+        tuple(times_s), cast("Any", SimpleNamespace(statistics=statistics, num_output_tokens=num_tokens))
+    )
+
+
 def test_rounds_are_timed_over_responses_that_a_late_client_reads_together() -> None:
-    """Rounds of 2 ms, every second response read with the next one."""
-    times_s = [0.002 * (i - i % 2 + 2) for i in range(12)]
-    assert rounds_ms(times_s) == pytest.approx([2.0] * 8)
-    assert rounds_ms(times_s[:4]) == []
+    """Rounds of 2 ms, every second response read with the next one; a draft's rounds are counted by the server."""
+    times_s = [0.002 * (i - i % 2 + 2) for i in range(15)]
+    assert rounds_ms(a_request(times_s, 15, None)) == pytest.approx([2.0] * 8)
+    assert rounds_ms(a_request(times_s, 40, {"num_spec_steps": 14})) == pytest.approx([2.0] * 8)
+    assert rounds_ms(a_request(times_s[:4], 4, None)) == []
+
+
+def test_merged_responses_hold_several_rounds() -> None:
+    """20 responses 4 ms apart with 2 tokens each: rounds of 2 ms."""
+    assert rounds_ms(a_request([0.004 * i for i in range(20)], 40, None)) == pytest.approx([2.0] * 13)
 
 
 def test_the_servers_share_is_what_its_runners_do_not_take() -> None:
