@@ -20,7 +20,7 @@ def test_rates_are_those_of_the_period(caplog: pytest.LogCaptureFixture) -> None
     )
     summary = PeriodicSummary(clock)
     emitter.start()
-    harness.core._emit = emitter.put
+    harness.core._outputs._emit = emitter.put
     for uid in range(2):
         request = GenerateRequest(
             request_id=str(uid),
