@@ -133,7 +133,11 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     Raises:
         ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
     """
-    return _product(x, weight, x.dtype)
+    require_shape("x", x, None, weight.in_features)
+    if weight.kind != PLAIN_KIND:
+        return _quantised_product(x, weight, x.dtype)
+    streamed = _streamed(x, weight, x.dtype)
+    return torch.nn.functional.linear(x, weight.tensors[0]) if streamed is None else streamed
 
 
 def logits(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -143,14 +147,20 @@ def logits(x: Tensor, weight: PackedWeight) -> Tensor:
     Raises:
         ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
     """
-    return _product(x, weight, torch.float32)
-
-
-def _product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """x @ weight.T, summed in float32; dtype: of the result, x's or float32."""
     require_shape("x", x, None, weight.in_features)
-    if weight.kind == PLAIN_KIND:
-        return _plain_product(x, weight, dtype)
+    if weight.kind != PLAIN_KIND:
+        return _quantised_product(x, weight, torch.float32)
+    streamed = _streamed(x, weight, torch.float32)
+    if streamed is not None:
+        return streamed
+    plain = weight.tensors[0]
+    if x.is_cuda and x.dtype == plain.dtype != torch.float32:
+        return torch.mm(x, plain.t(), out_dtype=torch.float32)
+    return torch.nn.functional.linear(x.float(), plain.float())
+
+
+def _quantised_product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """x @ weight.T, summed in float32; dtype: of the result, x's or float32."""
     kind = PACKED_KINDS.get(weight.kind)
     if kind is None:
         raise ValueError(
@@ -162,16 +172,6 @@ def _product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     if x.shape[0] >= WIDENED_ROWS and dtype == x.dtype:
         return widened_linear(x, weight.tensors[0], weight.tensors[1], kind, weight.out_features)
     return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind, dtype)
-
-
-def _plain_product(x: Tensor, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
-    streamed = _streamed(x, packed, dtype)
-    if streamed is not None:
-        return streamed
-    weight = packed.tensors[0]
-    if x.is_cuda and x.dtype == weight.dtype != dtype:
-        return torch.mm(x, weight.t(), out_dtype=dtype)
-    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype))
 
 
 def _streamed(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor | None:

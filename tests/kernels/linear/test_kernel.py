@@ -64,6 +64,13 @@ def test_logits_are_not_rounded_to_the_rows_type(
     assert kernel.logits(x[:0], packed).dtype == torch.float32
 
 
+def test_a_plain_weight_is_not_widened_for_rows_of_another_type() -> None:
+    """Widening a head of gigabytes at every call would go unnoticed."""
+    packed = kernel.pack_linear(torch.ones(8, 16, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match="dtype"):
+        kernel.linear(torch.ones(2, 16), packed)
+
+
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 @pytest.mark.parametrize(("out_features", "in_features"), [(300, 160), (128, 256), (512, 96)])
 def test_many_rows_multiply_a_widened_weight(
