@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -237,6 +238,21 @@ def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
         assert final.finish_reason is FinishReason.CANCELLED
         assert final.error == "the server is shutting down"
     engine.stop()
+
+
+def test_stop_gives_out_what_a_round_held_back(start: Callable[..., Engine]) -> None:
+    """Outputs of a round whose draft follows wait for the next step, which never comes."""
+    target = make_target()
+    target.step_s = 0.01
+    engine = ready(start(target, make_draft()))
+    client = Client()
+    engine.submit(replace(request(max_tokens=400, ignore_eos=True), num_speculative_tokens=3), client)
+    wait_for(lambda: len(client.deltas) > 2)
+    assert engine._loop.core is not None
+    (sequence,) = engine._loop.core.scheduler.running
+    engine.stop()
+    assert client.wait(0.1).finish_reason is FinishReason.CANCELLED
+    assert len(client.token_ids) == sequence.num_tokens - len(request().prompt_token_ids)
 
 
 def test_a_failing_engine_ends_every_request_with_an_error(start: Callable[..., Engine]) -> None:
