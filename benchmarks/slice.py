@@ -70,7 +70,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ks", type=numbers, default=[0, 3], help="draft tokens a round; 0: no speculation")
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
     parser.add_argument("--acceptance", type=float, default=3.0, help="mean tokens a round and sequence")
-    parser.add_argument("--max-context", type=int, default=200_000, help="skip cases of more tokens in all")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--profile", type=numbers, default=[], metavar="BATCHES", help="of these, GPU time by kernel")
     parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
@@ -211,12 +210,11 @@ def settings_that_differ(settings: ServingSettings) -> dict[str, Any]:
 
 
 def cases(options: argparse.Namespace) -> Iterator[dict[str, int]]:
-    """All shapes whose KV is not larger than asked for."""
+    """Every prompt length with every window and batch size."""
     for prompt_len in options.prompts:
         for k in options.ks:
             for batch_size in options.batches:
-                if batch_size * prompt_len <= options.max_context:
-                    yield {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
+                yield {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
 
 
 def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
