@@ -5,6 +5,7 @@ docker/.
 """
 
 import dataclasses
+import json
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,15 @@ from pathlib import Path
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.request_fields import INPUT_FIELDS, OUTPUT_FIELDS
+from kimi_openai.request_fields import (
+    IGNORED,
+    INSTEAD,
+    NO_VALUE,
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,6 +128,25 @@ def metrics_page(text: str) -> str:
     return _replace_table(text, "metrics", rows)
 
 
+def openai_page(text: str) -> str:
+    """docs/openai.md with its tables rewritten."""
+    rows = ["| field | of | meaning |", "| --- | --- | --- |"]
+    kinds = {"both": GenerationRequest, "chat": ChatRequest, "completions": CompletionRequest}
+    for where, kind in kinds.items():
+        for name, declared in kind.model_fields.items():
+            if where != "both" and name in GenerationRequest.model_fields:
+                continue
+            is_extension = isinstance(declared.json_schema_extra, dict) and "is_extension" in declared.json_schema_extra
+            rows.append(f"| `{name}`{' ⁺' if is_extension else ''} | {where} | {declared.description} |")
+    refused = ["| field | accepted | instead |", "| --- | --- | --- |"]
+    for name, allowed in REFUSED.items():
+        shown = "nothing" if allowed is NO_VALUE else f"`{json.dumps(allowed)}`"
+        refused.append(f"| `{name}` | {shown} | {INSTEAD.get(name, '')} |")
+    ignored = [", ".join(f"`{name}`" for name in sorted(IGNORED)) + "."]
+    text = _replace_table(_replace_table(text, "taken", rows), "refused", refused)
+    return _replace_table(text, "ignored", ignored)
+
+
 GENERATED: dict[str, Callable[[str], str]] = {
     "model_repository/spec_ensemble/config.pbtxt": spec_ensemble_config,
     "docker/compose.yaml": compose_file,
@@ -125,6 +154,7 @@ GENERATED: dict[str, Callable[[str], str]] = {
     "docs/settings.md": settings_page,
     "docs/protocol.md": protocol_page,
     "docs/metrics.md": metrics_page,
+    "docs/openai.md": openai_page,
 }
 
 

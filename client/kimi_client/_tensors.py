@@ -120,8 +120,14 @@ def _ids(result: grpcclient.InferResult, name: str) -> tuple[int, ...]:
 def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
     entries = json.loads(text) if text else []
     return tuple(
-        TokenLogprob(e["token_id"], e["logprob"], tuple((t["token_id"], t["logprob"]) for t in e["top"]), e["token"])
-        for e in entries
+        TokenLogprob(
+            token_id=entry["token_id"],
+            logprob=entry["logprob"],
+            top=tuple((top["token_id"], top["logprob"]) for top in entry["top"]),
+            token=entry["token"],
+            top_tokens=tuple(top["token"] for top in entry["top"]),
+        )
+        for entry in entries
     )
 
 

@@ -15,6 +15,8 @@ class TokenLogprob:
     """(token id, log-probability), most likely first."""
     token: str = ""
     """Its text alone; U+FFFD stands for bytes that are no whole character."""
+    top_tokens: tuple[str, ...] = ()
+    """The texts of `top`, likewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,13 @@ from kimi_backend.cli.health import health_command
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
 from kimi_backend.cli.probe import probe_command
-from kimi_backend.cli.server_commands import chat_command, demo_command, generate_command, serve_command
+from kimi_backend.cli.server_commands import (
+    chat_command,
+    demo_command,
+    generate_command,
+    openai_command,
+    serve_command,
+)
 from kimi_backend.errors import KimiError
 
 EXIT_BAD_INPUT = 2
@@ -29,6 +35,7 @@ app = typer.Typer(
 app.command("inspect")(inspect)
 app.command("make-checkpoint")(make_checkpoint_command)
 app.command("serve")(serve_command)
+app.command("openai")(openai_command)
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
 app.command("demo")(demo_command)

@@ -12,10 +12,13 @@ from pathlib import Path
 from rich.console import Console
 
 import kimi_backend
+from kimi_backend.cli.openai_endpoint import start_beside
+from kimi_backend.cli.openai_endpoint import stop as stop_endpoint
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import ConfigError, ModelUnavailableError
 from kimi_backend.serving.embedded_server import LOCAL_HOST, MODELS, EmbeddedServer, ServerPorts, free_port
 from kimi_backend.serving.mps import MpsUnavailable, start_mps, stop_mps
+from kimi_backend.serving.ports import check_ports
 
 _WATCH_S = 0.2
 _SOCKET_FOLDER = "/tmp"
@@ -117,11 +120,16 @@ def serve(
     http_port: int | None,
     grpc_port: int | None,
     metrics_port: int | None,
+    openai_port: int | None,
     host: str,
     model_repository: Path | None,
     log_file: Path | None,
 ) -> int:
-    """Start, say where to send requests, wait for SIGTERM or Ctrl-C, drain, stop. Returns the exit code."""
+    """Start, say where to send requests, wait for SIGTERM or Ctrl-C, drain, stop. Returns the exit code.
+
+    Args:
+        openai_port: where an OpenAI-compatible endpoint listens too; None: there is none.
+    """
     console = Console(stderr=True)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,6 +137,8 @@ def serve(
     ports = ServerPorts(
         http=http_port or free_port(), grpc=grpc_port or free_port(), metrics=metrics_port or free_port()
     )
+    if openai_port is not None:
+        check_ports({"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics, "OpenAI": openai_port})
     with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder, maybe_mps(settings, console.print) as variables:
         server = make_server(
             settings,
@@ -141,17 +151,22 @@ def serve(
             ends_with_parent=True,
         )
         server.start()
+        endpoint = None
         try:
             with console.status("loading the models ..."):
                 _wait_until_ready(server, stop, settings)
             if not stop.is_set():
                 _say_where(console, settings, ports)
+                if openai_port is not None:
+                    endpoint = start_beside(grpc_port=ports.grpc, host=host, port=openai_port)
             return _watch(server, stop, console)
         finally:
             if server.process.poll() is None:
                 (Path(folder) / DRAIN_FILE_NAME).touch()
                 console.print(f"draining, up to {settings.drain_timeout_s:g} s ...")
             server.stop(drain_s=settings.drain_timeout_s)
+            if endpoint is not None:
+                stop_endpoint(endpoint)
 
 
 def _wait_until_ready(server: EmbeddedServer, stop: threading.Event, settings: ServingSettings) -> None:

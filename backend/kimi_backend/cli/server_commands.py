@@ -1,4 +1,4 @@
-"""The commands around a server: serve, generate, chat, demo. Options only; the work is done in their own modules."""
+"""The commands around a server: serve, openai, generate, chat, demo. Options only; modules of their own do the work."""
 
 import dataclasses
 import sys
@@ -41,6 +41,7 @@ def serve_command(
     http_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
+    openai_port: Annotated[int | None, typer.Option(help="Of an OpenAI-compatible endpoint; none by default.")] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. 0.0.0.0, every network, needs a proxy: docs/operations.md.")
     ] = "127.0.0.1",
@@ -58,11 +59,31 @@ def serve_command(
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
+        openai_port=openai_port,
         host=host,
         model_repository=model_repository,
         log_file=log_file,
     )
     raise typer.Exit(code)
+
+
+def openai_command(
+    url: URL_OPTION = "localhost:8001",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 9000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0, every network, needs a proxy: docs/operations.md.")
+    ] = "127.0.0.1",
+    model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that clients ask for; may be given again (default: kimi).")
+    ] = None,
+    split_thinking: Annotated[
+        bool, typer.Option("--split-thinking", help="Send what comes before </think> as reasoning_content.")
+    ] = False,
+) -> None:
+    """An OpenAI-compatible HTTP endpoint in front of a running server. KIMI_API_KEY sets a key. See docs/openai.md."""
+    from kimi_backend.cli.openai_endpoint import run_endpoint
+
+    run_endpoint(url=url, host=host, port=port, model_names=model_name or ["kimi"], splits_thinking=split_thinking)
 
 
 def _sampling(**fields: Any) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""`kimi openai`: an OpenAI-compatible endpoint in front of a running server."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from kimi_backend.cli.talk import client_errors
+from kimi_backend.errors import ConfigError
+from kimi_backend.serving import with_parent
+
+API_KEY_VARIABLE = "KIMI_API_KEY"
+"""Not an option: a command line is no place for a secret."""
+_ENDS_WITHIN_S = 5.0
+
+
+@client_errors()
+def run_endpoint(*, url: str, host: str, port: int, model_names: Sequence[str], splits_thinking: bool) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: its packages are not installed, or no model name is given.
+        KimiError: the url has a scheme.
+        OSError: the address cannot be taken.
+    """
+    try:
+        import kimi_openai
+    except ImportError as error:
+        raise ConfigError(f"no {error.name}: install the extra, pip install 'kimi-spec-serving[openai]'") from error
+    if "" in model_names:
+        raise ConfigError("model name: '' given, a name is needed")
+    settings = kimi_openai.EndpointSettings(
+        url=url,
+        model_names=tuple(model_names),
+        api_key=os.environ.get(API_KEY_VARIABLE, ""),
+        splits_thinking=splits_thinking,
+    )
+    kimi_openai.serve(settings, host=host, port=port, say=Console(stderr=True, highlight=False).print)
+
+
+def start_beside(*, grpc_port: int, host: str, port: int) -> subprocess.Popen[bytes]:
+    """The same as a process of its own, which ends with this one, however it ends."""
+    kimi = [sys.executable, "-m", "kimi_backend.cli.main"]
+    options = [f"--url=localhost:{grpc_port}", f"--host={host}", f"--port={port}"]
+    return subprocess.Popen([sys.executable, "-S", with_parent.__file__, str(os.getpid()), *kimi, "openai", *options])
+
+
+def stop(endpoint: subprocess.Popen[bytes]) -> None:
+    """To be called when the server has ended its streams."""
+    endpoint.terminate()
+    try:
+        endpoint.wait(_ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        endpoint.kill()
+        endpoint.wait()

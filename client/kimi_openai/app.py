@@ -1,0 +1,152 @@
+"""The endpoint as an ASGI application. It holds no state but a gRPC connection."""
+
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kimi_client.aio import AsyncKimiClient
+from kimi_openai.connection import ClientLeft, read_body
+from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
+from kimi_openai.generation import Generation
+from kimi_openai.replies import ChatWriter, CompletionWriter, Envelope, ReplyWriter
+from kimi_openai.reply_splitter import ReplySplitter
+from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
+from kimi_openai.request_parsing import parse_body, shown
+from kimi_openai.server_fields import ServerRequest, chat_fields, completion_fields, declares_tools
+from kimi_openai.settings import EndpointSettings
+
+logger = logging.getLogger("kimi_openai")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Endpoint:
+    """The handlers, and what they share."""
+
+    def __init__(self, settings: EndpointSettings) -> None:
+        self._settings = settings
+        self._started_at = int(time.time())
+        self._client: AsyncKimiClient
+
+    def make_app(self) -> Starlette:
+        """The application; it connects when its server starts it."""
+        return Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/v1/models", self._guarded(self.list_models)),
+                Route("/v1/models/{name:path}", self._guarded(self.show_model)),
+                Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+                Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
+            ],
+            lifespan=self._connected,
+            exception_handlers={
+                ApiError: _answer_error,
+                HTTPException: _answer_http_error,
+                ClientLeft: _answer_nobody,
+                ClientDisconnect: _answer_nobody,
+                Exception: _answer_failure,
+            },
+        )
+
+    @contextlib.asynccontextmanager
+    async def _connected(self, app: Starlette) -> AsyncIterator[None]:
+        async with AsyncKimiClient(self._settings.url) as self._client:
+            yield
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """The same, for callers that have the key."""
+        expected = f"Bearer {self._settings.api_key}".encode()
+
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode("latin-1")
+            if self._settings.api_key and not hmac.compare_digest(given, expected):
+                message = "the header Authorization has no valid key; Bearer KEY is needed"
+                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            return await handler(request)
+
+        return guarded
+
+    async def health(self, request: Request) -> Response:
+        """200 while the server and its model answer, else 503. Needs no key."""
+        is_ready = await self._client.is_ready()
+        return JSONResponse({"status": "ready" if is_ready else "unavailable"}, 200 if is_ready else 503)
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._settings.model_names]})
+
+    async def show_model(self, request: Request) -> Response:
+        return JSONResponse(self._model(self._served(request.path_params["name"])))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started_at, "owned_by": "kimi"}
+
+    def _served(self, name: str | None) -> str:
+        """The name itself, or the first where none was given.
+
+        Raises:
+            ApiError: 404, nobody serves it.
+        """
+        names = self._settings.model_names
+        if name is not None and name not in names:
+            message = f"model: {shown(name)} given, {' or '.join(map(repr, names))} is served"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return names[0] if name is None else name
+
+    async def chat(self, request: Request) -> Response:
+        body = parse_body(await read_body(request), ChatRequest)
+        asked = chat_fields(body)
+        splitter = ReplySplitter(
+            begins_with_reasoning=self._settings.splits_thinking and _thinks(body),
+            reads_tool_calls=declares_tools(body),
+        )
+        writer = ChatWriter(splitter, with_logprobs=bool(body.logprobs), with_token_ids=bool(body.return_token_ids))
+        return await self._reply(request, body, asked, writer, "chatcmpl-")
+
+    async def complete(self, request: Request) -> Response:
+        body = parse_body(await read_body(request), CompletionRequest)
+        writer = CompletionWriter(with_logprobs=body.logprobs is not None, with_token_ids=bool(body.return_token_ids))
+        return await self._reply(request, body, completion_fields(body), writer, "cmpl-")
+
+    async def _reply(
+        self, request: Request, body: GenerationRequest, asked: ServerRequest, writer: ReplyWriter, prefix: str
+    ) -> Response:
+        model = self._served(body.model)
+        generation = Generation(self._client, asked, is_streamed=bool(body.stream))
+        envelope = Envelope(reply_id=prefix + generation.request_id, model=model)
+        if not body.stream:
+            return await generation.answer_whole(request, writer, envelope)
+        includes_usage = body.stream_options is not None and body.stream_options.include_usage
+        return await generation.answer_streamed(request, writer, envelope, includes_usage=includes_usage)
+
+
+def _thinks(body: ChatRequest) -> bool:
+    """Whether the template opens a think block: Kimi's does unless it is told not to."""
+    return (body.chat_template_kwargs or {}).get("thinking", True) is not False
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    if error.status >= 500:
+        logger.warning("%s: %d: %s", request.url.path, error.status, error)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(500, "internal error").body(), 500)

@@ -1,0 +1,130 @@
+"""Every field of a request body: taken, ignored, or refused. docs/openai.md lists the same, written from here.
+
+Types are checked here; ranges are the server's to check, which names the field too.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+Number = Annotated[float, Field(ge=-3e38, le=3e38)]
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(_listed)]
+
+
+def _taken(meaning: str) -> Any:
+    return Field(default=None, description=meaning)
+
+
+def _extension(meaning: str) -> Any:
+    """Not OpenAI's; named as in vLLM where it has one."""
+    return Field(default=None, description=meaning, json_schema_extra={"is_extension": True})
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints take. None: not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = _taken("One of the served names (`--model-name`), else 404; default: the first.")
+    max_tokens: Int | None = _taken("Most output tokens. Default: 16 for a completion; for a chat the server's.")
+    temperature: Number | None = _taken("0 is greedy (default 1).")
+    top_p: Number | None = _taken("Keep the most likely tokens up to this mass (default 1).")
+    seed: Seed | None = _taken("Same seed, same text; `statistics.seed` of the reply has the one that was used.")
+    stop: Texts | None = _taken("Up to 16 texts that end the output; not part of it.")
+    presence_penalty: Number | None = _taken("-2 to 2 (default 0).")
+    frequency_penalty: Number | None = _taken("-2 to 2 (default 0).")
+    logit_bias: dict[str, Number] | None = _taken("Token id -> number from -100 to 100.")
+    stream: bool | None = _taken("Server-sent events instead of one body (default false).")
+    stream_options: StreamOptions | None = _taken("`include_usage`: one more chunk with the usage.")
+
+    top_k: Int | None = _extension("Keep the k most likely tokens.")
+    min_p: Number | None = _extension("Keep tokens at least this likely, relative to the best.")
+    repetition_penalty: Number | None = _extension("0.01 to 100 (default 1).")
+    min_tokens: Int | None = _extension("No stop token before this many.")
+    stop_token_ids: list[Int] | None = _extension("Tokens that end the output.")
+    allowed_token_ids: list[Int] | None = _extension("Only these tokens may come.")
+    bad_words: Texts | None = _extension("Texts that may not appear.")
+    ignore_eos: bool | None = _extension("Do not stop at the end-of-sequence token.")
+    include_stop_str_in_output: bool | None = _extension("Keep the stop text.")
+    skip_special_tokens: bool | None = _extension("Leave special tokens out of the text (default true).")
+    num_speculative_tokens: Int | None = _extension("Draft tokens a step, 0 to 7.")
+    draft_sampling: str | None = _extension("How the draft guesses: coupled, greedy or auto.")
+    cache_salt: str | None = _extension("Cached prefixes are shared only with requests of the same salt.")
+    priority: Int | None = _extension("Higher runs first (default 0).")
+    timeout_s: Number | None = _extension("Seconds after which the request ends with an error (504).")
+    return_token_ids: bool | None = _extension("Adds `token_ids` to the choice and `prompt_token_ids` to the reply.")
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: list[Any] = Field(
+        description="Rendered by the checkpoint's chat template on the server; text parts only."
+    )
+    max_completion_tokens: Int | None = _taken("Same as `max_tokens`; give one of them.")
+    logprobs: bool | None = _taken("Log-probabilities of the tokens.")
+    top_logprobs: Int | None = _taken("And of this many most likely ones, 0 to 20; needs `logprobs`.")
+    tools: list[Any] | None = _taken("Declared to the model by the chat template; its calls come as `tool_calls`.")
+    tool_choice: Any = _taken('"auto", or "none", which declares no tools. Others cannot be enforced and are refused.')
+    chat_template_kwargs: dict[str, Any] | None = _extension('For the chat template, such as {"thinking": false}.')
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions."""
+
+    prompt: Any = Field(description="A text, or a list of token ids; or a list of one of them.")
+    logprobs: Int | None = _taken("Log-probabilities of the tokens and of this many most likely ones, 0 to 20.")
+
+
+IGNORED = frozenset(
+    {
+        *("user", "safety_identifier", "metadata", "store", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    }
+)
+"""Cannot change the text."""
+
+NO_VALUE = object()
+
+REFUSED: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "response_format": {"type": "text"},
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "audio": NO_VALUE,
+    "functions": NO_VALUE,
+    "function_call": NO_VALUE,
+    "prediction": NO_VALUE,
+    "reasoning_effort": NO_VALUE,
+    "verbosity": NO_VALUE,
+    "web_search_options": NO_VALUE,
+    "prompt_logprobs": NO_VALUE,
+    "use_beam_search": False,
+    "structured_outputs": NO_VALUE,
+}
+"""Known, not served: name -> the only value that is accepted, beside null."""
+
+INSTEAD = {
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "reasoning_effort": 'give chat_template_kwargs, such as {"thinking": false}',
+}
+"""What a refusal suggests."""

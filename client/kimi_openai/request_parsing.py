@@ -1,0 +1,72 @@
+"""A request's body -> a checked model of its fields."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import pydantic
+import pydantic_core
+
+from kimi_openai.errors import ApiError, bad_field
+from kimi_openai.request_fields import IGNORED, INSTEAD, NO_VALUE, REFUSED, GenerationRequest
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
+    """
+    Args:
+        body: JSON, UTF-8.
+        kind: which endpoint's fields.
+
+    Raises:
+        ApiError: 400; not JSON, or a field that is missing, unknown, not served or of a wrong type, by its name.
+    """
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body is {shown(values)}, a JSON object is allowed")
+    known = kind.model_fields
+    for name, value in values.items():
+        if name not in known and name not in IGNORED and value is not None:
+            _refuse(name, value, known)
+    try:
+        return kind.model_validate({name: v for name, v in values.items() if name in known and v is not None})
+    except pydantic.ValidationError as error:
+        raise _from_validation(error) from None
+
+
+def _refuse(name: str, value: Any, known: Iterable[str]) -> None:
+    if name not in REFUSED:
+        near = difflib.get_close_matches(name, known, 1, cutoff=0.8)
+        meant = f" (is {near[0]} meant?)" if near else ""
+        raise bad_field(shown_name(name), f"unknown field{meant}; docs/openai.md lists what is known")
+    allowed = REFUSED[name]
+    if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
+        return
+    only = "it is not supported" if allowed is NO_VALUE else f"only {json.dumps(allowed)} is supported"
+    hint = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+    raise bad_field(name, f"{shown(value)} given, {only}{hint}")
+
+
+def _from_validation(error: pydantic.ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    name, *deeper = first["loc"]
+    field = str(name) + "".join(f"[{part}]" if isinstance(part, int) else f".{shown_name(part)}" for part in deeper)
+    if first["type"] == "missing":
+        return bad_field(field, "missing, it is needed")
+    return bad_field(field, f"{shown(first['input'])} given, {first['msg'][0].lower()}{first['msg'][1:]}")
+
+
+def shown(value: Any) -> str:
+    """The value as an error quotes it."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def shown_name(name: str) -> str:
+    """A name that a client chose, cut to a length that a message can carry."""
+    return name if len(name) <= 80 else name[:77] + "..."

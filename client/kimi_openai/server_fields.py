@@ -1,0 +1,99 @@
+"""A checked request -> the fields of `spec_ensemble`, and what this request calls them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kimi_openai.errors import bad_field
+from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
+from kimi_openai.request_parsing import shown
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; chats have none."""
+
+SAME_NAME = (
+    *("max_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "num_speculative_tokens", "draft_sampling"),
+    *("cache_salt", "priority", "timeout_s", "return_token_ids"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRequest:
+    fields: dict[str, Any]
+    """Arguments of `AsyncKimiClient.stream`."""
+    names: dict[str, str]
+    """The server's name of a field -> this request's, where they differ."""
+
+
+def chat_fields(request: ChatRequest) -> ServerRequest:
+    """
+    Raises:
+        ApiError: fields that contradict each other, or a tool choice that cannot be enforced.
+    """
+    fields = _common_fields(request)
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    fields["messages"] = request.messages
+    if request.max_completion_tokens is not None:
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            raise bad_field("max_completion_tokens", f"{request.max_completion_tokens} given, and another max_tokens")
+        fields["max_tokens"] = request.max_completion_tokens
+        names["max_tokens"] = "max_completion_tokens"
+    if request.logprobs:
+        fields["logprobs"] = request.top_logprobs or 0
+    elif request.top_logprobs is not None:
+        raise bad_field("top_logprobs", f"{request.top_logprobs} given, it needs logprobs: true")
+    if declares_tools(request):
+        fields["tools"] = request.tools
+    if request.chat_template_kwargs is not None:
+        fields["chat_template_kwargs"] = request.chat_template_kwargs
+    return ServerRequest(fields, names)
+
+
+def declares_tools(request: ChatRequest) -> bool:
+    """Whether the model may call tools.
+
+    Raises:
+        ApiError: see `chat_fields`.
+    """
+    if request.tool_choice not in (None, "auto", "none"):
+        raise bad_field("tool_choice", f'{shown(request.tool_choice)} given, "auto" or "none" is allowed')
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def completion_fields(request: CompletionRequest) -> ServerRequest:
+    """
+    Raises:
+        ApiError: a prompt that is none, or several prompts.
+    """
+    fields = _common_fields(request)
+    name, prompt = _prompt(request.prompt)
+    fields[name] = prompt
+    fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
+    if request.logprobs is not None:
+        fields["logprobs"] = request.logprobs
+    return ServerRequest(fields, {name: "prompt"})
+
+
+def _common_fields(request: GenerationRequest) -> dict[str, Any]:
+    if request.stream_options is not None and not request.stream:
+        raise bad_field("stream_options", "given, it needs stream: true")
+    given = {name: getattr(request, name) for name in SAME_NAME}
+    return {name: value for name, value in given.items() if value is not None and value != []}
+
+
+def _prompt(prompt: Any) -> tuple[str, Any]:
+    """The server's field for it, and its value."""
+    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else [prompt]
+    if len(prompts) > 1:
+        raise bad_field("prompt", f"{len(prompts)} prompts given, only 1 a request is supported")
+    (only,) = prompts
+    if isinstance(only, str):
+        return "text_input", only
+    if isinstance(only, list) and only and all(map(_is_token_id, only)):
+        return "input_ids", only
+    raise bad_field("prompt", f"{shown(only)} given, a text or a list of token ids is allowed")
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
