@@ -6,9 +6,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renames it, and warns of the old name.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 class TensorParallelGroup(Protocol):
-    """The ranks that share one model. Every rank calls the same collectives in the same order."""
+    """The ranks that share one model. Every rank calls the same collectives in the same order, from one stream.
+
+    Each returns the same bits on every rank: ranks draw tokens from them without asking one another.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -27,7 +33,11 @@ class TensorParallelGroup(Protocol):
     def all_argmax(self, values: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Per row the largest value over ranks and its token id, the lowest id among equals.
 
-        values: [rows] float; token_ids: [rows] int64, this rank's best (global ids).
+        Args:
+            values: [rows] float of up to 32 bits.
+            token_ids: [rows] int64 below 2**53, this rank's best (global ids).
+        Returns:
+            Both [rows], as given; the value is NaN and the id meaningless where a rank's value is NaN.
         """
         ...
 
@@ -49,11 +59,24 @@ class SingleRank:
         return values, token_ids
 
 
+class FastSum(Protocol):
+    """A sum over ranks for some tensors, chosen by what is the same on every rank: dtype and shape."""
+
+    def takes(self, x: torch.Tensor) -> bool: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class DistributedRanks:
-    """Ranks of a torch.distributed process group (gloo on CPU, NCCL on GPUs)."""
+    """Ranks of a torch.distributed process group (gloo on CPU, NCCL on GPUs).
+
+    No collective waits for the device, so a step that calls them can be captured as a CUDA graph.
+    """
 
     group: dist.ProcessGroup
+    fast_sum: FastSum | None = None
+    """Sums what it takes; the process group sums the rest."""
 
     @property
     def rank(self) -> int:
@@ -64,18 +87,26 @@ class DistributedRanks:
         return dist.get_world_size(self.group)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fast_sum is not None and self.fast_sum.takes(x):
+            return self.fast_sum(x)
+        x = x.contiguous()
         dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        rows, columns = x.shape
+        return self._gather(x).transpose(0, 1).reshape(rows, self.size * columns)
 
     def all_argmax(self, values: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        all_values = self.all_gather_columns(values[:, None])
-        all_ids = self.all_gather_columns(token_ids[:, None])
-        best = all_values.max(dim=1).values
-        is_best = all_values == best[:, None]
-        lowest = all_ids.masked_fill(~is_best, torch.iinfo(all_ids.dtype).max).min(dim=1).values
-        return best, lowest
+        # One exchange for both: a float64 holds a float32 and an id exactly.
+        pairs = self._gather(torch.stack([values.double(), token_ids.double()]))
+        all_values, all_ids = pairs[:, 0], pairs[:, 1]
+        best = all_values.amax(dim=0)
+        lowest = all_ids.masked_fill(all_values != best, 2.0**53).amin(dim=0)
+        return best.to(values.dtype), lowest.to(token_ids.dtype)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape] in rank order."""
+        out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        _all_gather(out.flatten(0, 1), x.contiguous(), group=self.group)
+        return out

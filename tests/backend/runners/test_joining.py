@@ -1,0 +1,63 @@
+"""Ranks meet, compute together and part: processes over gloo here, over NCCL and shared memory on GPUs."""
+
+import re
+import socket
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from kimi_backend.errors import ConfigError
+from kimi_backend.parallel import SingleRank
+from kimi_backend.runners.joining import RankError, join_ranks, leave
+from support.joined_ranks import run_on_a_cpu
+
+CPU = torch.device("cpu")
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_one_rank_needs_nobody() -> None:
+    group = join_ranks(0, 1, "nowhere", CPU)
+    assert isinstance(group, SingleRank)
+    leave(group)
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "device", "message"),
+    [
+        (2, "127.0.0.1:1", "cpu", "rank: 2 given, of 2 ranks; allowed: 0 to 1"),
+        (0, "127.0.0.1", "cpu", "'127.0.0.1' given; HOST:PORT is allowed"),
+        (1, "127.0.0.1:80", "cuda", "device: cuda given for rank 1; one with its index is allowed, such as cuda:1"),
+    ],
+)
+def test_what_no_rank_can_be_is_refused(rank: int, address: str, device: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        join_ranks(rank, 2, address, torch.device(device))
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"after 0\.3 s these of 3 ranks were not there: \[1, 2\]"):
+        join_ranks(0, 3, free_address(), CPU, join_timeout_s=0.3)
+    assert time.monotonic() - began < 5
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(RankError, match=f"rank 0 cannot listen on {address}"):
+            join_ranks(0, 2, address, CPU)
+
+
+def test_no_rank_0_is_told() -> None:
+    with pytest.raises(RankError, match=r"rank 1 did not find rank 0 at .* in 0\.5 s"):
+        join_ranks(1, 2, free_address(), CPU, join_timeout_s=0.5)
+
+
+def test_collectives_of_three_ranks_on_a_cpu() -> None:
+    mp.spawn(run_on_a_cpu, args=(3, [free_address(), free_address()]), nprocs=3)
