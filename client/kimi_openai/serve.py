@@ -1,6 +1,7 @@
 """The endpoint as a process: a socket, uvicorn, a line that says where it listens."""
 
 import logging
+import signal
 import socket
 from collections.abc import Callable
 
@@ -28,6 +29,9 @@ def serve(settings: EndpointSettings, *, host: str, port: int, say: Callable[[st
         address, taken, *_ = listener.getsockname()
         shown = f"[{address}]" if ":" in address else address
         say(f"http://{shown}:{taken}/v1 for {', '.join(settings.model_names)}, answered by {settings.url}")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # When it has stopped, uvicorn hands the signal on to who had it before: nothing is left to do.
+            signal.signal(number, lambda *_: None)
         make_server(settings).run(sockets=[listener])
 
 

@@ -11,25 +11,14 @@ import pytest
 from kimi_client import InvalidRequest, KimiClient, RequestCancelled, RequestTimedOut
 from kimi_client.aio import AsyncKimiClient
 from support.raw_streams import RawStream, raw_input, text_input
-from support.server_process import MAX_MODEL_LEN, gauge
+from support.server_process import MAX_MODEL_LEN, assert_everything_is_free
 
-METRICS_LAG_S = 0.4
-FREE_WITHIN_S = 1.5
 LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
 
 
 @pytest.fixture
 def client(url):
     return KimiClient(url)
-
-
-def assert_everything_is_free(server):
-    """Long before the requests could have ended by themselves nothing runs and no sequence holds a block."""
-    time.sleep(METRICS_LAG_S)  # what is read now was published after the requests were to end
-    deadline = time.monotonic() + FREE_WITHIN_S
-    while gauge(server, "kimi_requests_running") or gauge(server, "kimi_kv_blocks_used"):
-        assert time.monotonic() < deadline, "requests still run"
-        time.sleep(0.05)
 
 
 def test_leaving_a_stream_ends_its_request(client, server):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from kimi_backend.serving.embedded_server import EmbeddedServer
 MAX_MODEL_LEN = 512
 KV_TOKENS = 64 * 128
 READY_WITHIN_S = 180
+METRICS_LAG_S = 0.4
+FREE_WITHIN_S = 1.5
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -102,3 +105,12 @@ def gauge(server: EmbeddedServer, name: str) -> float:
     values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
     assert values, f"no gauge {name}"
     return sum(values)
+
+
+def assert_everything_is_free(server: EmbeddedServer) -> None:
+    """Long before the requests could have ended by themselves nothing runs and no sequence holds a block."""
+    time.sleep(METRICS_LAG_S)  # what is read now was published after the requests were to end
+    deadline = time.monotonic() + FREE_WITHIN_S
+    while gauge(server, "kimi_requests_running") or gauge(server, "kimi_kv_blocks_used"):
+        assert time.monotonic() < deadline, "requests still run"
+        time.sleep(0.05)

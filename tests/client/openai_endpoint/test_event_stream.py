@@ -1,0 +1,180 @@
+"""A stream is chunks, exactly one of which ends the reply, or an error; then [DONE], whatever happens."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from kimi_client import Chunk, KimiClientError, RequestCancelled, ServerFailed, TokenLogprob
+from kimi_openai.event_stream import chunk_events
+from kimi_openai.replies import ChatWriter, CompletionWriter, Envelope
+from kimi_openai.reply_splitter import ReplySplitter
+from support.openai_endpoint import read_events
+
+STATISTICS = {"num_prompt_tokens": 3, "num_output_tokens": 2, "num_cached_tokens": 1, "seed": 7}
+END = {"finish_reason": "stop", "statistics": STATISTICS}
+CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
+
+
+def chat_writer(*, thinks=False, tools=False, logprobs=False):
+    splitter = ReplySplitter(begins_with_reasoning=thinks, reads_tool_calls=tools)
+    return ChatWriter(splitter, with_logprobs=logprobs, with_token_ids=False)
+
+
+def completion_writer(*, logprobs=False, ids=False):
+    return CompletionWriter(with_logprobs=logprobs, with_token_ids=ids)
+
+
+def events(chunks, writer, *, includes_usage=False):
+    """The JSON of each event. An exception in place of a chunk is raised there."""
+
+    async def produce():
+        for chunk in chunks:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield chunk
+
+    async def collect():
+        envelope = Envelope(reply_id="x", model="kimi", created=1)
+        stream = chunk_events(produce(), writer, envelope, {}, includes_usage=includes_usage)
+        return "".join([event async for event in stream])
+
+    return read_events(asyncio.run(collect()).encode())
+
+
+def reasons(found):
+    return [choice["finish_reason"] for event in found for choice in event.get("choices", ())]
+
+
+@pytest.mark.parametrize("writer", [chat_writer, completion_writer])
+def test_one_chunk_says_why_it_ended_and_has_the_statistics(writer):
+    found = events([Chunk("a", 1), Chunk("", 1), Chunk("b", 1, **END)], writer())
+    assert reasons(found) == [None] * (len(found) - 1) + ["stop"]
+    assert found[-1]["statistics"] == STATISTICS
+    assert all("statistics" not in event and "usage" not in event for event in found[:-1])
+    assert len({json.dumps([event["id"], event["created"], event["model"], event["object"]]) for event in found}) == 1
+
+
+@pytest.mark.parametrize("writer", [chat_writer, completion_writer])
+def test_usage_comes_in_a_chunk_of_its_own(writer):
+    *found, last = events([Chunk("a", 1), Chunk("b", 1, **END)], writer(), includes_usage=True)
+    assert all(event["usage"] is None for event in found)
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+FAILURES = [
+    (RequestCancelled("the server is shutting down"), "service_unavailable_error", "shutting down"),
+    (ServerFailed("oops"), "server_error", "oops"),
+    (KimiClientError("?"), "server_error", "?"),
+    (ZeroDivisionError("secret"), "server_error", "internal error"),
+    (Chunk("", 0, finish_reason="cancelled", stop_reason="the deadline"), "timeout_error", "the deadline"),
+    (None, "server_error", "ended before"),
+]
+
+
+@pytest.mark.parametrize("writer", [chat_writer, completion_writer])
+@pytest.mark.parametrize(("failure", "kind", "message"), FAILURES)
+def test_a_failure_is_the_last_event(writer, failure, kind, message):
+    *found, last = events([Chunk("a", 1), *([] if failure is None else [failure])], writer(), includes_usage=True)
+    assert set(last) == {"error"}
+    assert last["error"]["type"] == kind
+    assert message in last["error"]["message"]
+    assert "secret" not in last["error"]["message"]
+    assert set(reasons(found)) == {None}
+
+
+def test_what_came_with_a_deadline_is_sent():
+    chunks = [Chunk("a", 1), Chunk("b", 1, finish_reason="cancelled", statistics=STATISTICS)]
+    *found, last = events(chunks, completion_writer())
+    assert [event["choices"][0]["text"] for event in found] == ["a", "b"]
+    assert "error" in last
+
+
+def test_a_chat_begins_with_the_role():
+    first, second, last = events([Chunk("hé", 1, **END)], chat_writer())
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert second["choices"][0]["delta"] == {"content": "hé"}
+    assert last["choices"][0]["delta"] == {}
+
+
+def test_thoughts_and_calls_have_their_own_deltas():
+    text = f"why</think>so{CALL}"
+    found = events([Chunk(c, 1) for c in text] + [Chunk("", 0, **END)], chat_writer(thinks=True, tools=True))
+    deltas = [event["choices"][0]["delta"] for event in found[1:]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why"
+    assert "".join(delta.get("content", "") for delta in deltas) == "so"
+    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert calls == [
+        {"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    ]
+    assert reasons(found)[-1] == "tool_calls"
+
+
+def test_a_call_and_a_full_length_is_length():
+    chunks = [Chunk(CALL + "and", 9, finish_reason="length", statistics=STATISTICS)]
+    assert reasons(events(chunks, chat_writer(tools=True)))[-1] == "length"
+
+
+def test_line_breaks_of_unicode_break_no_event():
+    text = "a\u2028b\x85c\x0bd\x1ce\r\nf\n\ng🙂"
+    _, second, _ = events([Chunk(text, 1, **END)], chat_writer())
+    assert second["choices"][0]["delta"]["content"] == text
+
+
+ENTRIES = (
+    TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5)), "é", ("é", "b")),
+    TokenLogprob(7, -3.0, ((6, -1.0),), "\ufffd", ("\ufffd",)),
+)
+
+
+def test_logprobs_of_a_chat():
+    found = events(
+        [Chunk("", 1, logprobs=ENTRIES[:1]), Chunk("x", 1, logprobs=ENTRIES[1:], **END)], chat_writer(logprobs=True)
+    )
+    first, second = [event["choices"][0]["logprobs"]["content"] for event in found if event["choices"][0]["logprobs"]]
+    assert first == [
+        {
+            "token": "é",
+            "logprob": -0.5,
+            "bytes": [0xC3, 0xA9],
+            "top_logprobs": [
+                {"token": "é", "logprob": -0.5, "bytes": [0xC3, 0xA9]},
+                {"token": "b", "logprob": -1.5, "bytes": [98]},
+            ],
+        }
+    ]
+    assert second[0]["bytes"] is None
+
+
+def test_logprobs_of_a_completion_go_on_counting():
+    chunks = [
+        Chunk("é", 1, logprobs=ENTRIES[:1], token_ids=(5,)),
+        Chunk("x", 1, logprobs=ENTRIES[1:], token_ids=(7,), **END),
+    ]
+    found = events(chunks, completion_writer(logprobs=True, ids=True))
+    first, second = [event["choices"][0] for event in found]
+    assert first["logprobs"] == {
+        "tokens": ["é"],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{"b": -1.5, "é": -0.5}],
+        "text_offset": [0],
+    }
+    assert second["logprobs"]["text_offset"] == [1]
+    assert second["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0}]
+    assert [first["token_ids"], second["token_ids"]] == [[5], [7]]
+
+
+def test_read_events_notices_a_stream_that_is_not_whole():
+    for data in (b"", b"data: {}\n\n", b"data: [DONE]\n\ndata: [DONE]\n\n", b"data: {}\n\ndata: [DONE]"):
+        with pytest.raises((AssertionError, ValueError), match=re.compile(".*", re.DOTALL)):
+            read_events(data)

@@ -1,0 +1,199 @@
+"""Whatever a body says, it becomes fields of the server or an error that names what is wrong."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimi_client import InvalidRequest
+from kimi_client._tensors import INPUT_TYPES, build_inputs
+from kimi_openai.errors import ApiError
+from kimi_openai.request_fields import IGNORED, REFUSED, ChatRequest, CompletionRequest, GenerationRequest
+from kimi_openai.request_parsing import parse_body
+from kimi_openai.server_fields import SAME_NAME, chat_fields, completion_fields
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+KINDS = {ChatRequest: chat_fields, CompletionRequest: completion_fields}
+
+
+def chat(**values):
+    return chat_fields(parse_body(json.dumps({"messages": MESSAGES, **values}).encode(), ChatRequest)).fields
+
+
+def complete(**values):
+    return completion_fields(parse_body(json.dumps({"prompt": "a", **values}).encode(), CompletionRequest)).fields
+
+
+BAD_COMPLETIONS = [
+    ({"prompt": 3}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**31]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": [[[1]]]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"),
+    ({"max_tokens": 10**400}, "max_tokens"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 1e300}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_p": [1]}, "top_p"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": 3}, "stop"),
+    ({"stop": ["a", 3]}, "stop[1]"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"7": "x"}}, "logit_bias.7"),
+    ({"logprobs": True}, "logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge"),
+    ({"stream": True, "stream_options": 3}, "stream_options"),
+    ({"model": 3}, "model"),
+    ({"n": 2}, "n"),
+    ({"n": 10**400}, "n"),
+    ({"n": True}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": MESSAGES}, "messages"),
+    ({"temprature": 1}, "temprature"),
+    ({"x" * 500: 1}, "x" * 77 + "..."),
+]
+BAD_CHATS = [
+    ({"messages": "hi"}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"prompt": "a"}, "prompt"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+    ({"tools": "f"}, "tools"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"functions": []}, "functions"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+]
+
+
+@pytest.mark.parametrize(("values", "param"), BAD_COMPLETIONS, ids=[param for _, param in BAD_COMPLETIONS])
+def test_a_bad_completion_is_told_which_field(values, param):
+    with pytest.raises(ApiError) as caught:
+        complete(**values)
+    error = caught.value
+    assert (error.status, error.param) == (400, param)
+    assert str(error).startswith(param + ": ")
+    assert len(str(error)) < 400
+
+
+@pytest.mark.parametrize(("values", "param"), BAD_CHATS, ids=[param for _, param in BAD_CHATS])
+def test_a_bad_chat_is_told_which_field(values, param):
+    with pytest.raises(ApiError) as caught:
+        chat(**values)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_mistyped_name_gets_a_suggestion():
+    with pytest.raises(ApiError, match="is temperature meant"):
+        complete(temprature=1)
+    with pytest.raises(ApiError, match="thinking"):
+        chat(reasoning_effort="none")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"[", b"[1]", b"null", b"3", b"\xff", b'"\\ud800"', b'{"prompt": "a", "min_p": NaN}', b"[" * 200_000),
+        *(b'{"prompt": "\xed\xa0\x80"}', b"\xef\xbb\xbf{}", b'{"a":' * 100_000, b'{"prompt": "a"}{', b"prompt=a"),
+        b'{"max_tokens": 1' + b"0" * 100_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:12]),
+)
+def test_what_is_no_json_object_is_a_bad_request(body):
+    with pytest.raises(ApiError) as caught:
+        parse_body(body, CompletionRequest)
+    assert caught.value.status == 400
+    assert len(str(caught.value)) < 400
+
+
+def test_null_is_as_good_as_not_given():
+    names = [*CompletionRequest.model_fields, *REFUSED, *IGNORED]
+    assert complete(**{name: None for name in names if name != "prompt"}) == complete()
+
+
+def test_what_changes_nothing_is_accepted():
+    harmless = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "user": "me", "metadata": {"a": "b"}, "store": True}
+    assert complete(**harmless) == complete() == {"text_input": "a", "max_tokens": 16}
+    assert chat(response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True) == chat()
+
+
+def test_prompts():
+    assert complete(prompt=["a"]) == complete(prompt="a")
+    assert complete(prompt=[1, 2])["input_ids"] == complete(prompt=[[1, 2]])["input_ids"] == [1, 2]
+
+
+def test_a_chats_fields():
+    assert chat() == {"messages": MESSAGES}
+    assert chat(max_tokens=3)["max_tokens"] == chat(max_completion_tokens=3)["max_tokens"] == 3
+    assert chat(max_tokens=3, max_completion_tokens=3)["max_tokens"] == 3
+    assert chat(logprobs=True)["logprobs"] == 0
+    assert chat(logprobs=True, top_logprobs=4)["logprobs"] == 4
+    assert "logprobs" not in chat(logprobs=False)
+    assert chat(tools=[TOOL])["tools"] == chat(tools=[TOOL], tool_choice="auto")["tools"] == [TOOL]
+    assert "tools" not in chat(tools=[TOOL], tool_choice="none")
+    assert "tools" not in chat(tools=[])
+    assert chat(chat_template_kwargs={"thinking": False})["chat_template_kwargs"] == {"thinking": False}
+
+
+def test_stop_may_be_a_text_or_a_list():
+    assert complete(stop="x")["stop"] == complete(stop=["x"])["stop"] == ["x"]
+    assert "stop" not in complete(stop=[])
+
+
+def test_every_field_has_a_way_to_the_server_and_every_input_a_field():
+    elsewhere = {"model", "stream", "stream_options"}
+    assert set(GenerationRequest.model_fields) == {*SAME_NAME} | elsewhere
+    reached = {*SAME_NAME, "stream", "text_input", "input_ids", "messages", "logprobs", "tools", "chat_template_kwargs"}
+    assert reached == set(INPUT_TYPES)
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    assert not known & IGNORED
+    assert not known & set(REFUSED)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *REFUSED, *IGNORED})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=150, deadline=None)
+@given(values=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), prompt=JSON)
+def test_no_json_fails_in_another_way(kind, values, prompt):
+    whole = {"prompt" if kind is CompletionRequest else "messages": prompt} | values
+    with contextlib.suppress(ApiError, InvalidRequest):
+        build_inputs(KINDS[kind](parse_body(json.dumps(whole).encode(), kind)).fields)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_no_bytes_fail_in_another_way(body):
+    with pytest.raises(ApiError):
+        parse_body(body, ChatRequest)
