@@ -1,0 +1,152 @@
+"""Time the collectives of a tensor-parallel decode step on the GPUs of this host.
+
+    PYTHONPATH=kernels:backend python benchmarks/collectives.py --out results/collectives.json [--ranks 2]
+
+One process a GPU. Calls are made as a step makes them, one behind the other in a CUDA graph; the median of the replays
+over the number of calls is printed, of the slowest rank. For the sum of [rows, 7168] bf16: NCCL's, and that of
+`kimi_kernels.rank_sum`, whose results are compared with a float32 sum and between the ranks bit by bit. The floor is
+the bytes that a rank sends over --link-gbps, NVLink's rate in one direction (450 on H100 and H200): latency is not in
+it.
+"""
+
+import argparse
+import functools
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from kimi_backend.parallel import DistributedRanks
+from kimi_backend.runners.graphs.recorder import GraphRecorder
+from kimi_backend.runners.joining import join_ranks, leave
+
+HIDDEN, VOCAB = 7168, 163_840
+SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+GATHER_ROWS = (1, 4, 16, 64, 256)
+CALLS, REPLAYS = 50, 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement; microseconds a call."""
+
+    op: str
+    rows: int
+    kilobytes: float
+    """Of one rank's part."""
+    time_us: float
+    floor_us: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--link-gbps", type=float, default=450.0)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    options = parser.parse_args()
+    if options.ranks < 2 or options.ranks > torch.cuda.device_count():
+        sys.exit(
+            f"--ranks is {options.ranks}; allowed here: 2 to {torch.cuda.device_count()}, the GPUs that torch sees"
+        )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    mp.spawn(run_rank, args=(options.ranks, address, options.link_gbps, options.out), nprocs=options.ranks)
+
+
+def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | None) -> None:
+    """A process of `main`."""
+    group = join_ranks(rank, size, address, torch.device("cuda", rank))
+    assert isinstance(group, DistributedRanks)
+    say(rank, f"{torch.cuda.get_device_name()} x {size}, torch {torch.__version__}, rank_sum: {bool(group.fast_sum)}")
+    results: list[Row] = []
+
+    def measure(op: str, rows: int, num_bytes: int, sent: float, call: Callable[[], object]) -> None:
+        row = Row(
+            op=op,
+            rows=rows,
+            kilobytes=num_bytes / 1e3,
+            time_us=time_call(call, group),
+            floor_us=sent / (link_gbps * 1e3),
+        )
+        results.append(row)
+        ratio = row.time_us / row.floor_us
+        say(rank, f"{op:22} {rows:4} rows {row.kilobytes:9.1f} kB {row.time_us:8.1f} us, {ratio:6.1f} x floor")
+
+    nccl = DistributedRanks(group.group)
+    for rows in SUM_ROWS:
+        x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        takes = group.fast_sum is not None and group.fast_sum.takes(x)
+        if takes:
+            check_sum(group, x)
+            measure("sum, rank_sum", rows, x.nbytes, x.nbytes * (size - 1), functools.partial(group.all_reduce, x))
+        sent = x.nbytes * 2 * (size - 1) / size
+        zeros = torch.zeros_like(x)  # summed in place again and again
+        measure("sum, NCCL", rows, x.nbytes, sent, functools.partial(nccl.all_reduce, zeros))
+    for rows in GATHER_ROWS:
+        logits = torch.randn(rows, VOCAB // size, device="cuda")
+        sent = logits.nbytes * (size - 1)
+        measure("gather of logits", rows, logits.nbytes, sent, functools.partial(group.all_gather_columns, logits))
+        values, ids = logits.max(dim=1)
+        sent = 16 * rows * (size - 1)
+        measure("argmax", rows, 16 * rows, sent, functools.partial(group.all_argmax, values, ids))
+    if rank == 0 and out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "card": torch.cuda.get_device_name(),
+            "ranks": size,
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "command": " ".join(sys.argv),
+            "results": [asdict(row) for row in results],
+        }
+        out.write_text(json.dumps(report, indent=1))
+    leave(group)
+
+
+def time_call(call: Callable[[], object], group: DistributedRanks) -> float:
+    """Microseconds a call in a graph, of the slowest rank."""
+
+    def run() -> None:
+        for _ in range(CALLS):
+            call()
+
+    replay = GraphRecorder(torch.device("cuda", group.rank)).record(run)
+    times = []
+    for _ in range(REPLAYS):
+        dist.barrier(group.group)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    slowest = torch.tensor([statistics.median(times)], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group.group)
+    return float(slowest)
+
+
+def check_sum(group: DistributedRanks, x: torch.Tensor) -> None:
+    """Against float32, and bit by bit between the ranks."""
+    expected = x.float()
+    dist.all_reduce(expected, group=group.group)
+    summed = group.all_reduce(x.clone())
+    torch.testing.assert_close(summed.float(), expected, rtol=2**-8, atol=1e-5)
+    bits = group.all_gather_columns(summed).chunk(group.size, dim=1)
+    assert all(torch.equal(part, bits[0]) for part in bits), "ranks differ"
+
+
+def say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
