@@ -16,7 +16,6 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from kimi_backend.errors import ConfigError, KimiError
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
 from kimi_backend.runners.cuda_ipc import HANDLE_BYTES, CudaIpcError, OpenedMemory, export_memory
-from kimi_kernels.rank_sum.kernel import RankSum, new_inbox
 
 _LOG = logging.getLogger(__name__)
 MOST_SUM_BYTES: Final = {2: 4 << 20, 4: 1 << 20, 8: 512 << 10}
@@ -34,6 +33,8 @@ class SharedInboxes:
 
     def __init__(self, rank: int, inbox: torch.Tensor, opened: dict[int, OpenedMemory], most_elements: int) -> None:
         """opened: the other ranks' inboxes, by rank."""
+        from kimi_kernels.rank_sum.kernel import RankSum  # a CPU may do without Triton-language
+
         self._inbox = inbox
         self._opened = opened
         addresses = [
@@ -151,6 +152,8 @@ def _here(rank: int) -> str:
 
 def _share_inboxes(store: Store, rank: int, size: int, device: torch.device) -> SharedInboxes | None:
     """None, on every rank alike, where one of them cannot open another's memory."""
+    from kimi_kernels.rank_sum.kernel import new_inbox
+
     most_bytes = MOST_SUM_BYTES.get(size)
     if most_bytes is None:
         return None
