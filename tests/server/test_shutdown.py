@@ -1,6 +1,7 @@
 """`kimi serve` under load: SIGTERM ends every request, every process and every shared-memory region."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from kimi_backend.serving.embedded_server import free_port
 from kimi_client import KimiClient, KimiClientError, RequestCancelled
+from support.openai_endpoint import RunningEndpoint, read_events
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S
 
 ENDS_WITHIN_S = 15
@@ -32,7 +34,7 @@ def processes_of_group(group):
 
 @pytest.fixture
 def serve(checkpoint, tmp_path):
-    ports = {name: free_port() for name in ("http", "grpc", "metrics")}
+    ports = {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
     command = [
         sys.executable,
         "-m",
@@ -72,12 +74,20 @@ def test_a_signal_under_load_leaves_nothing_behind(serve, number):
     streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(12)]
     for stream in streams:
         next(iter(stream))
+    endpoint = wait_for_endpoint(ports)
+    connection = endpoint.connect()
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **fields}))
+    reply = connection.getresponse()
     start = time.monotonic()
     process.send_signal(number)
     for stream in streams:
         with pytest.raises(RequestCancelled):
             stream.result()
+    assert "shutting down" in read_events(reply.read())[-1]["error"]["message"]
+    connection.close()
     assert process.wait(ENDS_WITHIN_S) == 0
+    with pytest.raises(ConnectionRefusedError):
+        endpoint.send("GET", "/health")
     assert time.monotonic() - start < ENDS_WITHIN_S
     assert processes_of_group(server_group) == []
     assert list(Path("/dev/shm").glob(f"kimi_{ports['http']}_*")) == []
@@ -93,15 +103,32 @@ def test_a_kill_under_load_leaves_no_process_behind(serve):
     streams = [client.stream(text_input=f"tell {i}", max_tokens=MAX_MODEL_LEN - 16, ignore_eos=True) for i in range(4)]
     for stream in streams:
         next(iter(stream))
+    endpoint = wait_for_endpoint(ports)
     process.kill()
     process.wait()
     deadline = time.monotonic() + KILLED_ENDS_WITHIN_S
-    while processes_of_group(server_group):
-        assert time.monotonic() < deadline, "the server outlives the command"
+    while processes_of_group(server_group) or is_there(endpoint):
+        assert time.monotonic() < deadline, "the server, or its endpoint, outlives the command"
         time.sleep(0.1)
     assert list(Path("/dev/shm").glob(f"kimi_{ports['http']}_*")) == []
     for stream in streams:
         stream.cancel()
+
+
+def is_there(endpoint):
+    try:
+        return endpoint.send("GET", "/health")[0] in (200, 503)
+    except OSError:
+        return False
+
+
+def wait_for_endpoint(ports):
+    endpoint = RunningEndpoint(ports["openai"])
+    deadline = time.monotonic() + READY_WITHIN_S
+    while not is_there(endpoint):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return endpoint
 
 
 def group_of_server(ports):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kimi_client import Chunk, KimiClientError, RequestCancelled, ServerFailed, TokenLogprob
-from kimi_openai.event_stream import chunk_events
+from kimi_openai.event_stream import EventStream, chunk_events
 from kimi_openai.replies import ChatWriter, CompletionWriter, Envelope
 from kimi_openai.reply_splitter import ReplySplitter
 from support.openai_endpoint import read_events
@@ -172,6 +172,30 @@ def test_logprobs_of_a_completion_go_on_counting():
     assert second["logprobs"]["text_offset"] == [1]
     assert second["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0}]
     assert [first["token_ids"], second["token_ids"]] == [[5], [7]]
+
+
+def test_a_client_that_leaves_before_the_first_event_ends_the_request():
+    """The events are then never asked for, so that nothing in them can do it."""
+
+    class Stream:
+        is_cancelled = False
+
+        def cancel(self):
+            self.is_cancelled = True
+
+    async def events_of_nobody():
+        yield ""
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(60)
+
+    stream = Stream()
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    asyncio.run(EventStream(stream, events_of_nobody(), {})(scope, receive, send))
+    assert stream.is_cancelled
 
 
 def test_read_events_notices_a_stream_that_is_not_whole():
