@@ -140,6 +140,9 @@ def measure_depth(
         document["cases"].append(result)
         print(report.row(result), flush=True)
         save(options, document)
+    for runner in models:
+        if runner is not None:
+            runner.close()  # with tensor parallelism, the other ranks' processes too
     del models
     gc.collect()
     if torch.cuda.is_available():

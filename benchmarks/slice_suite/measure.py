@@ -64,7 +64,7 @@ def measure_case(
             result["round_ms"],
             NUM_PROFILED_ROUNDS,
         )
-    if ceilings is not None:
+    if ceilings is not None and settings.tensor_parallel_size == 1:  # of one GPU's bytes
         result |= _floors(settings, ceilings, result, num_output_tokens)
     return result
 

@@ -72,10 +72,10 @@ def make_server(args: dict[str, str], role: str, folder: str) -> RunnerServer:
     def aux_buffer(model: Any, aux_layer_ids: tuple[int, ...], limits: Any, placement: Any) -> AuxBuffer:
         return _mapped(path, (1, limits.max_num_batched_tokens, len(aux_layer_ids) * model.config.hidden_size))
 
-    def offer(buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+    def offer(buffer: AuxBuffer | None, aux_transfer: str, *_: object) -> bytes | None:
         return None if buffer is None else json.dumps({"path": path, "shape": list(buffer.tensor.shape)}).encode()
 
-    def receiver(device: torch.device, aux_transfer: str) -> AuxReceiver:
+    def receiver(device: torch.device, aux_transfer: str, **_: object) -> AuxReceiver:
         return AuxReceiver(torch.device("cuda"), aux_transfer, FileBuffer)
 
     def load(settings: ServingSettings) -> Any:

@@ -53,7 +53,9 @@ class ServingSettings:
         "Kernel set: `reference` and `cpu` are row-invariant, `cpu` is the faster there, `triton` is for a GPU.",
         choices=("auto", "reference", "cpu", "triton"),
     )
-    tensor_parallel_size: int = _setting(1, "GPUs that share the target.", minimum=1)
+    tensor_parallel_size: int = _setting(
+        1, "GPUs that share both models, each GPU in a process of its own. On a CPU: processes.", minimum=1
+    )
     num_speculative_tokens: int = _setting(
         3, "Draft tokens a step where a request names no number.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
     )

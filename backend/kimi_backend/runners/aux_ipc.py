@@ -88,3 +88,21 @@ class OpenedAuxBuffer:
     def close(self) -> None:
         """Unmap it; the buffer is not to be touched afterwards."""
         self._memory.close()
+
+
+def join_handles(handles: list[bytes]) -> bytes:
+    """Of a target on several GPUs: the handles of all ranks' buffers as one, in the order of the ranks."""
+    return handles[0] if len(handles) == 1 else json.dumps([handle.decode() for handle in handles]).encode()
+
+
+def split_handles(joined: bytes) -> list[bytes]:
+    """What `join_handles` joined.
+
+    Raises:
+        InvalidRequestError: not handles of this version.
+    """
+    try:
+        handles = json.loads(joined)
+        return [handle.encode() for handle in handles] if isinstance(handles, list) else [joined]
+    except (ValueError, AttributeError) as error:
+        raise InvalidRequestError(f"aux buffer's handle: {len(joined)} bytes that are none: {error}") from None

@@ -20,6 +20,7 @@ from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.sampling_tensors import SamplingUpload, has_processors
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
 from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TokenHandle
@@ -32,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 class DraftRunner:
     """Runs step plans. Keeps weights and KV, and nothing about sequences.
 
-    With tensor parallelism every rank runs the same plan; all return the same reply.
+    With tensor parallelism every rank runs the same plan: rank 0's runner checks it and tells its peers.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class DraftRunner:
         pretences: tuple[str, ...] = (),
         aux_buffer: AuxBuffer | None = None,
         recorder: Recorder | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """
         Args:
@@ -55,8 +57,10 @@ class DraftRunner:
             pretences: what the description says is not real.
             aux_buffer: the target's, in which a plan names a region; without one, plans bring tensors.
             recorder: makes draft steps repeatable, once `warm_up` has run; None runs every step as it comes.
+            peers: of rank 0, the others.
         """
         limits.check_positions(model.config.max_position_embeddings)
+        self.peers = peers
         self._model = model
         self._kernels = kernels
         self._pool = pool
@@ -144,6 +148,10 @@ class DraftRunner:
         """
         aux = self._aux(plan)
         self._checker.check_draft(plan, aux.shape[0])
+        with self.peers.run("propose", plan, self._aux_for_peers(plan, aux)):
+            return self._propose(plan, aux)
+
+    def _propose(self, plan: DraftPlan, aux: torch.Tensor) -> DraftReply:
         if self._graphs is not None and not has_processors(plan.sampling):
             bucket = self._graphs.proposal_bucket(plan)
             if bucket is not None:
@@ -167,8 +175,34 @@ class DraftRunner:
         extension, proposal = self._graphs.extension_bucket(plan), self._graphs.proposal_bucket(plan)
         if extension is None or proposal is None:
             return None
-        self._graphs.follow(extension, proposal, plan, plan.follow, self._region(plan, aux))
+        with self.peers.run("follow", plan, self._aux_for_peers(plan, aux)):
+            self._graphs.follow(extension, proposal, plan, plan.follow, self._region(plan, aux))
         return self._left(self._graphs, plan)
+
+    def close(self) -> None:
+        """End the other ranks and drop what is captured."""
+        self.peers.close()
+        self.drop_captures()
+
+    def drop_captures(self) -> None:
+        """See `TargetRunner.drop_captures`."""
+        self._graphs = self._recorder = None
+
+    @property
+    def device(self) -> torch.device:
+        """That this runner computes on."""
+        return self._device
+
+    @property
+    def left_tokens(self) -> torch.Tensor | None:
+        """Where steps leave their tokens, in the shape of `left_shape`; None where every step is waited for."""
+        return None if self._graphs is None else self._graphs.left
+
+    def _aux_for_peers(self, plan: DraftPlan, aux: torch.Tensor) -> torch.Tensor | None:
+        """What the step reads of aux hidden states that came as a tensor; in a buffer, every rank has them."""
+        if not self.peers.count or plan.aux.region is not None:
+            return None
+        return aux[: int(plan.aux_rows.max()) + 1]
 
     def _left(self, graphs: DraftGraphs, plan: DraftPlan) -> DraftReply:
         """The reply to a step that was only queued."""

@@ -1,5 +1,7 @@
 """Server settings -> loaded runners: one in each of two processes, or both in one."""
 
+import enum
+
 import torch
 
 from kimi_backend.checkpoint.loading import TargetCheckpoint
@@ -12,7 +14,7 @@ from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
-from kimi_backend.parallel import SingleRank
+from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.draft_choice import head_format, linear_format
 from kimi_backend.runners.draft_runner import DraftRunner
@@ -21,12 +23,23 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.opened_checkpoints import Checkpoints, memory_plan
 from kimi_backend.runners.placement import Placement, captures_steps, place
 from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.ranks.divisible import check_divides
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.workers import Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance, with_uniform_routing
 
 _STEPS_IN_FLIGHT = 1
 """A verify is run after the draft step that reads what the one before left, in one process and between two."""
+
+
+class Role(str, enum.Enum):
+    """What a process loads."""
+
+    TARGET = "target"
+    DRAFT = "draft"
+    PAIR = "pair"
 
 
 def _limits(settings: ServingSettings, plan: MemoryPlan) -> RunnerLimits:
@@ -61,12 +74,17 @@ def _warm_up(runner: TargetRunner | DraftRunner) -> None:
 
 
 def _load_target(
-    settings: ServingSettings, checkpoints: Checkpoints, placement: Placement, recorder: GraphRecorder | None
+    settings: ServingSettings,
+    checkpoints: Checkpoints,
+    placement: Placement,
+    recorder: GraphRecorder | None,
+    group: TensorParallelGroup,
+    peers: Peers,
 ) -> tuple[TargetRunner, KimiTarget]:
     plan = memory_plan(settings, checkpoints, placement)
     kernels = _target_kernels(settings, placement)
     with checkpoints.target.loading() as tensors:
-        model = KimiTarget(checkpoints.target.config, tensors, kernels, SingleRank(), placement.device, placement.dtype)
+        model = KimiTarget(checkpoints.target.config, tensors, kernels, group, placement.device, placement.dtype)
     pool = KvPool.allocate(
         model.kv_pool_shape,
         plan.num_target_blocks,
@@ -86,6 +104,8 @@ def _load_target(
         pretences=settings.pretences,
         aux_buffer=_aux_buffer(model, aux_layer_ids, limits, placement),
         recorder=recorder,
+        group=group,
+        peers=peers,
     )
     _warm_up(runner)
     return runner, model
@@ -111,10 +131,10 @@ def _target_kernels(settings: ServingSettings, placement: Placement) -> KernelSe
     return kernels
 
 
-def _target_matrices(checkpoint: TargetCheckpoint, placement: Placement) -> EmbedAndHead:
+def _target_matrices(checkpoint: TargetCheckpoint, placement: Placement, group: TensorParallelGroup) -> EmbedAndHead:
     """The target's embedding and head for a draft in another process, which cannot share them in place."""
     loader = target_loader(
-        checkpoint.config, checkpoint.tensors, placement.kernels, SingleRank(), placement.device, placement.dtype
+        checkpoint.config, checkpoint.tensors, placement.kernels, group, placement.device, placement.dtype
     )
     return load_embed_and_head(checkpoint.config, loader)
 
@@ -124,6 +144,8 @@ def _load_draft(
     checkpoints: Checkpoints,
     placement: Placement,
     recorder: GraphRecorder | None,
+    group: TensorParallelGroup,
+    peers: Peers,
     shared: EmbedAndHead | None = None,
     aux_buffer: AuxBuffer | None = None,
 ) -> DraftRunner:
@@ -135,14 +157,14 @@ def _load_draft(
     config = checkpoint.config
     with checkpoint.loading() as tensors:
         formats = linear_format(settings), head_format(settings)
-        args = (tensors, placement.kernels, SingleRank(), placement.device, placement.dtype, *formats)
+        args = (tensors, placement.kernels, group, placement.device, placement.dtype, *formats)
         model: Eagle3Draft
         if isinstance(config, Eagle3MlaDraftConfig):
             model = Eagle3MlaDraft(config, *args)
         else:
             model = Eagle3MhaDraft(config, *args)
     if shared is None and not {"embed_tokens.weight", "lm_head.weight"} <= checkpoint.tensors.names():
-        shared = _target_matrices(checkpoints.target, placement)
+        shared = _target_matrices(checkpoints.target, placement, group)
     if shared is not None:
         model.set_embed_and_head(shared)
     takes_float8 = isinstance(config, Eagle3MlaDraftConfig)
@@ -164,6 +186,7 @@ def _load_draft(
         pretences=settings.pretences,
         aux_buffer=aux_buffer,
         recorder=recorder,
+        peers=peers,
     )
     _warm_up(runner)
     return runner
@@ -173,30 +196,69 @@ def _kv_scale(settings: ServingSettings, kv_dtype: torch.dtype) -> float:
     return settings.kv_scale if kv_dtype.itemsize == 1 else 1.0
 
 
+def load_rank(
+    settings: ServingSettings,
+    role: Role,
+    placement: Placement,
+    checkpoints: Checkpoints,
+    group: TensorParallelGroup,
+    peers: Peers = NO_PEERS,
+) -> tuple[TargetRunner | None, DraftRunner | None]:
+    """This rank's part of what the role says, warmed up: all ranks do this at the same time.
+
+    Args:
+        peers: of rank 0, the others.
+    """
+    recorder = _recorder(settings, placement)
+    ranks = recorder, group, peers
+    if role is Role.DRAFT:
+        return None, _load_draft(settings, checkpoints, placement, *ranks)
+    target, model = _load_target(settings, checkpoints, placement, *ranks)
+    if role is Role.TARGET or checkpoints.draft is None:
+        return target, None
+    # In one process the draft shares the target's matrices where it can.
+    shared = model.get_embed_and_head()
+    return target, _load_draft(settings, checkpoints, placement, *ranks, shared, target.aux_buffer)
+
+
+def _load(settings: ServingSettings, role: Role) -> tuple[TargetRunner | None, DraftRunner | None]:
+    placement = place(settings)
+    checkpoints = Checkpoints.open(settings, placement)
+    if settings.tensor_parallel_size == 1:
+        return load_rank(settings, role, placement, checkpoints, SingleRank())
+    # What is wrong with the settings is found before any process is started.
+    check_divides(settings.tensor_parallel_size, checkpoints)
+    memory_plan(settings, checkpoints, placement)
+    workers = Workers(settings, role.value)
+    with workers.loading():
+        group = workers.join(placement.device)
+        loaded = load_rank(settings, role, placement, checkpoints, group, workers)
+    for runner in loaded:
+        if runner is not None:
+            workers.before_leaving(runner.drop_captures)
+    return loaded
+
+
 def load_target_runner(settings: ServingSettings) -> TargetRunner:
     """Load the target alone.
 
     Raises:
         ConfigError, CheckpointError: the settings or files cannot be served.
     """
-    placement = place(settings)
-    checkpoints = Checkpoints.open(settings, placement)
-    return _load_target(settings, checkpoints, placement, _recorder(settings, placement))[0]
+    target, _ = _load(settings, Role.TARGET)
+    assert target is not None
+    return target
 
 
 def load_draft_runner(settings: ServingSettings) -> DraftRunner:
     """Load the draft alone; matrices that its file lacks come from the target's files. Raises likewise."""
-    placement = place(settings)
-    return _load_draft(settings, Checkpoints.open(settings, placement), placement, _recorder(settings, placement))
+    _, draft = _load(settings, Role.DRAFT)
+    assert draft is not None
+    return draft
 
 
 def load_pair(settings: ServingSettings) -> tuple[TargetRunner, DraftRunner | None]:
     """Both in this process, the draft sharing the target's matrices where it can; None without a draft."""
-    placement = place(settings)
-    checkpoints = Checkpoints.open(settings, placement)
-    recorder = _recorder(settings, placement)
-    target, model = _load_target(settings, checkpoints, placement, recorder)
-    if checkpoints.draft is None:
-        return target, None
-    shared = model.get_embed_and_head()
-    return target, _load_draft(settings, checkpoints, placement, recorder, shared, target.aux_buffer)
+    target, draft = _load(settings, Role.PAIR)
+    assert target is not None
+    return target, draft

@@ -21,20 +21,19 @@ class Placement:
     kv_dtype: torch.dtype
 
 
-def place(settings: ServingSettings) -> Placement:
+def place(settings: ServingSettings, rank: int = 0) -> Placement:
     """Resolve every "auto", and take as many CPU threads as the settings say.
 
+    Args:
+        rank: of the `tensor_parallel_size` that share the models.
+
     Raises:
-        ConfigError: a GPU is asked for and there is none, or the kernels cannot run on the device.
+        ConfigError: there are fewer GPUs than asked for, or the kernels cannot run on the device.
     """
     has_gpu = torch.cuda.is_available()
     name = settings.device if settings.device != "auto" else ("cuda" if has_gpu else "cpu")
     if name == "cuda" and not has_gpu:
         raise ConfigError("setting device: cuda given, but torch sees no GPU here; cpu is allowed")
-    if settings.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"setting tensor_parallel_size: {settings.tensor_parallel_size} given; this version serves with 1"
-        )
     chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "cpu")
     if name not in _DEVICES_OF_KERNELS[chosen]:
         allowed = " or ".join(kernels for kernels, devices in _DEVICES_OF_KERNELS.items() if name in devices)
@@ -44,7 +43,20 @@ def place(settings: ServingSettings) -> Placement:
     kernels: KernelSet = getattr(KernelSet, chosen)()
     dtype = torch.bfloat16 if chosen == "triton" else torch.float32
     kv_dtype = _kv_dtype(settings, dtype, chosen)
-    return Placement(device=torch.device(name), kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
+    return Placement(device=_device(settings, name, rank), kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def _device(settings: ServingSettings, name: str, rank: int) -> torch.device:
+    """Each rank has a GPU of its own. On a CPU they share the machine."""
+    size = settings.tensor_parallel_size
+    if name != "cuda" or size == 1:
+        return torch.device(name)
+    num_gpus = torch.cuda.device_count()
+    if size > num_gpus:
+        raise ConfigError(
+            f"setting tensor_parallel_size: {size} given, torch sees {num_gpus} GPUs here; 1 to {num_gpus} are allowed"
+        )
+    return torch.device(name, rank)
 
 
 def _kv_dtype(settings: ServingSettings, dtype: torch.dtype, kernels: str) -> torch.dtype:

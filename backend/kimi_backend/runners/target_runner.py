@@ -11,6 +11,7 @@ import torch
 from kimi_backend.checkpoint.progress import no_progress
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.models.kimi_k25 import KimiTarget
+from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.device_name import device_name
 from kimi_backend.runners.graphs.buckets import Bucket
@@ -21,11 +22,12 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.left_tokens import as_input, left_places, resolve_left, take_left, window_rows
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.sampled_rows import SampledRows
 from kimi_backend.runners.sampling_tensors import SamplingUpload, has_processors
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
 from kimi_backend.spec_decode.protocols import OnQueued, PendingVerify
-from kimi_backend.types.plan import AuxHandle, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.plan import AuxHandle, DrawnHandle, RunnerDescription, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
     PLACEHOLDER_TOKEN_ID,
@@ -65,7 +67,7 @@ class LaunchedVerify:
 class TargetRunner:
     """Runs step plans. Keeps weights and KV, and nothing about sequences.
 
-    With tensor parallelism every rank runs the same plan; all return the same reply.
+    With tensor parallelism every rank runs the same plan: rank 0's runner checks it and tells its peers.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class TargetRunner:
         pretences: tuple[str, ...] = (),
         aux_buffer: AuxBuffer | None = None,
         recorder: Recorder | None = None,
+        group: TensorParallelGroup | None = None,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """
         Args:
@@ -88,8 +92,12 @@ class TargetRunner:
             pretences: what the description says is not real.
             aux_buffer: where aux hidden states are left for the draft; without one, each step makes a tensor.
             recorder: makes verify steps repeatable, once `warm_up` has run; None runs every step as it comes.
+            group: the model's.
+            peers: of rank 0, the others.
         """
         limits.check_positions(model.config.max_position_embeddings)
+        self.peers = peers
+        self._group = group or SingleRank()
         self._model = model
         self._kernels = kernels
         self._pool = pool
@@ -206,7 +214,8 @@ class TargetRunner:
             return None
         if plan.drawn_rows is not None and not self._is_behind(plan):
             return None
-        pending = self._launch_captured(self._graphs, bucket, plan, None)
+        with self.peers.run("launch", plan):
+            pending = self._launch_captured(self._graphs, bucket, plan, None)
         self._launched = pending
         return pending
 
@@ -217,30 +226,52 @@ class TargetRunner:
             return False
         return int(plan.drawn_rows.max()) < len(last.plan.num_sampled_rows)
 
+    @torch.inference_mode()
+    def verify_unheard(self, plan: TargetPlan) -> DrawnHandle | None:
+        """`verify` on a rank whose reply nobody reads: does not wait for a step that is captured to its end.
+
+        Returns:
+            Where such a step leaves what it draws.
+        """
+        begun = self._begin(plan, None)
+        if isinstance(begun, TargetReply) or self._graphs is None:
+            return None
+        return self._graphs.drawn(begun.drawn.bucket)
+
+    def close(self) -> None:
+        """End the other ranks and drop what is captured."""
+        self.peers.close()
+        self.drop_captures()
+
+    def drop_captures(self) -> None:
+        """Captured steps hold the collectives that they call. Only eager steps run afterwards."""
+        self._graphs = self._recorder = self._launched = None
+
     def _verify(self, plan: TargetPlan, on_queued: OnQueued | None) -> TargetReply:
+        begun = self._begin(plan, on_queued)
+        return begun if isinstance(begun, TargetReply) else begun.wait()
+
+    def _begin(self, plan: TargetPlan, on_queued: OnQueued | None) -> "TargetReply | LaunchedVerify":
         self._launched = None
         self._checker.check_target(plan)
         if plan.drawn_rows is not None:
             raise InvalidRequestError("plan drawn_rows: some given, a step that is waited for takes none")
         left = resolve_left(plan, self._device)
         bucket = self._graphs.bucket_of(plan) if self._graphs is not None else None
-        if self._graphs is None or bucket is None:
-            return self._verify_eagerly(plan, None if left is None else left.clone())
-        return self._verify_captured(self._graphs, bucket, plan, left, on_queued)
+        with self.peers.run("verify", plan):
+            if self._graphs is None or bucket is None:
+                return self._verify_eagerly(plan, None if left is None else left.clone())
+            if _wants_more(plan):
+                return self._verify_captured(self._graphs, bucket, plan, left)
+            step = self._launch_captured(self._graphs, bucket, plan, left)
+            if on_queued is not None:
+                on_queued(step.aux, self._graphs.drawn(bucket))
+            return step
 
     def _verify_captured(
-        self,
-        graphs: TargetGraphs,
-        bucket: Bucket,
-        plan: TargetPlan,
-        left: torch.Tensor | None,
-        on_queued: OnQueued | None,
+        self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan, left: torch.Tensor | None
     ) -> TargetReply:
-        if not _wants_more(plan):
-            step = self._launch_captured(graphs, bucket, plan, left)
-            if on_queued is not None:
-                on_queued(step.aux, graphs.drawn(bucket))
-            return step.wait()
+        """A step whose draws want more than those captured have."""
         aux = self._forward_captured(graphs, bucket, plan, left)
         copied = None if left is None else graphs.left(bucket)
         tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan), copied), self._device)
@@ -288,11 +319,15 @@ class TargetRunner:
             self._pool.scale,
             self._aux_layer_ids if plan.wants_aux.any() else (),
         )
+        handle = self._hand_over(aux)
         is_finite = hidden[tensors["last_rows"]].isfinite().all(dim=1)
-        results = {"seq_status": torch.where(is_finite, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)}
+        # The draft's ranks may read the buffer once rank 0 has replied, so its reply waits for every rank: here, or in
+        # what gathers the logits.
+        is_lost = self._group.all_reduce((~is_finite).to(torch.int32))
+        results = {"seq_status": torch.where(is_lost == 0, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)}
         if sampled.num_rows:
             results |= self._sample(plan, hidden, tensors, left)
-        return self._reply(plan, self._hand_over(aux), results | _draft_status(plan, left))
+        return self._reply(plan, handle, results | _draft_status(plan, left))
 
     def _hand_over(self, aux: torch.Tensor | None) -> AuxHandle:
         """Into the buffer, where there is one."""

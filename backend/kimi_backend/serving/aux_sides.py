@@ -5,14 +5,16 @@ Whatever stands in the way is logged and answered with None, and the aux hidden 
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
 
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.aux_ipc import OpenedAuxBuffer, export_aux_buffer
 from kimi_backend.runners.cuda_ipc import CudaIpcError
+from kimi_backend.runners.ranks.aux_on_ranks import OpenedOnRanks, export_on_ranks
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.types.plan import AuxHandle
 
 logger = logging.getLogger("kimi_backend.serving")
@@ -20,8 +22,11 @@ logger = logging.getLogger("kimi_backend.serving")
 AUTO, IPC, TENSOR = "auto", "ipc", "tensor"
 
 
-def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str, peers: Peers = NO_PEERS) -> bytes | None:
     """The target's end: the handle for `RunnerDescription.aux_buffer`; None when nothing is shared.
+
+    Args:
+        peers: the target's other ranks, whose buffers are offered with it.
 
     Raises:
         ConfigError: `aux_transfer` is ipc and the buffer cannot be shared.
@@ -31,7 +36,7 @@ def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str) -> bytes | Non
     try:
         if not buffer.tensor.is_cuda:
             raise CudaIpcError("the target runs on a CPU")
-        return export_aux_buffer(buffer)
+        return export_on_ranks(buffer, peers)
     except CudaIpcError as error:
         if aux_transfer == IPC:
             raise ConfigError(f"setting aux_transfer: ipc given, but {error}; auto is allowed") from None
@@ -43,11 +48,14 @@ def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str) -> bytes | Non
 class AuxReceiver:
     """The draft's end: keeps the target's buffer open."""
 
-    def __init__(self, device: torch.device, aux_transfer: str, open_buffer: Any = OpenedAuxBuffer) -> None:
+    def __init__(
+        self, device: torch.device, aux_transfer: str, open_buffer: Any = None, peers: Peers = NO_PEERS
+    ) -> None:
         """
         Args:
             device: the draft's.
-            open_buffer: makes an `OpenedAuxBuffer` of a handle and a device.
+            open_buffer: makes what is used as an `OpenedOnRanks`, of a handle and a device.
+            peers: the draft's other ranks.
 
         Raises:
             ConfigError: `aux_transfer` is ipc on a CPU.
@@ -56,8 +64,8 @@ class AuxReceiver:
             raise ConfigError("setting aux_transfer: ipc given, but the runners are on a CPU; auto is allowed")
         self._device = device
         self._aux_transfer = aux_transfer
-        self._open_buffer = open_buffer
-        self._opened: OpenedAuxBuffer | None = None
+        self._open_buffer = open_buffer or partial(OpenedOnRanks, peers=peers)
+        self._opened: OpenedOnRanks | None = None
 
     def open(self, handle: bytes | None) -> bytes | None:
         """Open the target's buffer, in place of the one before. Returns the handle that is open now, or None.

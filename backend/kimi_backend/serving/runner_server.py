@@ -13,6 +13,7 @@ import torch.utils.dlpack
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners.ranks.peers import NO_PEERS
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_sides import AUTO, AuxReceiver, offer_aux_buffer
 from kimi_backend.serving.board_sides import TargetSide, make_draft_side
@@ -105,10 +106,11 @@ class RunnerServer:
         """
         self._runner = runner
         self._pb = pb_utils
-        offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer)
+        peers = getattr(runner, "peers", NO_PEERS)
+        offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer, peers)
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
         device = _device_of(self._description)
-        self._receiver = AuxReceiver(device, aux_transfer)
+        self._receiver = AuxReceiver(device, aux_transfer, peers=peers)
         self._steps = StepsInFlight(runner)
         self._target_side = TargetSide(device)
         self._draft_side = make_draft_side(getattr(runner, "left_shape", None), device) if has_board else None
@@ -123,6 +125,9 @@ class RunnerServer:
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
         has_board = settings.launch_ahead == "true" and settings.step_board == "auto"
+        if has_board and settings.tensor_parallel_size > 1:
+            logger.info("no step board: target and draft wait for each other's replies with tensor parallelism")
+            has_board = False
         server = cls(load(settings), pb_utils, settings.aux_transfer, has_board=has_board)
         freeze_what_is_loaded()
         return server
@@ -218,7 +223,8 @@ class RunnerServer:
             tensor = self._receiver.resolve(plan.aux, max(int(plan.aux_rows.max(initial=-1)), 0) + 1)
         # A tensor of the server's is gone when this has answered, so a step that reads one is waited for.
         leaves_tokens = plan.leaves_tokens and self._draft_side is not None and aux is None
-        plan = dataclasses.replace(plan, aux=AuxHandle(tensor=tensor), leaves_tokens=leaves_tokens)
+        handle = AuxHandle(tensor=tensor, region=None if aux is not None else plan.aux.region)
+        plan = dataclasses.replace(plan, aux=handle, leaves_tokens=leaves_tokens)
         reply = self._draft(plan)
         return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))})
 

@@ -101,7 +101,7 @@ class Pair:
         runner: Any = SharingTarget() if model == "kimi_target" else WatchedDraft(self.seen)
         self.server.servers[model] = RunnerServer(runner, self.server.pb_utils)
 
-    def offer(self, buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+    def offer(self, buffer: AuxBuffer | None, aux_transfer: str, *_: object) -> bytes | None:
         if buffer is None or aux_transfer == "tensor":
             return None
         handle = b"handle %d" % len(self.buffers)
@@ -141,7 +141,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     monkeypatch.setattr(
         runner_server,
         "AuxReceiver",
-        lambda device, aux_transfer: AuxReceiver(torch.device("cuda"), aux_transfer, pair.open),
+        lambda device, aux_transfer, **_: AuxReceiver(torch.device("cuda"), aux_transfer, pair.open),
     )
     return pair
 

@@ -67,14 +67,14 @@ class Pair:
         monkeypatch.setattr(
             runner_server,
             "AuxReceiver",
-            lambda device, aux_transfer: AuxReceiver(
+            lambda device, aux_transfer, **_: AuxReceiver(
                 torch.device("cuda"), aux_transfer, lambda handle, _: FoundBuffer(self._buffers, handle)
             ),
         )
         self.start("kimi_target")
         self.start("eagle3_draft")
 
-    def _offer(self, buffer: AuxBuffer | None, aux_transfer: str) -> bytes | None:
+    def _offer(self, buffer: AuxBuffer | None, aux_transfer: str, *_: object) -> bytes | None:
         if buffer is None or aux_transfer == "tensor":
             return None
         handle = b"handle %d" % len(self._buffers)

@@ -1,0 +1,75 @@
+"""What rank 0 sends down a pipe: steps, and questions that are answered."""
+
+import enum
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from kimi_backend.types import codec
+from kimi_backend.types.plan import DraftPlan, TargetPlan
+
+Pipe = Connection  # type: ignore[type-arg,unused-ignore]  # generic in some versions of the stubs only
+
+
+class Method(str, enum.Enum):
+    """Steps by the runner's method that runs them."""
+
+    VERIFY = "verify"
+    LAUNCH = "launch"
+    PROPOSE = "propose"
+    FOLLOW = "follow"
+
+
+_PLANS: dict[Method, type[TargetPlan] | type[DraftPlan]] = {
+    Method.VERIFY: TargetPlan,
+    Method.LAUNCH: TargetPlan,
+    Method.PROPOSE: DraftPlan,
+    Method.FOLLOW: DraftPlan,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan without what only a device holds."""
+
+    method: Method
+    plan: TargetPlan | DraftPlan
+    aux: torch.Tensor | None
+    """On the host."""
+
+    def packed(self) -> Any:
+        """For `Connection.send`."""
+        aux = None
+        if self.aux is not None:
+            host = self.aux.contiguous().cpu()
+            aux = host.view(torch.uint8).numpy(), str(host.dtype).removeprefix("torch.")
+        return self.method.value, codec.encode(self.plan), aux
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Something that is answered with bytes."""
+
+    name: str
+    content: bytes
+
+    def packed(self) -> Any:
+        """For `Connection.send`."""
+        return self.name, self.content
+
+
+def unpacked(message: Any) -> Step | Question:
+    """What `packed` gave."""
+    if len(message) == 2:
+        return Question(*message)
+    method, buffer, aux = Method(message[0]), np.asarray(message[1]), message[2]
+    plan: TargetPlan | DraftPlan
+    cls: Any = _PLANS[method]
+    plan = codec.decode(cls, buffer)
+    if aux is None:
+        return Step(method, plan, None)
+    rows, dtype = aux
+    return Step(method, plan, torch.from_numpy(rows).view(getattr(torch, dtype)))

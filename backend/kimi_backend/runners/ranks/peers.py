@@ -1,0 +1,69 @@
+"""What rank 0's runners know of the other ranks."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from kimi_backend.types.plan import DraftPlan, TargetPlan
+
+
+class Peers(Protocol):
+    """The other ranks of a group. Alone, and on every rank but 0, there are none."""
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        ...
+
+    def run(
+        self, method: str, plan: TargetPlan | DraftPlan, aux: torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """Let them run a step that has passed every check, and run it here inside the context. Ends this process if
+        that fails: the others wait in a collective then, for a rank that does not come.
+
+        Args:
+            method: of the runner, as `messages.Method` names it.
+            aux: [rows, width] for a draft step whose aux hidden states no rank has at hand.
+        """
+        ...
+
+    def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
+        """One answer of each, in the order of their ranks.
+
+        Args:
+            contents: what each is told beside the question.
+
+        Raises:
+            PeerError: one of them could not do it; says which, and why.
+        """
+        ...
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+        ...
+
+
+class NoPeers:
+    """Of a runner that nobody follows."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        self._nothing = nullcontext()
+
+    def run(
+        self, method: str, plan: TargetPlan | DraftPlan, aux: torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """See `Peers.run`."""
+        return self._nothing
+
+    def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
+        """See `Peers.ask`."""
+        return []
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+
+
+NO_PEERS = NoPeers()

@@ -1,0 +1,133 @@
+"""The process of one rank other than 0.
+
+    python -m kimi_backend.runners.ranks.worker PIPE_DESCRIPTOR
+
+`workers` starts it and tells it through the pipe what to load, then what to run. It ends with the process that started
+it, however that ends, and when a step fails: the others are in a collective then, waiting for it.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import KimiError
+from kimi_backend.parallel import TensorParallelGroup
+from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.ranks.follower import Follower
+from kimi_backend.runners.ranks.messages import Pipe, Question, unpacked
+
+READY, FAILED, ANSWER = "ready", "failed", "answer"
+CLOSE = "close"
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger("kimi_backend.runners")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What a rank is told first."""
+
+    parent_pid: int
+    rank: int
+    size: int
+    address: str
+    """Where rank 0 listens."""
+    role: str
+    """As `loading.Role` has it."""
+    settings: dict[str, Any]
+    """Of `ServingSettings`."""
+
+    def packed(self) -> dict[str, Any]:
+        """For `Connection.send`."""
+        return asdict(self)
+
+
+def _end_with(parent_pid: int) -> None:
+    """Be killed when the thread that started this process ends. Linux only; elsewhere the pipe's end is the sign."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # died before the line above
+        os._exit(1)
+
+
+def _load(assignment: Assignment) -> tuple[Follower, TensorParallelGroup]:
+    # Not above: the runners' modules import this package's.
+    from kimi_backend.runners.loading import Role, load_rank
+    from kimi_backend.runners.opened_checkpoints import Checkpoints
+    from kimi_backend.runners.placement import place
+
+    role = Role(assignment.role)
+    settings = ServingSettings(**assignment.settings)
+    placement = place(settings, assignment.rank)
+    group = join_ranks(assignment.rank, assignment.size, assignment.address, placement.device)
+    checkpoints = Checkpoints.open(settings, placement)
+    target, draft = load_rank(settings, role, placement, checkpoints, group)
+    return Follower(target, draft), group
+
+
+def follow(pipe: Pipe, follower: Follower) -> None:
+    """Run what comes until the pipe says that it is over, or ends."""
+    while True:
+        message = pipe.recv()
+        if message == CLOSE:
+            return
+        told = unpacked(message)
+        if not isinstance(told, Question):
+            follower.run(told)
+            continue
+        try:
+            pipe.send((ANSWER, follower.answer(told.name, told.content)))
+        except KimiError as error:
+            pipe.send((FAILED, str(error)))
+
+
+def main(arguments: list[str]) -> None:
+    """Does not return."""
+    pipe = Connection(int(arguments[0]))
+    assignment = Assignment(**pipe.recv())
+    _end_with(assignment.parent_pid)
+    logging.basicConfig(
+        level=logging.ERROR, format=f"%(levelname)s rank {assignment.rank} of the {assignment.role}: %(message)s"
+    )
+    try:
+        follower, group = _load(assignment)
+        pipe.send((READY, b""))
+        follow(pipe, follower)
+    except (EOFError, ConnectionError):
+        os._exit(1)  # the parent is gone
+    except BaseException as error:
+        _report(pipe, assignment, error)
+        os._exit(1)
+    _leave(follower, group)
+    os._exit(0)
+
+
+def _report(pipe: Pipe, assignment: Assignment, error: BaseException) -> None:
+    text = str(error) if isinstance(error, KimiError) else "".join(traceback.format_exception(error))
+    sys.stderr.write(f"rank {assignment.rank} of the {assignment.role} has failed: {text}\n")
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        pipe.send((FAILED, str(error) if isinstance(error, KimiError) else repr(error)))
+
+
+def _leave(follower: Follower, group: TensorParallelGroup) -> None:
+    follower.drop_captures()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    gc.collect()
+    leave(group)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,246 @@
+"""The processes of the other ranks, as rank 0 starts, tells, watches and ends them."""
+
+import atexit
+import dataclasses
+import gc
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+import torch
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import KimiError, ModelUnavailableError
+from kimi_backend.parallel import TensorParallelGroup
+from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.ranks.messages import Method, Pipe, Question, Step
+from kimi_backend.runners.ranks.worker import ANSWER, CLOSE, FAILED, READY, Assignment
+from kimi_backend.types.plan import DraftPlan, TargetPlan
+
+_JOIN_S = 300.0
+_LOADING_GRACE_S = 2.0
+"""While models load, what is wrong is mostly wrong on every rank: rank 0 gets so long to say it itself."""
+_END_S = 10.0
+
+
+class PeerError(KimiError):
+    """Another rank could not do what it was asked."""
+
+
+def end_process(problem: str) -> None:
+    """This process is of no use without its peers, and a collective that one of them left never ends. Its server or its
+    user starts it again."""
+    sys.stderr.write(f"tensor parallel: {problem}; this process ends\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Workers:
+    """Ranks 1 to size - 1, for one process's runners (`peers.Peers`)."""
+
+    def __init__(self, settings: ServingSettings, role: str, end: Callable[[str], None] = end_process) -> None:
+        """Start them.
+
+        Args:
+            role: what they load, as `loading.Role` has it.
+            end: called from another thread when one of them is gone unasked.
+        """
+        self._role, self._end = role, end
+        self._size = settings.tensor_parallel_size
+        self._address = f"127.0.0.1:{_free_port()}"
+        self._is_loading, self._is_on_cpu = True, True
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._group: TensorParallelGroup | None = None
+        self._before_leaving: list[Callable[[], None]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._watches: list[threading.Thread] = []
+        self._pipes = [self._start(rank, settings) for rank in range(1, self._size)]
+        atexit.register(self.close)
+
+    @property
+    def count(self) -> int:
+        """See `Peers.count`."""
+        return len(self._pipes)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """In the order of their ranks."""
+        return [process.pid for process in self._processes]
+
+    def join(self, device: torch.device) -> TensorParallelGroup:
+        """Meet them, as rank 0 on this device."""
+        self._is_on_cpu = device.type == "cpu"
+        self._group = join_ranks(0, self._size, self._address, device, join_timeout_s=_JOIN_S)
+        return self._group
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around loading this rank's models: what is wrong ends the others at once, and is raised."""
+        try:
+            yield
+            self._wait_until_ready()
+            self._is_loading = False
+        except BaseException:
+            self._closing.set()
+            self._kill()
+            if self._is_on_cpu:  # on a GPU leaving would wait for them
+                self._leave()
+            raise
+
+    def run(
+        self, method: str, plan: TargetPlan | DraftPlan, aux: torch.Tensor | None = None
+    ) -> AbstractContextManager[None]:
+        """See `Peers.run`."""
+        return _Running(self, pickle.dumps(Step(Method(method), plan, aux).packed(), protocol=5))
+
+    def tell(self, message: bytes) -> None:
+        """Send a packed step to all."""
+        if self._closing.is_set():
+            raise ModelUnavailableError("the other ranks have ended")
+        try:
+            with self._lock:
+                for pipe in self._pipes:
+                    pipe.send_bytes(message)
+        except OSError as error:
+            self.fail(f"a rank of the {self._role} takes no step: {error}")
+
+    def fail(self, problem: str) -> None:
+        """A step will not come to its end on every rank."""
+        if not self._closing.is_set():
+            self._end(problem)
+
+    def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
+        """See `Peers.ask`."""
+        with self._lock:
+            for pipe, content in zip(self._pipes, contents, strict=True):
+                pipe.send(Question(question, content).packed())
+            return [self._answer(rank, pipe) for rank, pipe in enumerate(self._pipes, 1)]
+
+    def before_leaving(self, drop: Callable[[], None]) -> None:
+        """drop: lets go of captured steps, which hold the collectives that they call."""
+        self._before_leaving.append(drop)
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(CLOSE)
+        self._leave()
+        deadline = time.monotonic() + _END_S
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _start(self, rank: int, settings: ServingSettings) -> Pipe:
+        ours, theirs = socket.socketpair()
+        pipe: Pipe = Connection(ours.detach())
+        started = threading.Event()
+
+        def start_and_watch() -> None:
+            # The worker is killed when the thread that started it ends: so this one stays.
+            command = [sys.executable or "python3", "-m", "kimi_backend.runners.ranks.worker", str(theirs.fileno())]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, stdout=sys.stderr
+            )
+            theirs.close()
+            self._processes.append(process)
+            started.set()
+            self._report_end(rank, process.wait())
+
+        watch = threading.Thread(target=start_and_watch, name=f"kimi-rank-{rank}", daemon=True)
+        watch.start()
+        self._watches.append(watch)
+        if not started.wait(_END_S):
+            raise PeerError(f"rank {rank} of the {self._role}: its process did not start")
+        pipe.send(
+            Assignment(
+                parent_pid=os.getpid(),
+                rank=rank,
+                size=self._size,
+                address=self._address,
+                role=self._role,
+                settings=dataclasses.asdict(settings),
+            ).packed()
+        )
+        return pipe
+
+    def _report_end(self, rank: int, code: int) -> None:
+        if self._closing.wait(_LOADING_GRACE_S if self._is_loading else 0.0):
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"has ended with code {code}"
+        self._end(f"rank {rank} of the {self._role} {how}")
+
+    def _wait_until_ready(self) -> None:
+        for rank, pipe in enumerate(self._pipes, 1):
+            self._answer(rank, pipe, READY)
+
+    def _answer(self, rank: int, pipe: Pipe, expected: str = ANSWER) -> bytes:
+        try:
+            kind, content = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise PeerError(f"rank {rank} of the {self._role} has ended: {error}") from None
+        if kind == FAILED:
+            raise PeerError(f"rank {rank} of the {self._role}: {content}")
+        assert kind == expected, f"{expected} awaited, {kind} came"
+        answer: bytes = content
+        return answer
+
+    def _leave(self) -> None:
+        """All ranks do it at the same time. Not waited for without end: a rank that is stuck will not come."""
+        for drop in self._before_leaving:
+            drop()
+        if self._group is None:
+            return
+        gc.collect()
+        thread = threading.Thread(target=leave, args=(self._group,), name="kimi-leave", daemon=True)
+        thread.start()
+        thread.join(_END_S)
+        self._group = None
+
+    def _kill(self) -> None:
+        atexit.unregister(self.close)
+        for process in self._processes:
+            process.kill()
+        for watch in self._watches:
+            watch.join(_END_S)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+class _Running:
+    """A step that all ranks run."""
+
+    __slots__ = ("_message", "_workers")
+
+    def __init__(self, workers: Workers, message: bytes) -> None:
+        self._workers, self._message = workers, message
+
+    def __enter__(self) -> None:
+        self._workers.tell(self._message)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._workers.fail(f"a step has failed on rank 0: {kind.__name__ if kind else ''}: {error}")
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port

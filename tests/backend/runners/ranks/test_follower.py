@@ -1,0 +1,90 @@
+"""Another rank does what rank 0 does: the same KV, bit for bit, after every kind of step."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.target_runner import TargetRunner
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_kernels.kernel_set import KernelSet
+from support.captured_runners import Setting, runner_pair
+from support.engine_runs import EngineHarness
+from support.loopback_peers import LoopbackPeers
+from support.random_requests import random_requests
+
+SETTING = Setting(kernels=KernelSet.reference())
+
+
+def two_ranks(*, captures: bool) -> tuple[list[tuple[TargetRunner, DraftRunner]], LoopbackPeers]:
+    pairs = [runner_pair(SETTING, "mla31", EagerRecorder() if captures else None, num_regions=1) for _ in range(2)]
+    peers = LoopbackPeers(*pairs[1])
+    for runner in pairs[0]:
+        runner.peers = peers
+    return pairs, peers
+
+
+def assert_same_pools(pairs: list[tuple[TargetRunner, DraftRunner]]) -> None:
+    for ours, theirs in zip(*pairs, strict=True):
+        assert torch.equal(ours._pool.tensor.nan_to_num(9e9), theirs._pool.tensor.nan_to_num(9e9))
+
+
+def plain_requests(count: int, k: int) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(range(1 + index, 12 + 2 * index)),
+            sampling=SamplingParams(max_tokens=20, temperature=float(index % 2), seed=index, ignore_eos=True),
+            num_speculative_tokens=k,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("captures", "k", "expected"),
+    [
+        (False, 3, {"verify", "propose"}),
+        (True, 3, {"verify", "propose", "follow"}),
+        (True, 0, {"verify", "launch"}),
+    ],
+)
+def test_every_kind_of_step_leaves_the_same_kv(captures: bool, k: int, expected: set[str]) -> None:
+    pairs, peers = two_ranks(captures=captures)
+    target, draft = pairs[0]
+    harness = EngineHarness(target, draft if k else None, SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64))
+    for request in plain_requests(6, k):
+        harness.add(request)
+    harness.run(each_step=lambda _: assert_same_pools(pairs))
+    assert expected <= set(peers.steps), peers.steps
+    left = [pair[1].left_tokens for pair in pairs]
+    assert not captures or torch.equal(left[0], left[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_every_sampling_feature(captures: bool) -> None:
+    pairs, _ = two_ranks(captures=captures)
+    harness = EngineHarness(*pairs[0], SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64))
+    for request in random_requests(random.Random(3), 16, pairs[0][0].describe().vocab_size):
+        harness.add(request)
+    harness.run(each_step=lambda _: assert_same_pools(pairs))
+
+
+def test_a_bad_plan_fails_before_anybody_is_told() -> None:
+    pairs, peers = two_ranks(captures=False)
+    plans = []
+    verify = pairs[0][0].verify
+    pairs[0][0].verify = lambda plan: (plans.append(plan), verify(plan))[1]  # type: ignore[method-assign]
+    harness = EngineHarness(pairs[0][0], None)
+    harness.add(plain_requests(1, 0)[0])
+    harness.run()
+    told = peers.steps["verify"]
+    bad = replace(plans[0], rows=replace(plans[0].rows, token_ids=plans[0].rows.token_ids + 10**6))
+    with pytest.raises(InvalidRequestError, match="token_ids"):
+        verify(bad)
+    assert peers.steps["verify"] == told

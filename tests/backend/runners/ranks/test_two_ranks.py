@@ -1,0 +1,160 @@
+"""Two ranks in two processes on a CPU, over gloo: one rank's texts, and what happens when one of them goes."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kimi_backend.checkpoint.presets import DraftKind
+from kimi_backend.errors import CheckpointError, ConfigError
+from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.loading import load_draft_runner, load_pair, load_target_runner
+from kimi_backend.runners.ranks.workers import Workers
+from kimi_backend.runners.target_runner import TargetRunner
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.serving.processes import is_alive
+from support import tiny_ranks
+from support.engine_runs import generate
+from support.random_requests import random_requests
+from support.tiny_ranks import make_tiny, tiny_settings
+
+LIMITS = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=256)
+END_S = 20.0
+Pair = tuple[TargetRunner, DraftRunner]
+
+
+@pytest.fixture(scope="module", params=[DraftKind.MLA, DraftKind.MHA])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("ranks") / "tiny", request.param)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("ranks") / "tiny", DraftKind.MLA)
+
+
+@pytest.fixture
+def two(folder: Path) -> Iterator[Pair]:
+    target, draft = load_pair(tiny_settings(folder, tensor_parallel_size=2))
+    assert draft is not None
+    yield target, draft
+    target.close()
+    draft.close()
+
+
+def test_two_ranks_write_what_one_writes(folder: Path, two: Pair) -> None:
+    """Every sampling feature, k from 0 to 7, log-probabilities."""
+    one = load_pair(tiny_settings(folder))
+    described = two[0].describe()
+    requests = random_requests(random.Random(5), 24, described.vocab_size)
+    expected, found = generate(*one, requests, LIMITS), generate(*two, requests, LIMITS)
+    assert [outcome.token_ids for outcome in found] == [outcome.token_ids for outcome in expected]
+    assert [outcome.rounds for outcome in found] == [outcome.rounds for outcome in expected]
+    assert described.num_blocks == one[0].describe().num_blocks
+    plan = replace(tiny_ranks.one_row_plan(1), num_logprobs=3)
+    ours, theirs = one[0].verify(plan), two[0].verify(plan)
+    assert np.array_equal(ours.top_logprob_ids, theirs.top_logprob_ids)
+    assert np.allclose(ours.top_logprobs, theirs.top_logprobs, atol=1e-5)
+
+
+def test_closing_ends_the_ranks_and_another_pair_may_come(tiny: Path) -> None:
+    for _ in range(2):
+        target = load_target_runner(tiny_settings(tiny, draft="", tensor_parallel_size=2))
+        workers = target.peers
+        assert isinstance(workers, Workers)
+        (rank,) = workers.process_ids
+        target.verify(tiny_ranks.one_row_plan(1))
+        target.close()
+        target.close()
+        assert not is_alive(rank)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(3, "3 given, which does not divide num_attention_heads"), (7, r"7 given.*vocab_size 2048.*; 1, 2, 4 would")],
+)
+def test_sizes_that_do_not_divide_are_named(tiny: Path, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_pair(tiny_settings(tiny, tensor_parallel_size=size))
+    with pytest.raises(ConfigError, match="the draft's draft_vocab_size"):
+        load_draft_runner(tiny_settings(tiny, tensor_parallel_size=size))
+
+
+def test_a_rank_that_cannot_load_ends_this_process(tiny: Path) -> None:
+    problems: list[str] = []
+    workers = Workers(tiny_settings(tiny, tensor_parallel_size=2), "nonsense", end=problems.append)
+    wait_until(lambda: bool(problems))
+    assert problems == ["rank 1 of the nonsense has ended with code 1"]
+    workers.close()
+
+
+def test_what_rank_0_cannot_load_is_raised_and_ends_the_others(tiny: Path) -> None:
+    problems: list[str] = []
+    workers = Workers(tiny_settings(tiny, tensor_parallel_size=2), "pair", end=problems.append)
+    (rank,) = workers.process_ids
+    with pytest.raises(CheckpointError, match="broken"), workers.loading():
+        raise CheckpointError("model.safetensors", ["broken"])
+    assert not is_alive(rank)
+    assert not problems
+
+
+def start(folder: Path, action: str) -> tuple[subprocess.Popen[str], int]:
+    """A rank 0 in a process of its own, and the process id of its rank 1."""
+    process = subprocess.Popen(
+        [sys.executable, tiny_ranks.__file__, str(folder), action],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+@pytest.mark.parametrize("action", ["wait", "run"])
+def test_a_killed_rank_ends_rank_0(tiny: Path, action: str) -> None:
+    process, rank = start(tiny, action)
+    time.sleep(0.2)
+    os.kill(rank, signal.SIGKILL)
+    _, errors = process.communicate(timeout=END_S)
+    assert process.returncode == 1
+    assert "this process ends" in errors
+
+
+@pytest.mark.parametrize("action", ["wait", "run"])
+def test_a_killed_rank_0_ends_the_others(tiny: Path, action: str) -> None:
+    process, rank = start(tiny, action)
+    time.sleep(0.2)
+    process.kill()
+    process.communicate(timeout=END_S)
+    wait_until(lambda: not is_alive(rank))
+
+
+def test_a_rank_that_raises_ends_rank_0(tiny: Path) -> None:
+    process, _ = start(tiny, "mislead")
+    _, errors = process.communicate(timeout=END_S)
+    assert process.returncode == 1
+    assert "step 1 cannot be launched here" in errors
+    assert "rank 1 of the target has ended with code 1; this process ends" in errors
+
+
+def test_a_process_that_closes_nothing_ends_all_the_same(tiny: Path) -> None:
+    process, rank = start(tiny, "return")
+    _, errors = process.communicate(timeout=END_S)
+    assert (process.returncode, errors) == (0, "")
+    assert not is_alive(rank)
+
+
+def wait_until(is_true: object) -> None:
+    deadline = time.monotonic() + END_S
+    while not is_true():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,91 @@
+"""The server with both models on two ranks each, on a CPU: its texts, a rank that is killed, models unloaded."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from kimi_backend.serving.processes import is_alive
+from kimi_client import KimiClient, KimiClientError
+from support.server_process import running_server, serving_settings, stub_pids
+from support.streams import control, generate_when_back, reload
+
+FIELDS = [
+    {
+        "text_input": f"tell {index}",
+        "max_tokens": 24,
+        "ignore_eos": True,
+        "seed": index,
+        "temperature": float(index % 2),
+        "num_speculative_tokens": k,
+        "return_token_ids": True,
+    }
+    for index, k in enumerate((3, 0, 7, 1))
+]
+LONG = {"text_input": "tell 0", "max_tokens": 480, "ignore_eos": True, "seed": 1}
+GONE_WITHIN_S = 5
+
+
+def rank_pids(stub):
+    """Process ids of the ranks that a model's process has started."""
+    children = " ".join(path.read_text() for path in Path(f"/proc/{stub}/task").glob("*/children")).split()
+    commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return [child for child, command in commands.items() if b"kimi_backend.runners.ranks.worker" in command]
+
+
+def texts(client):
+    streams = [client.stream(**fields) for fields in FIELDS]
+    return [list(stream.result().token_ids) for stream in streams]
+
+
+def wait_until_gone(process_ids):
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while any(is_alive(process_id) for process_id in process_ids):
+        assert time.monotonic() < deadline, "ranks are left"
+        time.sleep(0.02)
+
+
+def test_two_ranks_of_each_model(checkpoint, server, tmp_path):
+    expected = texts(KimiClient(f"localhost:{server.ports.grpc}"))
+    settings = serving_settings(checkpoint, tensor_parallel_size=2, kernels="reference")
+    with running_server(settings, tmp_path) as parallel:
+        client = KimiClient(f"localhost:{parallel.ports.grpc}")
+        stubs = stub_pids(parallel)
+        ranks = {model: rank_pids(stubs[model]) for model in ("kimi_target", "eagle3_draft")}
+        assert all(len(found) == 1 for found in ranks.values())
+        assert texts(client) == expected
+        assert "no step board" in (tmp_path / "server.log").read_text()
+
+        # A rank of the draft is killed: no request is lost.
+        stream = client.stream(**LONG)
+        next(iter(stream))
+        os.kill(ranks["eagle3_draft"][0], signal.SIGKILL)
+        assert stream.result().num_output_tokens == LONG["max_tokens"]
+        wait_until_gone([stubs["eagle3_draft"]])
+        reload(parallel, "eagle3_draft")
+
+        # A rank of the target: its requests end with an error at once, then it comes back.
+        stream = client.stream(**LONG)
+        next(iter(stream))
+        os.kill(ranks["kimi_target"][0], signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            stream.result()
+        except KimiClientError:
+            assert time.monotonic() - start < GONE_WITHIN_S
+        reload(parallel, "kimi_target")
+        generate_when_back(client, **FIELDS[0])
+        deadline = time.monotonic() + 30
+        while client.generate(text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
+            assert time.monotonic() < deadline, "speculation stayed off"
+        assert texts(client) == expected
+        log = (tmp_path / "server.log").read_text()
+        assert log.count("this process ends") == 2, log[-3000:]
+
+        # Unloaded in order, and a model's process killed: nothing is left of either's ranks.
+        stubs = stub_pids(parallel)
+        ranks = {model: rank_pids(stubs[model]) for model in ("kimi_target", "eagle3_draft")}
+        control(parallel, "eagle3_draft", "unload")
+        wait_until_gone(ranks["eagle3_draft"])
+        os.kill(stubs["kimi_target"], signal.SIGKILL)
+        wait_until_gone(ranks["kimi_target"])

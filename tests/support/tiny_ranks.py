@@ -1,0 +1,89 @@
+"""Tiny models on ranks in processes of their own, on a CPU; as a program, a rank 0 to be ended.
+
+python tiny_ranks.py FOLDER ACTION
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset
+from kimi_backend.cli.make_checkpoint import make_checkpoint
+from kimi_backend.config.quantization_config import QuantizationMethod
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.types.plan import RowPlan, SamplingPlan, TargetPlan
+
+
+def make_tiny(folder: Path, draft: DraftKind) -> Path:
+    """A checkpoint of random weights, and a draft inside."""
+    make_checkpoint(
+        folder,
+        preset=Preset.TINY,
+        num_layers=3,
+        quantization=QuantizationMethod.INT4,
+        draft=draft,
+        architecture=Architecture.KIMI_K25,
+        has_weights=True,
+    )
+    return folder
+
+
+def tiny_settings(folder: Path, **changes: Any) -> ServingSettings:
+    """The reference kernels, whose results follow the number of ranks only by rounding."""
+    values: dict[str, Any] = {
+        "checkpoint": str(folder),
+        "draft": str(folder / "draft"),
+        "max_model_len": 256,
+        "kv_tokens": 2048,
+        "max_num_seqs": 8,
+        "device": "cpu",
+        "kernels": "reference",
+    }
+    return ServingSettings(**(values | changes))
+
+
+def one_row_plan(step_id: int) -> TargetPlan:
+    """A step of one sequence's first token."""
+    return TargetPlan(
+        step_id=step_id,
+        rows=RowPlan(
+            token_ids=np.array([1], np.int32),
+            query_lens=np.array([1], np.int32),
+            seq_lens=np.array([1], np.int32),
+            block_table=np.zeros((1, 4), np.int32),
+        ),
+        num_sampled_rows=np.array([1], np.int32),
+        sampling=SamplingPlan.plain(1),
+        num_logprobs=None,
+        wants_aux=np.array([False]),
+    )
+
+
+def main(folder: str, action: str) -> None:
+    """Load, say the process ids of the other ranks, then: wait | run (steps for ever) | mislead (rank 1 alone gets a
+    step that it cannot run)."""
+    from kimi_backend.runners.loading import load_target_runner
+
+    target = load_target_runner(tiny_settings(Path(folder), draft="", tensor_parallel_size=2))
+    workers: Any = target.peers
+    sys.stdout.write(f"{workers.process_ids[0]}\n")
+    sys.stdout.flush()
+    step_id = 0
+    while action == "run":
+        step_id += 1
+        target.verify(one_row_plan(step_id))
+    if action == "mislead":
+        with target.peers.run("launch", one_row_plan(1)):
+            pass
+    if action == "return":
+        return
+    time.sleep(60)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
