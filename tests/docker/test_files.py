@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 import yaml
 
 from kimi_backend.cli.main import app
+from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.serving.embedded_server import MODELS
 from kimi_backend.serving.metric_table import METRICS
@@ -21,7 +23,7 @@ from kimi_backend.serving.server_installation import find_installation
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 HADOLINT = Path(sys.executable).parent / "hadolint"
-PROFILES = ("cpu-demo", "gpu", "monitoring")
+PROFILES = ("cpu-demo", "gpu", "monitoring", "openai")
 SETTINGS = {ENVIRONMENT_PREFIX + f.name.upper() for f in dataclasses.fields(ServingSettings)}
 SET_BY_COMPOSE = {"KIMI_CHECKPOINT", "KIMI_DRAFT", "KIMI_DEVICE"}
 SET_BY_THE_START_SCRIPT = {"KIMI_DRAIN_FILE"}
@@ -73,7 +75,12 @@ def test_profiles_have_their_services(compose):
     for name, service in compose["services"].items():
         for profile in service["profiles"]:
             profiles[profile].append(name)
-    assert profiles == {"cpu-demo": ["kimi-cpu"], "gpu": ["kimi-gpu"], "monitoring": ["prometheus", "grafana"]}
+    assert profiles == {
+        "cpu-demo": ["kimi-cpu"],
+        "gpu": ["kimi-gpu"],
+        "monitoring": ["prometheus", "grafana"],
+        "openai": ["openai"],
+    }
 
 
 def test_every_substituted_variable_is_in_the_example_with_the_same_default():
@@ -157,6 +164,24 @@ def test_health_checks_run_a_command_that_exists(compose):
     assert 'CMD ["kimi", "health"]' in (DOCKER / "Dockerfile").read_text()
 
 
+def test_the_openai_endpoint_finds_the_server_and_needs_no_more_than_its_extra(compose):
+    service = compose["services"]["openai"]
+    dockerfile = (DOCKER / "Dockerfile").read_text()
+    stage = dockerfile.split(f" AS {service['build']['target']}\n")[1].split("\nFROM ")[0]
+    assert "[openai]" in stage
+    assert re.search(r"^USER 1000", stage, re.MULTILINE)
+    entry, command = (
+        json.loads(re.search(rf"^{word} (.*)$", stage, re.MULTILINE)[1]) for word in ("ENTRYPOINT", "CMD")
+    )
+    assert (entry[:2], command) == (["kimi", "openai"], ["--url=kimi:8001"])
+    options = {option for p in typer.main.get_command(app).commands["openai"].params for option in p.opts}
+    assert {word.split("=")[0] for word in (*entry[2:], *command)} <= options
+    assert service["ports"][0].endswith(":9000")
+    assert "--port=9000" in entry
+    assert set(service["environment"]) == {API_KEY_VARIABLE}
+    assert dockerfile.rindex("\nFROM ") > dockerfile.index(stage), "the server's image stays the last, the default"
+
+
 def test_stopping_takes_less_time_than_it_is_given(compose):
     exit_timeout_s = int(example_variables()["KIMI_EXIT_TIMEOUT_S"])
     drain_s = ServingSettings().drain_timeout_s
@@ -190,7 +215,9 @@ def test_every_flag_is_one_of_the_servers(start_script):
 
 def test_constraints_cover_what_the_wheel_needs():
     pinned = {line.split("==")[0] for line in (DOCKER / "constraints.txt").read_text().splitlines() if "==" in line}
-    needed = [r for r in importlib.metadata.requires("kimi-spec-serving") if re.search(r"extra == .(server|client)", r)]
+    needed = [
+        r for r in importlib.metadata.requires("kimi-spec-serving") if re.search(r"extra == .(server|client|openai)", r)
+    ]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
     assert len(names) > 5
     assert names - {"torch"} <= pinned, names - pinned
