@@ -89,9 +89,17 @@ class DistributedRanks:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.fast_sum is not None and self.fast_sum.takes(x):
             return self.fast_sum(x)
-        x = x.contiguous()
-        dist.all_reduce(x, group=self.group)
-        return x
+        if x.is_cuda:
+            x = x.contiguous()
+            dist.all_reduce(x, group=self.group)
+            return x
+        # In rank order: gloo's order differs from one end of a tensor to the other, so that a row's sum would depend on
+        # the rows beside it.
+        terms = self._gather(x)
+        total = terms[0]
+        for rank in range(1, self.size):
+            total = total + terms[rank]
+        return total
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape

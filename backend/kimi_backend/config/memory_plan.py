@@ -12,6 +12,8 @@ from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, t
 from kimi_backend.errors import ConfigError
 
 GIB = 1 << 30
+RANKS_BYTES = GIB
+"""With more than one rank, on each of its GPUs: NCCL's buffers and the inboxes of `kimi_kernels.rank_sum`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class MemorySettings:
     """Steps of few rows are CUDA graphs."""
     overhead_bytes: int = 3 * GIB
     """CUDA contexts, the nodes of graphs, workspaces of attention and libraries, fragmentation: both processes'."""
+    ranks_bytes: int = RANKS_BYTES
+    """Counted where tp_size is above 1."""
     num_target_blocks: int | None = None
     """None: as many as fit."""
     num_draft_blocks: int | None = None
@@ -59,7 +63,7 @@ class MemorySettings:
             "max_num_seqs",
         ):
             _check_integer(field, getattr(self, field), 1)
-        for field in ("max_model_len", "overhead_bytes"):
+        for field in ("max_model_len", "overhead_bytes", "ranks_bytes"):
             _check_integer(field, getattr(self, field), 0)
         for field in ("num_target_blocks", "num_draft_blocks"):
             if getattr(self, field) is not None:
@@ -135,6 +139,7 @@ def plan_memory(
         draft_bytes = draft_weight_bytes(draft, weights, has_embed=has_embed, has_head=has_head)
         draft_kv = draft.kv_bytes_per_token(draft_kv_cache_dtype(draft, settings), settings.tp_size)
     activations = settings.overhead_bytes + _activation_bytes(target, draft, weights, settings)
+    activations += settings.ranks_bytes if settings.tp_size > 1 else 0
     plan = MemoryPlan(
         target_weight_bytes=target_bytes,
         draft_weight_bytes=draft_bytes,

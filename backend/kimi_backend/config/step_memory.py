@@ -50,7 +50,7 @@ def target_step_bytes(target: KimiModelConfig, num_aux: int, weights: WeightForm
     aux = num_aux * hidden * item
     rows = sizes.max_num_batched_tokens * (a_row + _TARGET_AUX_COPIES * aux)
     captured = sizes.num_captured_rows * (a_row + aux + hidden * item)
-    logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, sizes)
+    logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, tp_size, sizes)
     return rows + captured + logits
 
 
@@ -67,8 +67,11 @@ def draft_step_bytes(
     a_row = ((_RESIDUAL_COPIES + 2) * hidden + max(attention, 2 * draft.intermediate_size // tp_size)) * item
     a_row += _DRAFT_AUX_COPIES * draft.num_aux_hidden_states * draft.target_hidden_size * item
     rows = (sizes.max_num_batched_tokens + sizes.num_captured_rows) * a_row
-    return rows + _logit_bytes(draft.draft_vocab_size, sizes.max_num_seqs, sizes)
+    return rows + _logit_bytes(draft.draft_vocab_size, sizes.max_num_seqs, tp_size, sizes)
 
 
-def _logit_bytes(vocab_size: int, num_rows: int, sizes: StepSizes) -> int:
-    return num_rows * vocab_size * _FLOAT32_BYTES * (1 + _LOGIT_COPIES + sizes.captures)
+def _logit_bytes(vocab_size: int, num_rows: int, tp_size: int, sizes: StepSizes) -> int:
+    """Every rank has all logits; where there are several, also its own columns, and all of them rank by rank."""
+    whole = num_rows * vocab_size * _FLOAT32_BYTES
+    gathered = whole + whole // tp_size if tp_size > 1 else 0
+    return whole * (1 + _LOGIT_COPIES + sizes.captures) + gathered * (1 + sizes.captures)

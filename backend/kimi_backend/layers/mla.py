@@ -79,7 +79,8 @@ class MlaAttention:
         kv_b = loader.matrix("kv_b_proj", (g.num_attention_heads * head_width, g.kv_lora_rank), Shard.ROWS)
         per_head = kv_b.view(self._num_heads, head_width, g.kv_lora_rank)
         w_uk, w_uv = torch.split(per_head, [g.qk_nope_head_dim, g.v_head_dim], dim=1)
-        return w_uk.contiguous(), w_uv.transpose(1, 2).contiguous()
+        # Copies, so that kv_b itself is not kept: of one head, w_uk lies in it as it should.
+        return w_uk.clone(memory_format=torch.contiguous_format), w_uv.transpose(1, 2).contiguous()
 
     def __call__(
         self, x: torch.Tensor, metadata: AttentionMetadata, latent_cache: torch.Tensor, kv_scale: float

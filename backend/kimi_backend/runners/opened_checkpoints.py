@@ -8,7 +8,7 @@ import torch
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
 from kimi_backend.config.draft_config import DraftOverrides
-from kimi_backend.config.memory_plan import GIB, MemoryPlan, MemorySettings, plan_memory
+from kimi_backend.config.memory_plan import GIB, RANKS_BYTES, MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.runners.draft_choice import chosen_draft, head_format, linear_format
@@ -94,7 +94,7 @@ def memory_plan(settings: ServingSettings, checkpoints: Checkpoints, placement: 
     if not on_gpu and num_blocks is None:
         per_token = target.kv_bytes_per_token(_name(placement.kv_dtype))
         if draft is not None:
-            per_token += draft.kv_bytes_per_token(_name(placement.kv_dtype), 1)
+            per_token += draft.kv_bytes_per_token(_name(placement.kv_dtype), settings.tensor_parallel_size)
         longest = settings.max_model_len or target.max_position_embeddings
         fitting = _CPU_KV_BYTES // (per_token * settings.block_size)
         num_blocks = max(-(-longest // settings.block_size), min(fitting, settings.max_num_seqs * longest))
@@ -103,6 +103,7 @@ def memory_plan(settings: ServingSettings, checkpoints: Checkpoints, placement: 
         draft,
         MemorySettings(
             gpu_bytes=_memory_bytes(settings, placement),
+            tp_size=settings.tensor_parallel_size,
             block_size=settings.block_size,
             kv_cache_dtype=_name(placement.kv_dtype),
             weight_dtype=_name(placement.dtype),
@@ -115,6 +116,7 @@ def memory_plan(settings: ServingSettings, checkpoints: Checkpoints, placement: 
             max_num_seqs=settings.max_num_seqs,
             captures_steps=captures_steps(settings, placement),
             overhead_bytes=3 * GIB if on_gpu else 0,
+            ranks_bytes=RANKS_BYTES if on_gpu else 0,
             num_target_blocks=num_blocks,
         ),
     )
@@ -125,11 +127,15 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _memory_bytes(settings: ServingSettings, placement: Placement) -> int:
+    """Of one rank. The same on all of them: GPUs may differ, and every rank's pools have as many blocks."""
     if settings.gpu_memory_gib:
         return int(settings.gpu_memory_gib * GIB)
+    num_ranks = settings.tensor_parallel_size
     if placement.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(placement.device).total_memory * _GPU_SHARE)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        first = torch.cuda.current_device() if num_ranks == 1 else 0
+        devices = range(first, min(first + num_ranks, torch.cuda.device_count()))
+        return int(min(torch.cuda.get_device_properties(device).total_memory for device in devices) * _GPU_SHARE)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
 
 
 def check_servable(settings: ServingSettings) -> None:

@@ -33,7 +33,7 @@ def _inbox(inboxes, rank):
     return tl.multiple_of(tl.load(inboxes + rank).to(tl.pointer_type(tl.int16)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def rank_sum_kernel(
     x,  # [num_elements]
     out,  # [num_elements]

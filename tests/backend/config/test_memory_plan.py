@@ -1,5 +1,6 @@
 """The memory plan against what the models really allocate, and its rules."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ def build_target(config: KimiModelConfig, group: Any = None) -> KimiTarget:
     return KimiTarget(config, source, KERNELS, group or SingleRank(), CPU, torch.float32)
 
 
-def build_draft(config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig) -> Eagle3Draft:
+def build_draft(config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, group: Any = None) -> Eagle3Draft:
     source = RandomTensors(draft_tensor_specs(config))
     if isinstance(config, Eagle3MlaDraftConfig):
-        return Eagle3MlaDraft(config, source, KERNELS, SingleRank(), CPU, torch.float32)
-    return Eagle3MhaDraft(config, source, KERNELS, SingleRank(), CPU, torch.float32)
+        return Eagle3MlaDraft(config, source, KERNELS, group or SingleRank(), CPU, torch.float32)
+    return Eagle3MhaDraft(config, source, KERNELS, group or SingleRank(), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("quantization", QuantizationMethod)
@@ -93,12 +94,42 @@ def test_experts_are_as_large_as_their_stored_slices(quantization: QuantizationM
     assert storage_bytes(weights) == config.n_routed_experts * expert_bytes(config, WeightFormat(tp_size=size))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 8])
 def test_each_of_several_ranks_holds_its_part(size: int) -> None:
     config = tiny_target(QuantizationMethod.NONE, num_attention_heads=8)
     expected = target_weight_bytes(config, WeightFormat(tp_size=size, item_bytes=4))
     for rank in (0, size - 1):
         assert storage_bytes(build_target(config, SingleRank(rank=rank, size=size))) == expected
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("kind", DraftKind)
+def test_each_of_several_ranks_holds_its_part_of_a_draft(kind: DraftKind, size: int) -> None:
+    """Weights, and a block of its pool: an MLA draft's latents are on every rank, an MHA draft's heads divided."""
+    target = tiny_target(QuantizationMethod.NONE, num_attention_heads=8)
+    json = draft_config_json(kind, Preset.TINY, 3) | {"num_attention_heads": 8}
+    config = Eagle3DraftConfig.from_hf_json(
+        json | ({"num_key_value_heads": 8} if kind is DraftKind.MHA else {}), target
+    )
+    draft = build_draft(config, SingleRank(rank=size - 1, size=size))
+    draft.vocabulary_map = None  # a few kilobytes that the plan's overhead covers
+    assert storage_bytes(draft) == draft_weight_bytes(config, WeightFormat(tp_size=size, item_bytes=4))
+    block = torch.empty(draft.kv_pool_shape(1, 64))
+    assert block.nbytes == 64 * config.kv_bytes_per_token("float32", size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 8])
+def test_ranks_also_hold_gathered_logits_and_buffers(tp_size: int) -> None:
+    """Beside what divides: all columns rank by rank, and each rank's own, in the steps that are captured and others."""
+    settings = MemorySettings(gpu_bytes=2000 * GIB, tp_size=tp_size, max_num_sampled_rows=256)
+    more = MemorySettings(gpu_bytes=2000 * GIB, tp_size=tp_size, max_num_sampled_rows=512)
+    plans = [plan_memory(K25, None, given) for given in (settings, more)]
+    logits = 256 * K25.vocab_size * 4
+    copies = 5 if tp_size == 1 else 5 + 2 * (1 + 1 / tp_size)
+    added = plans[1].activation_bytes - plans[0].activation_bytes
+    assert logits * copies <= added < logits * copies + 256 * 1_000_000  # and the rows of larger captured steps
+    without = plan_memory(K25, None, replace(settings, ranks_bytes=0))
+    assert plans[0].activation_bytes - without.activation_bytes == (GIB if tp_size > 1 else 0)
 
 
 @pytest.mark.parametrize("kind", DraftKind)
