@@ -22,10 +22,12 @@ from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
+from serving_suite.policy_rows import MOST_DRAFT_TOKENS, measure, table, verdict
 from serving_suite.side_by_side import PROMPTS, add_common_options, provenance
-from speculation_policy import MOST_DRAFT_TOKENS, measure, table, verdict
 
 READY_TIMEOUT_S = 60.0
+NUM_LENGTHS = 16
+"""Different numbers of tokens that requests have."""
 
 
 @dataclass(slots=True)
@@ -65,10 +67,12 @@ class EngineCase:
         self.texts = [str(ids) for ids in token_ids]
 
     def _request(self, number: int, temperature: float, max_tokens: int) -> GenerateRequest:
+        # 7 and 16 have no common divisor: neighbours differ much, and each length is as frequent.
+        length = max_tokens // 2 + max_tokens * (7 * number % NUM_LENGTHS) // NUM_LENGTHS
         return GenerateRequest(
             request_id=str(number),
             prompt_token_ids=self.prompts[number % len(self.prompts)],
-            sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=number),
+            sampling=SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=number),
             num_speculative_tokens=self.k,
         )
 
@@ -109,6 +113,7 @@ def main() -> None:
     add_common_options(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
+    parser.set_defaults(max_tokens=512)
     args = parser.parse_args()
     tokenizer = load_tokenizer(str(args.checkpoint))
     prompts = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]

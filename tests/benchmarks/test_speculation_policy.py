@@ -1,5 +1,6 @@
 """The policy's measurement: neighbours in time are compared, and a bar that is missed is named."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import speculation_policy
+from serving_suite import policy_rows
 from speculation_policy import Case
+from speculation_policy_in_process import NUM_LENGTHS, EngineCase
 
 
 def case(*rates: float) -> Case:
@@ -16,8 +18,8 @@ def case(*rates: float) -> Case:
 
 
 def test_the_first_slice_does_not_count_and_load_moves_both() -> None:
-    assert speculation_policy.ratio(case(1, 100, 50, 200), case(100, 100, 50, 200)) == (1.0, 0.0)
-    assert speculation_policy.ratio(case(1, 110, 45), case(1, 100, 50)) == (1.0, pytest.approx(0.1))
+    assert policy_rows.ratio(case(1, 100, 50, 200), case(100, 100, 50, 200)) == (1.0, 0.0)
+    assert policy_rows.ratio(case(1, 110, 45), case(1, 100, 50)) == (1.0, pytest.approx(0.1))
 
 
 def run(**changes: Any) -> dict[str, Any]:
@@ -36,13 +38,21 @@ def run(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_table_has_every_run_and_its_error() -> None:
-    text = speculation_policy.table([run(), run(temperature=0.0)])
+    text = policy_rows.table([run(), run(temperature=0.0)])
     assert len(text.splitlines()) == 4
     assert "| 1 | 4 | 100 | 90 | 99 | 0.99 ± 0.01 | 1.10 ± 0.02 (k = 1) | 98 %, 2 %, 0 %, 0 % |" in text
 
 
 def test_what_is_missed_is_named() -> None:
-    assert "MISSES" not in speculation_policy.verdict([run()])
-    said = speculation_policy.verdict([run(), run(meets_bar=False, streams=8, texts_equal=False)])
+    assert "MISSES" not in policy_rows.verdict([run()])
+    said = policy_rows.verdict([run(), run(meets_bar=False, streams=8, texts_equal=False)])
     assert "MISSES the bar of 0.97 at temperature 1 x 8" in said
     assert "TEXTS DIFFER at temperature 1 x 8" in said
+
+
+def test_requests_end_one_after_another_in_process() -> None:
+    own = EngineCase("x", None, 0, [(1,)])  # type: ignore[arg-type]
+    lengths = [own._request(number, 0.0, 512).sampling.max_tokens or 0 for number in range(NUM_LENGTHS)]
+    assert len(set(lengths)) == NUM_LENGTHS
+    assert sum(lengths) / NUM_LENGTHS == pytest.approx(512, rel=0.05)
+    assert min(abs(a - b) for a, b in itertools.pairwise(lengths)) >= 512 // 8

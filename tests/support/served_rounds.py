@@ -62,6 +62,9 @@ CASES = {
     "gains a quarter ahead": Case(
         (2.1, 3.6, 4.1, 4.4), (0.9, 1.3, 1.6), (0.81, 0.80, 0.69), 0.0, growth=0.3, following=0.3, alone=0.9
     ),
+    "loses a third ahead": Case(
+        (2.0, 2.9, 3.7, 4.5), (0.8, 1.6, 2.4), (0.17, 0.17, 0.17), 1.0, growth=0.3, following=0.3, alone=0.8
+    ),
     "loses a sixth": Case((4.17, 7.54, 8.84, 9.71), (2.4, 3.1, 3.6), (0.55, 0.42, 0.70), 1.0),
 }
 """The first and the last were measured: kimi-nano on a CPU, greedily and at temperature 1."""
@@ -114,7 +117,7 @@ class ServedRounds(Simulation):
             if index >= NUM_LEARNING:
                 tokens += sum(s.num_tokens for s in self.running) - before
                 quiet_ms += self._quiet_ms(verified)
-        return tokens / quiet_ms
+        return tokens / quiet_ms if quiet_ms else 0.0
 
     def _quiet_ms(self, verified: list[int]) -> float:
         b, drafting = len(self.running), sum(s.uses_draft for s in self.running)

@@ -16,8 +16,9 @@ SETTLING_ROUNDS = 12
 """Rounds until a draft whose KV began in the middle of a sequence guesses about as well as it ever will."""
 TRIAL_MEMORY = 16
 """Rounds and changes of cost that still count when a trial begins, so that what is new is believed."""
-DECISION_ROUNDS = 4
-"""Rounds from one weighing to the next."""
+DECISION_ROUNDS, SETTLED_ROUNDS = 4, 16
+"""Rounds from one weighing to the next: while something is open, and when all is known. A weighing of 16 sequences
+takes 0.1 ms of the engine's thread, a round of a small model on a GPU 1 ms."""
 SWITCH_REGRET = 0.3
 """Rounds' worth of tokens that another number of draft tokens would have gained before it is taken."""
 HIDDEN_SHARE = 0.01
@@ -58,6 +59,7 @@ class AdaptivePolicy:
         self._last_setup: _Setup | None = None
         self._begin_s = 0.0
         self._num_until_decision = 0
+        self._num_since_decision = 0
         self._hidden = 0.0
         """Share of late rounds in which the draft was hardly waited for."""
 
@@ -92,9 +94,10 @@ class AdaptivePolicy:
             self._end_visit(self._visit)
         if self._visit is None and controllers:
             self._num_until_decision -= 1
+            self._num_since_decision += 1
             if self._num_until_decision <= 0:
-                self._num_until_decision = DECISION_ROUNDS
-                self._decide()
+                self._num_until_decision = DECISION_ROUNDS if self._decide() else SETTLED_ROUNDS
+                self._num_since_decision = 0
         self._set_tokens(controllers)
         num_members = len(self._members)
         self._setup = _Setup(num_sequences, num_members, self._tokens_now if num_members else 0)
@@ -180,8 +183,8 @@ class AdaptivePolicy:
         if self._row is not None:
             self.costs.forget(2**self._row, TRIAL_MEMORY // 4)
 
-    def _decide(self) -> None:
-        """Who drafts and how many tokens; then whether to visit another number."""
+    def _decide(self) -> bool:
+        """Who drafts and how many tokens; then whether to visit another number. False if nothing is open."""
         assert self._row is not None
         standings = {c.kind: self._standing(self._row, c.kind) for c in self._controllers}
         for kind, standing in standings.items():
@@ -202,8 +205,10 @@ class AdaptivePolicy:
             self._take(choice)
         else:
             self._take(Choice(0, (False,) * len(self._controllers), 0.0))
-        if self._members:
-            self._explore(weighing, is_open=not all(standings[kind].is_sure for kind in on))
+        if not self._members:
+            return False
+        is_open = not all(standings[kind].is_sure for kind in on)
+        return self._explore(weighing, is_open) or is_open or self._regret > 0
 
     def _gains(self) -> list[list[float]]:
         rates = {kind: (pool.rates(), pool.mean_rate) for kind, pool in self._pools.items()}
@@ -222,7 +227,7 @@ class AdaptivePolicy:
         if not choice.num_draft_tokens:
             return choice
         now = weighing.rate(choice.members, self._num_draft_tokens)
-        self._regret += (choice.tokens_per_s / now - 1) * DECISION_ROUNDS
+        self._regret += (choice.tokens_per_s / now - 1) * self._num_since_decision
         if choice.num_draft_tokens == self._num_draft_tokens or self._regret >= SWITCH_REGRET:
             self._regret = 0.0
             return choice
@@ -237,18 +242,24 @@ class AdaptivePolicy:
                 controller.acceptance.forget()
             controller.uses_draft = wants
 
-    def _explore(self, weighing: Weighing, is_open: bool) -> None:
-        """Begin a visit where it is time for one."""
+    def _explore(self, weighing: Weighing, is_open: bool) -> bool:
+        """Begin a visit where it is time for one. Whether another number of draft tokens may be better."""
         standing_doubt = weighing.costs.doubt[self._num_draft_tokens]
-        if is_open and 2 * weighing.costs.doubt_of_following > standing_doubt and self._book.wants_real_check():
+        is_ahead = self.costs.launches_ahead
+        # Drafts that only follow tell no more of what is in doubt then.
+        only_leaving_tells = is_open and 2 * weighing.costs.doubt_of_following > standing_doubt
+        if only_leaving_tells and self._book.wants_real_check(is_ahead):
             self._visit = self._book.begin_real_check()
             for controller in self._members:
                 controller.uses_draft = False
-            return
-        if self._book.wants_check(is_open):
-            self._visit = self._book.begin_check(is_open)
-            return
+            return True
         members = tuple(c.uses_draft for c in self._controllers)
         found = weighing.most_hopeful(members, self._num_draft_tokens)
-        if found is not None:
+        if found is not None and self._book.is_visits_turn:
             self._visit = self._book.begin_visit(*found)
+        may_check = not (only_leaving_tells and is_ahead)
+        if self._visit is None and may_check and self._book.wants_check(is_open):
+            self._visit = self._book.begin_check(is_open)
+        if self._visit is None and found is not None:
+            self._visit = self._book.begin_visit(*found)
+        return found is not None or self._visit is not None

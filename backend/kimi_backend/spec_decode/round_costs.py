@@ -174,12 +174,16 @@ class RoundCosts:
 
     def _estimate(self, row: int) -> CostRatios:
         """The most likely steps from one number to the next, given a guess of each and all changes: least squares."""
-        weights, sums = np.zeros((FOLLOWING + 1, FOLLOWING + 1)), np.zeros(FOLLOWING + 1)
+        size = FOLLOWING + 1
+        # Lists: an array takes twenty times as long for one number, and this runs between two rounds.
+        weights, sums = [[0.0] * size for _ in range(size)], [0.0] * size
 
         def add(a: int, b: int, value: float, doubt: float) -> None:
             weight = 1 / doubt**2
-            weights[[a, b], [a, b]] += weight
-            weights[[a, b], [b, a]] -= weight
+            weights[a][a] += weight
+            weights[b][b] += weight
+            weights[a][b] -= weight
+            weights[b][a] -= weight
             sums[b] += weight * value
             sums[a] -= weight * value
 
@@ -188,8 +192,8 @@ class RoundCosts:
         add(0, FOLLOWING, 0.0, FOLLOWING_AHEAD_DOUBT if self.launches_ahead else FOLLOWING_DOUBT)
         for (a, b), changes in self._changes.get(row, {}).items():
             add(a, b, _mean(changes, 4 * max(self._scatter, LEAST_SCATTER)), self._doubt(len(changes)))
-        covariance = np.linalg.inv(weights[1:, 1:])
-        log_ratio = (covariance @ sums[1:])[:MAX_SPECULATIVE_TOKENS]
+        covariance = np.linalg.inv(np.array(weights)[1:, 1:])
+        log_ratio = (covariance @ np.array(sums[1:]))[:MAX_SPECULATIVE_TOKENS]
         doubt = np.sqrt(covariance.diagonal())[:MAX_SPECULATIVE_TOKENS]
         return CostRatios([0.0, *log_ratio.tolist()], [0.0, *doubt.tolist()], covariance.tolist())
 

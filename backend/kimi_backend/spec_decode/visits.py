@@ -10,11 +10,14 @@ DENSE_GAP, NUM_DENSE = 6, 24
 """Rounds between visits to no draft while it is not known whether drafting pays, and so many of them for each size."""
 SPARSE_GAP = 40
 """Rounds between further such visits."""
+CHECKS_PER_VISIT = 3
+"""Visits to no draft after another, at most, while another number waits for one."""
 FIRST_CHECK, LONGEST_CHECK = 50, 1000
 """Rounds to the first visit to no draft once it is known; each time four times as many, up to the latter."""
-FIRST_REAL, REAL_GROWTH = 100, 3
+FIRST_REAL, FIRST_REAL_AHEAD, REAL_GROWTH = 100, 32, 3
 """Rounds that drafted until the draft is left for the time of a visit, where it is still open whether it pays and only
-what following costs is in doubt; and how many times as many until the next such visit."""
+what following costs is in doubt; sooner where the engine launches ahead, since nothing else tells what rounds without
+a draft take there; and how many times as many until the next such visit."""
 EXPLORATION_SHARE = 0.01
 """Of all rounds: what visits to other numbers of draft tokens may lose."""
 FIRST_ALLOWANCE = 3.0
@@ -51,6 +54,7 @@ class Visits:
     since_check: int = 0
     since_visit: int = 0
     check_gap: int = FIRST_CHECK
+    checks_since_visit: int = 0
     num_real: int = 0
     """Visits that left the draft."""
 
@@ -70,13 +74,18 @@ class Visits:
         """A visit to no draft."""
         self.num_checks += 1
         self.since_check = self.since_visit = 0
+        self.checks_since_visit += 1
         if not is_open:
             self.check_gap = min(4 * self.check_gap, LONGEST_CHECK)
         return Visit(0)
 
-    def wants_real_check(self) -> bool:
-        """Whether it is time for a visit that leaves the draft, if one is needed."""
-        gap: int = FIRST_REAL * REAL_GROWTH**self.num_real
+    def wants_real_check(self, is_ahead: bool) -> bool:
+        """Whether it is time for a visit that leaves the draft, if one is needed.
+
+        Args:
+            is_ahead: the engine launches ahead.
+        """
+        gap: int = (FIRST_REAL_AHEAD if is_ahead else FIRST_REAL) * REAL_GROWTH**self.num_real
         return self.num_rounds >= gap
 
     def begin_real_check(self) -> Visit:
@@ -84,6 +93,11 @@ class Visits:
         self.num_real += 1
         self.since_check = self.since_visit = 0
         return Visit(0, leaves_draft=True, num_left=2 * VISIT_ROUNDS, patience=2 * PATIENCE)
+
+    @property
+    def is_visits_turn(self) -> bool:
+        """Whether another number comes before the next visit to no draft, or it would never come."""
+        return self.checks_since_visit >= CHECKS_PER_VISIT
 
     def begin_visit(self, num_draft_tokens: int, loss: float) -> Visit | None:
         """To another number of draft tokens, if what it may lose fits.
@@ -96,4 +110,5 @@ class Visits:
             return None
         self.num_lost += cost
         self.since_visit = 0
+        self.checks_since_visit = 0
         return Visit(num_draft_tokens)

@@ -1,6 +1,6 @@
 """Choices for one batch held against each other: what they emit a second, and how sure that is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log, sqrt
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, doubt_of_gain
@@ -11,7 +11,7 @@ DOUBTS = 2.0
 """Another number of draft tokens is worth a visit while so many doubts of its cost could make it the better one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Weighing:
     """What is expected of a batch now. Times are in rounds without a draft."""
 
@@ -20,6 +20,11 @@ class Weighing:
     """[candidates][limit + 1] kept draft tokens a round, by number of draft tokens."""
     num_sequences: int
     """In the batch, those that never draft included."""
+    times: list[float] = field(init=False)
+    """Of a round with 0, 1, … draft tokens."""
+
+    def __post_init__(self) -> None:
+        self.times = self.costs.times
 
     @property
     def limit(self) -> int:
@@ -28,7 +33,7 @@ class Weighing:
 
     def rate(self, members: tuple[bool, ...], num_draft_tokens: int) -> float:
         """Tokens a round without a draft's time."""
-        return rate(self.costs.times, self.chances, members, num_draft_tokens, self.num_sequences)
+        return rate(self.times, self.chances, members, num_draft_tokens, self.num_sequences)
 
     def best(self, may_draft: list[bool], everyone: bool) -> Choice:
         """The fastest choice in which somebody drafts, if anybody may.
@@ -39,7 +44,7 @@ class Weighing:
         members = tuple(may_draft)
         if not everyone:
             chances = [gain if may else [0.0] for gain, may in zip(self.chances, may_draft, strict=True)]
-            free = best_choice(self.costs.times, chances, self.num_sequences)
+            free = best_choice(self.times, chances, self.num_sequences)
             members = free.members if any(free.members) else members
         if not any(members):
             return Choice(0, members, self.num_sequences)
@@ -60,7 +65,7 @@ class Weighing:
         without, rates, found = self.rate(others, choice.num_draft_tokens), pool.rates(), []
         for k in range(1, self.limit + 1):
             with_them = self.rate(choice.members, k)
-            tokens = with_them * round_s(self.costs.times, k, sum(choice.members), self.num_sequences)
+            tokens = with_them * round_s(self.times, k, sum(choice.members), self.num_sequences)
             doubt = num_mine * doubt_of_gain(rates, k, pool.num_remembered) / tokens
             found.append((log(with_them / without), sqrt(doubt**2 + self.costs.doubt[k] ** 2)))
         return found

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kimi_backend.spec_decode.adaptive_policy import SETTLING_ROUNDS, AdaptivePolicy
+from kimi_backend.spec_decode.adaptive_policy import SETTLED_ROUNDS, SETTLING_ROUNDS, AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.types.request import DraftSampling
 from support.simulated_rounds import Costs, Simulation, fixed_time
@@ -222,8 +222,8 @@ def test_regret_is_bounded_whatever_rounds_cost(
     noise: float,
     seed: int,
 ) -> None:
-    """Learning included. Of 300 such tables the median was 1.01 of the best fixed k's time, the worst 1.03 of the time
-    without a draft."""
+    """Learning included. Of 400 such tables the median was 1.01 of the best fixed k's time, the worst 1.13; 8 took more
+    than 1.04 of the time without a draft, the worst 1.07."""
     costs = Costs(lambda b, k: 1 + sum(steps[:k]), lambda b, k: draft[0] + draft[1] * k)
     _, seconds = simulate(
         costs,
@@ -234,8 +234,26 @@ def test_regret_is_bounded_whatever_rounds_cost(
         seed=seed,
     )
     times = fixed_times(costs, lambda _: rate, num_sequences, limit=limit)
-    assert seconds < 1.04 * times[0], "never slower than without a draft"
+    assert seconds < 1.09 * times[0], "hardly slower than without a draft"
     assert seconds < 1.2 * min(times)
+
+
+def test_what_is_settled_is_seldom_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weighing takes as long as a tenth of a small model's round on a GPU."""
+    simulation, _ = simulate(GPU, lambda _: 0.9, num_sequences=4)
+    policy, num_weighings = simulation.policy, 0
+    assert isinstance(policy, AdaptivePolicy)
+    weigh = policy._decide
+
+    def count() -> bool:
+        nonlocal num_weighings
+        num_weighings += 1
+        return weigh()
+
+    monkeypatch.setattr(policy, "_decide", count)
+    for _ in range(20 * SETTLED_ROUNDS):
+        simulation.round()
+    assert 15 <= num_weighings <= 30
 
 
 def test_all_sequences_may_end_during_a_visit() -> None:

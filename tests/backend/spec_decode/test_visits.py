@@ -1,9 +1,12 @@
+import pytest
+
 from kimi_backend.spec_decode.visits import (
     DENSE_GAP,
     EXPLORATION_SHARE,
     FIRST_ALLOWANCE,
     FIRST_CHECK,
     FIRST_REAL,
+    FIRST_REAL_AHEAD,
     LONGEST_CHECK,
     NUM_DENSE,
     PATIENCE,
@@ -53,11 +56,12 @@ def test_a_visit_ends_when_it_has_seen_enough_or_waited_too_long() -> None:
     assert Visit(2, patience=PATIENCE - PATIENCE).is_over
 
 
-def test_the_draft_is_left_for_a_visit_at_growing_distances() -> None:
+@pytest.mark.parametrize(("is_ahead", "first"), [(False, FIRST_REAL), (True, FIRST_REAL_AHEAD)])
+def test_the_draft_is_left_for_a_visit_at_growing_distances(is_ahead: bool, first: int) -> None:
     book, found = Visits(), []
-    for index in range(FIRST_REAL * REAL_GROWTH**2 + 1):
-        if book.wants_real_check():
+    for index in range(first * REAL_GROWTH**2 + 1):
+        if book.wants_real_check(is_ahead):
             found.append(index)
             assert book.begin_real_check().leaves_draft
         book.pass_round()
-    assert found == [FIRST_REAL, FIRST_REAL * REAL_GROWTH, FIRST_REAL * REAL_GROWTH**2]
+    assert found == [first, first * REAL_GROWTH, first * REAL_GROWTH**2]
