@@ -34,3 +34,4 @@ def local_engine(settings: ServingSettings, tokenizer: Tokenizer) -> Iterator[En
         yield engine
     finally:
         engine.stop()
+        target.close()

@@ -29,6 +29,8 @@ from kimi_backend.runners.ranks.messages import Pipe, Question, unpacked
 
 READY, FAILED, ANSWER = "ready", "failed", "answer"
 CLOSE = "close"
+TIMEOUTS = {"join_timeout_s": 300.0, "collective_timeout_s": 7200.0}
+"""One rank may read its weights much sooner than another. Ranks that end are noticed at once, whatever these are."""
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("kimi_backend.runners")
@@ -55,6 +57,9 @@ class Assignment:
 
 def _end_with(parent_pid: int) -> None:
     """Be killed when the thread that started this process ends. Linux only; elsewhere the pipe's end is the sign."""
+    # A terminal or a service manager tells all processes of a server to end: rank 0 says when.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # died before the line above
@@ -70,7 +75,7 @@ def _load(assignment: Assignment) -> tuple[Follower, TensorParallelGroup]:
     role = Role(assignment.role)
     settings = ServingSettings(**assignment.settings)
     placement = place(settings, assignment.rank)
-    group = join_ranks(assignment.rank, assignment.size, assignment.address, placement.device)
+    group = join_ranks(assignment.rank, assignment.size, assignment.address, placement.device, **TIMEOUTS)
     checkpoints = Checkpoints.open(settings, placement)
     target, draft = load_rank(settings, role, placement, checkpoints, group)
     return Follower(target, draft), group

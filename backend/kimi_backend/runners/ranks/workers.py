@@ -22,10 +22,9 @@ from kimi_backend.errors import KimiError, ModelUnavailableError
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_backend.runners.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import Method, Pipe, Question, Step
-from kimi_backend.runners.ranks.worker import ANSWER, CLOSE, FAILED, READY, Assignment
+from kimi_backend.runners.ranks.worker import ANSWER, CLOSE, FAILED, READY, TIMEOUTS, Assignment
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
-_JOIN_S = 300.0
 _LOADING_GRACE_S = 2.0
 """While models load, what is wrong is mostly wrong on every rank: rank 0 gets so long to say it itself."""
 _END_S = 10.0
@@ -64,7 +63,7 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watches: list[threading.Thread] = []
         self._pipes = [self._start(rank, settings) for rank in range(1, self._size)]
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     @property
     def count(self) -> int:
@@ -79,7 +78,7 @@ class Workers:
     def join(self, device: torch.device) -> TensorParallelGroup:
         """Meet them, as rank 0 on this device."""
         self._is_on_cpu = device.type == "cpu"
-        self._group = join_ranks(0, self._size, self._address, device, join_timeout_s=_JOIN_S)
+        self._group = join_ranks(0, self._size, self._address, device, **TIMEOUTS)
         return self._group
 
     @contextmanager
@@ -131,13 +130,19 @@ class Workers:
 
     def close(self) -> None:
         """See `Peers.close`."""
+        self._close(self._leave_in_time)
+
+    def _close_at_exit(self) -> None:
+        self._close(self._leave)  # an interpreter that ends starts no thread
+
+    def _close(self, leave_group: Callable[[], None]) -> None:
         if self._closing.is_set():
             return
         self._closing.set()
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send(CLOSE)
-        self._leave()
+        leave_group()
         deadline = time.monotonic() + _END_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -154,7 +159,7 @@ class Workers:
             command = [sys.executable or "python3", "-m", "kimi_backend.runners.ranks.worker", str(theirs.fileno())]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, stdout=sys.stderr
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, stdout=2
             )
             theirs.close()
             self._processes.append(process)
@@ -199,20 +204,23 @@ class Workers:
         answer: bytes = content
         return answer
 
-    def _leave(self) -> None:
-        """All ranks do it at the same time. Not waited for without end: a rank that is stuck will not come."""
-        for drop in self._before_leaving:
-            drop()
-        if self._group is None:
-            return
-        gc.collect()
-        thread = threading.Thread(target=leave, args=(self._group,), name="kimi-leave", daemon=True)
+    def _leave_in_time(self) -> None:
+        """Not waited for without end: a rank that is stuck will not come."""
+        thread = threading.Thread(target=self._leave, name="kimi-leave", daemon=True)
         thread.start()
         thread.join(_END_S)
-        self._group = None
+
+    def _leave(self) -> None:
+        """All ranks do it at the same time."""
+        group, self._group = self._group, None
+        for drop in self._before_leaving:
+            drop()
+        if group is not None:
+            gc.collect()
+            leave(group)
 
     def _kill(self) -> None:
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         for process in self._processes:
             process.kill()
         for watch in self._watches:
