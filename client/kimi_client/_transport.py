@@ -18,6 +18,8 @@ from kimi_client._types import Chunk
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", 2**31 - 1),
     ("grpc.max_receive_message_length", 2**31 - 1),
+    # gRPC's own limit is two minutes: so long after a server's return would a client that lives on not find it.
+    ("grpc.max_reconnect_backoff_ms", 2000),
 ]
 # The server ends a request at its deadline; the stream's own one covers a server that never answers.
 DEADLINE_GRACE_S = 5.0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import uvicorn
 
+from kimi_client import KimiClient
 from kimi_openai.app import Endpoint
 from kimi_openai.settings import EndpointSettings
 
@@ -22,8 +23,10 @@ def serve(settings: EndpointSettings, *, host: str, port: int, say: Callable[[st
         say: gets a line once clients may connect.
 
     Raises:
+        InvalidRequest: the url is none of a gRPC endpoint.
         OSError: the address cannot be taken.
     """
+    KimiClient(settings.url).close()
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with open_socket(host, port) as listener:
         address, taken, *_ = listener.getsockname()

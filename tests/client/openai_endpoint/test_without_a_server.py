@@ -166,6 +166,20 @@ def test_the_command_says_where_it_listens_and_ends_when_told():
     assert "Traceback" not in taken.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--url=http://localhost:8001"], "url: 'http://localhost:8001' given, host:port"),
+        (["--model-name="], "model name: '' given"),
+    ],
+)
+def test_the_command_refuses_what_cannot_work(options, message):
+    done = subprocess.run([*KIMI, "--port=0", *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_it_imports_neither_torch_nor_the_engine():
     code = (
         "import sys, kimi_openai, kimi_backend.cli.main, kimi_backend.cli.openai_endpoint;"
