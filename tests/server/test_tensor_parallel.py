@@ -3,10 +3,9 @@
 import os
 import signal
 import time
-from pathlib import Path
 
-from kimi_backend.serving.processes import is_alive
 from kimi_client import KimiClient, KimiClientError
+from support.rank_processes import rank_pids, wait_until_gone
 from support.server_process import running_server, serving_settings, stub_pids
 from support.streams import control, generate_when_back, reload
 
@@ -22,27 +21,13 @@ FIELDS = [
     }
     for index, k in enumerate((3, 0, 7, 1))
 ]
-LONG = {"text_input": "tell 0", "max_tokens": 480, "ignore_eos": True, "seed": 1}
-GONE_WITHIN_S = 5
-
-
-def rank_pids(stub):
-    """Process ids of the ranks that a model's process has started."""
-    children = " ".join(path.read_text() for path in Path(f"/proc/{stub}/task").glob("*/children")).split()
-    commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    return [child for child, command in commands.items() if b"kimi_backend.runners.ranks.worker" in command]
+LONG = {"text_input": "tell 0", "max_tokens": 300, "ignore_eos": True, "seed": 1}
+FAILS_WITHIN_S = 5
 
 
 def texts(client):
     streams = [client.stream(**fields) for fields in FIELDS]
     return [list(stream.result().token_ids) for stream in streams]
-
-
-def wait_until_gone(process_ids):
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while any(is_alive(process_id) for process_id in process_ids):
-        assert time.monotonic() < deadline, "ranks are left"
-        time.sleep(0.02)
 
 
 def test_two_ranks_of_each_model(checkpoint, server, tmp_path):
@@ -72,7 +57,7 @@ def test_two_ranks_of_each_model(checkpoint, server, tmp_path):
         try:
             stream.result()
         except KimiClientError:
-            assert time.monotonic() - start < GONE_WITHIN_S
+            assert time.monotonic() - start < FAILS_WITHIN_S
         reload(parallel, "kimi_target")
         generate_when_back(client, **FIELDS[0])
         deadline = time.monotonic() + 30

@@ -1,0 +1,125 @@
+"""The real Triton Server with kimi-nano on two GPUs: hand-over on each GPU, captured steps, ranks that are killed."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from kimi_backend.runners.loading import load_pair
+from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_client import KimiClient, KimiClientError
+from support.engine_runs import generate
+from support.nano_runs import NANO, PROMPTS, nano_settings
+from support.rank_processes import rank_pids, wait_until_gone
+from support.server_process import running_server, stub_pids
+from support.streams import control, generate_when_back, reload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+MAX_TOKENS = 48
+KILLED_TOKENS = 400
+SHARED = "aux hidden states stay on the GPU"
+FIELDS = [
+    {
+        "text_input": prompt,
+        "temperature": float(i % 2),
+        "seed": i,
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "num_speculative_tokens": (3, 2, 1, 3)[i % 4],
+    }
+    for i, prompt in enumerate(PROMPTS)
+]
+
+
+def settings(**changes):
+    values = {"kv_tokens": 16_384, "mps": "off", "aux_transfer": "ipc", "max_speculative_tokens": 3}
+    return nano_settings(**{**values, "tensor_parallel_size": 2, **changes})
+
+
+def in_process(chosen):
+    """Texts and accepted draft tokens on one GPU, one request after another."""
+    tokenizer = load_tokenizer(str(NANO))
+    target, draft = load_pair(chosen)
+    requests = [
+        GenerateRequest(
+            request_id=fields["text_input"],
+            prompt_token_ids=tuple(tokenizer.encode(fields["text_input"])),
+            sampling=SamplingParams(
+                temperature=fields["temperature"], seed=fields["seed"], max_tokens=MAX_TOKENS, ignore_eos=True
+            ),
+            num_speculative_tokens=fields["num_speculative_tokens"],
+        )
+        for fields in FIELDS
+    ]
+    outcomes = [generate(target, draft, [request])[0] for request in requests]
+    return [(outcome.token_ids, sum(accepted for _, accepted in outcome.rounds)) for outcome in outcomes]
+
+
+def served(client):
+    """All of them together."""
+    streams = [client.stream(**fields, return_token_ids=True) for fields in FIELDS]
+    results = [stream.result() for stream in streams]
+    return [(list(r.token_ids), r.speculation["num_accepted_draft_tokens"]) for r in results]
+
+
+def wait_for_speculation(client):
+    deadline = time.monotonic() + 60
+    while generate_when_back(client, text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
+        assert time.monotonic() < deadline, "speculation stayed off"
+        time.sleep(0.1)
+
+
+def num_alike(left, right):
+    return sum(a[0] == b[0] for a, b in zip(left, right, strict=True))
+
+
+def num_accepted(results):
+    return sum(accepted for _, accepted in results)
+
+
+def test_float32_texts_and_killed_ranks(tmp_path):
+    """Sums over ranks round otherwise: one text in eight may part at a near tie."""
+    expected = in_process(settings(kernels="reference", tensor_parallel_size=1))
+    with running_server(settings(kernels="reference"), tmp_path) as server:
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        log = tmp_path / "server.log"
+        assert num_alike(served(client), expected) >= len(FIELDS) - 1
+        assert SHARED in log.read_text()
+        for model in ("eagle3_draft", "kimi_target"):
+            stub = stub_pids(server)[model]
+            stream = client.stream(**{**FIELDS[0], "max_tokens": KILLED_TOKENS})
+            next(iter(stream))
+            opened = log.read_text().count(SHARED)
+            os.kill(rank_pids(stub)[0], signal.SIGKILL)
+            if model == "eagle3_draft":
+                assert stream.result().num_output_tokens == KILLED_TOKENS
+            else:
+                with pytest.raises(KimiClientError):
+                    stream.result()
+            wait_until_gone([stub])
+            reload(server, model)
+            wait_for_speculation(client)
+            assert num_alike(served(client), expected) >= len(FIELDS) - 1
+            assert log.read_text().count(SHARED) > opened, "the buffers were not opened again"
+
+
+def test_captured_steps(tmp_path):
+    expected = in_process(settings(kernels="triton", capture_batch_sizes="1,8", tensor_parallel_size=1))
+    with running_server(settings(kernels="triton", capture_batch_sizes="1,8"), tmp_path) as server:
+        client = KimiClient(f"localhost:{server.ports.grpc}")
+        assert num_accepted(served(client)) > 0.8 * num_accepted(expected) > 0
+        assert SHARED in (tmp_path / "server.log").read_text()
+        plain = [{**fields, "num_speculative_tokens": 0, "return_token_ids": True} for fields in FIELDS]
+        streams = [client.stream(**fields) for fields in plain]
+        assert {len(stream.result().token_ids) for stream in streams} == {MAX_TOKENS}
+        ranks = {model: rank_pids(pid) for model, pid in stub_pids(server).items()}
+        for model in ("kimi_target", "eagle3_draft"):
+            control(server, model, "unload")
+            wait_until_gone(ranks[model])
