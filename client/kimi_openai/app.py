@@ -24,6 +24,7 @@ from kimi_openai.server_fields import ServerRequest, chat_fields, completion_fie
 from kimi_openai.settings import EndpointSettings
 
 logger = logging.getLogger("kimi_openai")
+HINTS = {404: "; /v1/chat/completions, /v1/completions, /v1/models and /health are there"}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -140,7 +141,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    message = f"{request.method} {request.url.path}: {error.detail.lower()}{HINTS.get(error.status_code, '')}"
     return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)
 
 

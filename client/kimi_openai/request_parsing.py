@@ -41,9 +41,10 @@ def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
 
 def _refuse(name: str, value: Any, known: Iterable[str]) -> None:
     if name not in REFUSED:
+        name = shown_name(name)
         near = difflib.get_close_matches(name, known, 1, cutoff=0.8)
         meant = f" (is {near[0]} meant?)" if near else ""
-        raise bad_field(shown_name(name), f"unknown field{meant}; docs/openai.md lists what is known")
+        raise bad_field(name, f"unknown field{meant}; docs/openai.md lists what is known")
     allowed = REFUSED[name]
     if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
         return

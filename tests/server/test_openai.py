@@ -6,6 +6,7 @@ import json
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
@@ -174,7 +175,7 @@ def test_a_prompt_that_is_too_long_has_its_own_code(endpoint, path):
     assert reply["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_deadline_is_an_error(endpoint, server):
+def test_a_deadline_is_an_error(endpoint, client, server):
     ask = {"prompt": "tell", "timeout_s": 0.4, **LONG}
     status, headers, body = endpoint.send("POST", "/v1/completions", ask)
     assert (status, json.loads(body)["error"]["code"]) == (504, "timeout")
@@ -184,20 +185,24 @@ def test_a_deadline_is_an_error(endpoint, server):
     assert status == 200
     assert last["error"]["type"] == "timeout_error"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    with pytest.raises(openai.APIError, match="deadline"):
+        list(client.completions.create(model="kimi", prompt="tell", stream=True, extra_body={"timeout_s": 0.2, **LONG}))
     assert_everything_is_free(server)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_requests(endpoint, server, stream):
+@pytest.mark.parametrize("when", ["at once", "before the whole reply", "within the stream"])
+def test_a_client_that_leaves_ends_its_requests(endpoint, server, when):
     connections = []
+    is_streamed = when != "before the whole reply"
     for index in range(8):
         connection = endpoint.connect()
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": f"tell {index}", "stream": stream, **LONG}))
+        body = json.dumps({"prompt": f"tell {index}", "stream": is_streamed, **LONG})
+        connection.request("POST", "/v1/completions", body)
         connections.append(connection)
-    if stream:
+    if when == "within the stream":
         for connection in connections:
             assert connection.getresponse().read(32)
-    else:
+    elif when == "before the whole reply":
         wait_until_it_runs(server)
     for connection in connections:
         connection.close()
@@ -251,6 +256,19 @@ def test_a_tools_markers_reach_the_endpoint_as_text(client, direct):
 CALLS = [{"id": "functions.find:0", "type": "function", "function": {"name": "find", "arguments": "{}"}}]
 TOOL_TURN = {"role": "assistant", "content": None, "tool_calls": CALLS}
 TOOL_RETURN = {"role": "tool", "tool_call_id": "functions.find:0", "content": "nothing"}
+
+
+def test_a_conversation_goes_on_with_what_came_back(client):
+    """OpenAI's client gives messages back with fields that are null, and with those that it does not know."""
+    first = client.chat.completions.create(model="kimi", messages=MESSAGES, tools=TOOLS, **SHORT).choices[0].message
+    turn = ChatCompletionMessage.model_validate({**TOOL_TURN, "reasoning_content": "hm"}).model_dump()
+    messages = [*MESSAGES, first.model_dump(), MESSAGES[1], turn, TOOL_RETURN]
+    reply = client.chat.completions.create(model="kimi", messages=messages, tools=TOOLS, **SHORT)
+    assert reply.choices[0].finish_reason == "length"
+    again = client.chat.completions.create(
+        model="kimi", messages=[*messages[:2], first, *messages[3:]], tools=TOOLS, **SHORT
+    )
+    assert again.choices[0].message.content == reply.choices[0].message.content
 
 
 def _text_of(direct, token_id):
