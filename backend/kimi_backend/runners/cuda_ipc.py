@@ -104,8 +104,13 @@ class OpenedMemory:
             )
         self._address = self._base.value + offset
 
+    @property
+    def address(self) -> int:
+        """Where this process sees it; the one way to name another GPU's memory, which `tensor` would copy."""
+        return self._address
+
     def tensor(self) -> torch.Tensor:
-        """[num_bytes] uint8, a view of the memory; not to be touched after `close`."""
+        """[num_bytes] uint8, a view of the memory, which lies on this device; not to be touched after `close`."""
         return torch.as_tensor(_CudaArray(self._address, self._num_bytes), device=self._device)
 
     def close(self) -> None:

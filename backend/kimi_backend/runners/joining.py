@@ -37,9 +37,7 @@ class SharedInboxes:
 
         self._inbox = inbox
         self._opened = opened
-        addresses = [
-            inbox.data_ptr() if other == rank else opened[other].tensor().data_ptr() for other in range(len(opened) + 1)
-        ]
+        addresses = [inbox.data_ptr() if other == rank else opened[other].address for other in range(len(opened) + 1)]
         self._sum = RankSum(rank, addresses, most_elements, inbox.device)
 
     def takes(self, x: torch.Tensor) -> bool:
