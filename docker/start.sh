@@ -77,7 +77,8 @@ clean_up() {
 }
 # Without the daemon each change from the target's process to the draft's costs the GPU about 0.15 ms.
 trap clean_up EXIT
-if [ -n "${KIMI_DRAFT:-}" ] && [ "${KIMI_DEVICE:-auto}" != cpu ] && [ "${KIMI_MPS:-auto}" != off ]; then
+if [ -n "${KIMI_DRAFT:-}" ] && [ "${KIMI_DEVICE:-auto}" != cpu ] && [ "${KIMI_MPS:-auto}" != off ] &&
+  [ "${KIMI_TENSOR_PARALLEL_SIZE:-1}" = 1 ]; then
   if lines=$(python3 -m kimi_backend.serving.mps start "$work"); then
     while read -r line; do export "${line?}"; done <<<"$lines"
   fi

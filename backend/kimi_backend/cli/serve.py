@@ -95,7 +95,9 @@ def maybe_mps(settings: ServingSettings, say: Callable[[str], None]) -> Iterator
     Yields:
         What makes a process its client; empty without a daemon.
     """
-    if settings.mps == "off" or settings.device == "cpu" or not settings.draft:
+    # Ranks that wait for each other inside kernels were not tried under a daemon.
+    is_alone = settings.tensor_parallel_size == 1
+    if settings.mps == "off" or settings.device == "cpu" or not settings.draft or not is_alone:
         yield {}
         return
     # Not below the folder for temporary files, whose path may be too long for a socket.

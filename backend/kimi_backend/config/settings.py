@@ -89,7 +89,7 @@ class ServingSettings:
     )
     step_board: str = _setting(
         "auto",
-        "With `launch_ahead`, between two processes on one GPU: whether their streams wait for each other's steps, so"
+        "With `launch_ahead`, between two processes on one GPU (not on several): whether their streams wait for each other's steps, so"
         " that neither host has to. `auto` does it where it can. Changes speed, never text.",
         choices=("auto", "off"),
     )
@@ -140,7 +140,7 @@ class ServingSettings:
     mps: str = _setting(
         "auto",
         "Whether to start a CUDA MPS daemon, which saves changing the GPU from the target's process to the draft's;"
-        " auto does it where it can.",
+        " auto does it where it can, with one GPU.",
         choices=("auto", "off"),
     )
     metrics_interval_s: float = _setting(
