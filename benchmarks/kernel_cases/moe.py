@@ -1,4 +1,5 @@
-"""Routed experts and router at the widths of Kimi-K2: 384 experts of 7168 x 2048, 8 a token; 256 of 2048 a TP8 rank."""
+"""Routed experts and router at the widths of Kimi-K2: 384 experts of 7168 x 2048, 8 a token; of 2048, a rank of
+8, 4 or 2 has 256, 512 or 1024."""
 
 import functools
 from dataclasses import dataclass
@@ -53,7 +54,12 @@ MUST = {
     (2048, 8192): (14_000, None, ""),
 }
 """By (width, tokens): most microseconds, most floors, peer on the same kind of card."""
-WIDTH_TOKENS = {256: (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192), 2048: (1, 4, 16, 64, 256, 1024, 8192)}
+WIDTH_TOKENS = {
+    256: (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192),
+    512: (1, 4, 16, 64, 256),
+    1024: (1, 4, 16, 64, 256),
+    2048: (1, 4, 16, 64, 256, 1024, 8192),
+}
 
 
 def cases(kernels: KernelSet) -> list[Case]:
