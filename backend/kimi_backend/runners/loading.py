@@ -23,7 +23,6 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.opened_checkpoints import Checkpoints, memory_plan
 from kimi_backend.runners.placement import Placement, captures_steps, place
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.ranks.divisible import check_divides
 from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.ranks.workers import Workers
 from kimi_backend.runners.target_runner import TargetRunner
@@ -227,7 +226,7 @@ def _load(settings: ServingSettings, role: Role) -> tuple[TargetRunner | None, D
     if settings.tensor_parallel_size == 1:
         return load_rank(settings, role, placement, checkpoints, SingleRank())
     # What is wrong with the settings is found before any process is started.
-    check_divides(settings.tensor_parallel_size, checkpoints)
+    checkpoints.check_ranks(settings.tensor_parallel_size)
     memory_plan(settings, checkpoints, placement)
     workers = Workers(settings, role.value)
     with workers.loading():

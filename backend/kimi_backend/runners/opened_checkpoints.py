@@ -13,6 +13,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.runners.draft_choice import chosen_draft, head_format, linear_format
 from kimi_backend.runners.placement import Placement, captures_steps, place
+from kimi_backend.runners.ranks.divisible import check_divides
 
 logger = logging.getLogger("kimi_backend.runners")
 
@@ -72,6 +73,10 @@ class Checkpoints:
             return cls(target=target, draft=None)
         draft = DraftCheckpoint.open(settings.draft, target.config, draft_overrides(settings))
         return cls(target=target, draft=chosen_draft(settings, draft, target))
+
+    def check_ranks(self, size: int) -> None:
+        """Raises ConfigError unless `size` ranks can divide them."""
+        check_divides(size, self.target.config, self.draft.config if self.draft else None)
 
     @classmethod
     def _dummy(cls, settings: ServingSettings, device: torch.device) -> "Checkpoints":
@@ -145,4 +150,6 @@ def check_servable(settings: ServingSettings) -> None:
         ConfigError, CheckpointError: the settings or files cannot be served, or do not fit the memory.
     """
     placement = place(settings)
-    memory_plan(settings, Checkpoints.open(settings, placement), placement)
+    checkpoints = Checkpoints.open(settings, placement)
+    checkpoints.check_ranks(settings.tensor_parallel_size)
+    memory_plan(settings, checkpoints, placement)

@@ -79,6 +79,11 @@ def open_probe(settings: ServingSettings, max_model_len: int) -> OpenedProbe:
     """
     if draft_overrides(settings) != DraftOverrides():
         raise ConfigError("setting draft_*: overrides given, none is allowed here: the probe tries them itself")
+    if settings.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"setting tensor_parallel_size: {settings.tensor_parallel_size} given, the probe runs in one process; 1 is"
+            " allowed"
+        )
     placement, checkpoint = place(settings), TargetCheckpoint.open(settings.checkpoint)
     draft = DraftCheckpoint.open(settings.draft, checkpoint.config)
     has_fc_norm = "fc_norm.0.weight" in draft.tensors.names()

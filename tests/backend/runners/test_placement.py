@@ -19,3 +19,12 @@ def test_a_cpu_takes_the_faster_of_its_row_invariant_sets(setting: str, name: st
 def test_kernels_of_another_device_are_refused() -> None:
     with pytest.raises(ConfigError, match="triton given, which does not run on cpu; reference or cpu is allowed there"):
         place(ServingSettings(device="cpu", kernels="triton"))
+
+
+def test_each_rank_has_a_gpu_of_its_own_and_there_must_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    settings = ServingSettings(device="cuda", tensor_parallel_size=4)
+    assert [place(settings, rank).device for rank in (0, 3)] == [torch.device("cuda:0"), torch.device("cuda:3")]
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 8 given, torch sees 4 GPUs here; 1 to 4 are allowed"):
+        place(ServingSettings(device="cuda", tensor_parallel_size=8))

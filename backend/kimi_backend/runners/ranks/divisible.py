@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 
-from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
+from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig
+from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.errors import ConfigError
-from kimi_backend.runners.opened_checkpoints import Checkpoints
 
 
-def check_divides(size: int, checkpoints: Checkpoints) -> None:
+def check_divides(size: int, target: KimiModelConfig, draft: Eagle3DraftConfig | None) -> None:
     """Pass silently if `size` ranks divide every dimension that is divided.
 
     Raises:
         ConfigError: lists those that do not, and the sizes that do.
     """
-    dimensions = list(_dimensions(checkpoints))
+    dimensions = list(_dimensions(target, draft))
     wrong = [f"{name} {value}" for name, value in dimensions if value % size]
     if wrong:
         allowed = [n for n in range(1, size) if not any(value % n for _, value in dimensions)]
@@ -23,16 +23,14 @@ def check_divides(size: int, checkpoints: Checkpoints) -> None:
         )
 
 
-def _dimensions(checkpoints: Checkpoints) -> Iterator[tuple[str, int]]:
-    target = checkpoints.target.config
+def _dimensions(target: KimiModelConfig, draft: Eagle3DraftConfig | None) -> Iterator[tuple[str, int]]:
     yield "num_attention_heads", target.num_attention_heads
     yield "vocab_size", target.vocab_size
     if target.n_routed_experts:
         yield "moe_intermediate_size", target.moe_intermediate_size
     yield "intermediate_size", target.intermediate_size
-    if checkpoints.draft is None:
+    if draft is None:
         return
-    draft = checkpoints.draft.config
     yield "the draft's num_attention_heads", draft.num_attention_heads
     yield "the draft's intermediate_size", draft.intermediate_size
     yield "the draft's hidden_size", draft.hidden_size
