@@ -21,7 +21,10 @@ from kimi_kernels.early_start import starts_early
 
 NUM_BUFFERS = 3
 BLOCK = 2048
-"""Elements a program. The same for every call: a program's part of the inbox is its own whatever the rows' number."""
+"""Elements summed at a time. The same for every call: a block's part of the inbox is its own whatever the rows' number.
+"""
+MOST_PROGRAMS = 128
+"""Programs wait for other ranks' programs, so those of two sums at once, target and draft, must all find room."""
 EMPTY = tl.constexpr(-32768)
 """The bits of negative zero in bfloat16 and float16, as int16."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -38,7 +41,7 @@ def rank_sum_kernel(
     x,  # [num_elements]
     out,  # [num_elements]
     inboxes,  # [SIZE] int64: the addresses of all ranks' inboxes, as this process sees them
-    calls,  # [programs] int32: calls that each program has made, mod NUM_BUFFERS
+    calls,  # [blocks] int32: sums of each block so far, mod NUM_BUFFERS
     rank,
     num_elements,
     slot_elements,
@@ -50,28 +53,32 @@ def rank_sum_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    program = tl.program_id(0)
-    call = tl.load(calls + program)
-    offset = program * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < num_elements
-    bits = tl.load(x + offset, mask=inside, other=0.0).to(tl.int16, bitcast=True)
-    bits = tl.where(bits == EMPTY, 0, bits)
-    source = tl.arange(0, SIZE)
-    for step in tl.static_range(SIZE):
-        inbox = _inbox(inboxes, (rank + 1 + step) % SIZE)
-        tl.store(inbox + (call * SIZE + rank).to(tl.int64) * slot_elements + offset, bits, mask=inside)
     own = _inbox(inboxes, rank)
-    slots = source[:, None].to(tl.int64) * slot_elements + offset[None, :]
-    before = ((call + NUM_BUFFERS - 1) % NUM_BUFFERS).to(tl.int64) * SIZE * slot_elements
-    tl.store(own + before + slots, tl.full([SIZE, BLOCK], EMPTY, tl.int16))
-    now = own + call.to(tl.int64) * SIZE * slot_elements + slots
-    there = tl.broadcast_to(inside[None, :], [SIZE, BLOCK])
-    found = tl.load(now, mask=there, other=0, volatile=True)
-    while tl.max(tl.max((found == EMPTY).to(tl.int32), 1), 0) > 0:
+    num_blocks = tl.cdiv(num_elements, BLOCK)
+    source = tl.arange(0, SIZE)[:, None].to(tl.int64) * slot_elements
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_elements
+        call = tl.load(calls + block)
+        bits = tl.load(x + offset, mask=inside, other=0.0).to(tl.int16, bitcast=True)
+        bits = tl.where(bits == EMPTY, 0, bits)
+        for step in tl.static_range(SIZE):
+            inbox = _inbox(inboxes, (rank + 1 + step) % SIZE)
+            tl.store(inbox + (call * SIZE + rank).to(tl.int64) * slot_elements + offset, bits, mask=inside)
+        before = ((call + NUM_BUFFERS - 1) % NUM_BUFFERS).to(tl.int64) * SIZE * slot_elements
+        tl.store(own + before + source + offset[None, :], tl.full([SIZE, BLOCK], EMPTY, tl.int16))
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_elements
+        call = tl.load(calls + block)
+        now = own + call.to(tl.int64) * SIZE * slot_elements + source + offset[None, :]
+        there = tl.broadcast_to(inside[None, :], [SIZE, BLOCK])
         found = tl.load(now, mask=there, other=0, volatile=True)
-    total = tl.sum(found.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0)
-    tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
-    tl.store(calls + program, (call + 1) % NUM_BUFFERS)
+        while tl.max(tl.max((found == EMPTY).to(tl.int32), 1), 0) > 0:
+            found = tl.load(now, mask=there, other=0, volatile=True)
+        total = tl.sum(found.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0)
+        tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(calls + block, (call + 1) % NUM_BUFFERS)
 
 
 def inbox_elements(size: int, most_elements: int) -> int:
@@ -87,7 +94,14 @@ def new_inbox(size: int, most_elements: int, device: torch.device) -> Tensor:
 class RankSum:
     """Sums over ranks on one device. One call at a time, in the order in which every rank makes them."""
 
-    def __init__(self, rank: int, inboxes: list[int], most_elements: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        inboxes: list[int],
+        most_elements: int,
+        device: torch.device,
+        most_programs: int = MOST_PROGRAMS,
+    ) -> None:
         """
         Args:
             inboxes: addresses of all ranks' inboxes in rank order, mapped here, of `new_inbox`; all are empty before
@@ -103,8 +117,8 @@ class RankSum:
         self._slot_elements = _slot_elements(most_elements)
         self._size = size
         self._inboxes = torch.tensor(inboxes, dtype=torch.int64, device=device)
-        num_programs = self._slot_elements // BLOCK
-        self._calls = torch.zeros(num_programs, dtype=torch.int32, device=device)
+        self._most_programs = most_programs
+        self._calls = torch.zeros(self._slot_elements // BLOCK, dtype=torch.int32, device=device)
         self._early = starts_early(device)
 
     def takes(self, x: Tensor) -> bool:
@@ -115,7 +129,7 @@ class RankSum:
         """x: of any shape, that `takes` accepts -> the sum over ranks, of x's dtype and shape, the same on all."""
         x = x.contiguous()
         out = torch.empty_like(x)
-        rank_sum_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+        rank_sum_kernel[(min(triton.cdiv(x.numel(), BLOCK), self._most_programs),)](
             x, out, self._inboxes, self._calls, self._rank, x.numel(), self._slot_elements,
             SIZE=self._size, BLOCK=BLOCK, NUM_BUFFERS=NUM_BUFFERS, PDL=self._early, num_warps=8,
             **({"launch_pdl": True} if self._early else {}),

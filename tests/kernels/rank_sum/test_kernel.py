@@ -14,12 +14,12 @@ MOST = 2 * BLOCK
 class Ranks:
     """Inboxes of all ranks in one process; a call runs every rank's kernel in turn."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, most_programs: int = 5) -> None:
         self.inboxes = [new_inbox(size, MOST, CPU) for _ in range(size)]
         addresses = [inbox.data_ptr() for inbox in self.inboxes]
-        self.sums = [RankSum(rank, addresses, MOST, CPU) for rank in range(size)]
+        self.sums = [RankSum(rank, addresses, MOST, CPU, most_programs) for rank in range(size)]
         self.num_calls = [0] * (MOST // BLOCK)
-        """Of each program: calls of few rows have fewer programs."""
+        """Of each block: calls of few rows have fewer."""
 
     def slot(self, rank: int, source: int, call: int) -> torch.Tensor:
         """[MOST] int16 of a rank's inbox, where another rank's rows of a call come."""
@@ -31,18 +31,18 @@ class Ranks:
         kernels of the other ranks would: each then writes the same bits there again."""
         for rank in range(len(terms)):
             for source, term in enumerate(terms):
-                for program, part in enumerate((term.flatten() + 0.0).view(torch.int16).split(BLOCK)):
-                    slot = self.slot(rank, source, self.num_calls[program])
-                    slot[program * BLOCK :][: len(part)] = part
+                for block, part in enumerate((term.flatten() + 0.0).view(torch.int16).split(BLOCK)):
+                    slot = self.slot(rank, source, self.num_calls[block])
+                    slot[block * BLOCK :][: len(part)] = part
         results = [summed(term) for summed, term in zip(self.sums, terms, strict=True)]
-        for program in range(-(-terms[0].numel() // BLOCK)):
-            self.num_calls[program] += 1
+        for block in range(-(-terms[0].numel() // BLOCK)):
+            self.num_calls[block] += 1
         return results
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_rank_has_the_sum_call_after_call(size: int) -> None:
-    ranks = Ranks(size)
+@pytest.mark.parametrize(("size", "most_programs"), [(2, 5), (4, 1), (8, 5)])
+def test_every_rank_has_the_sum_call_after_call(size: int, most_programs: int) -> None:
+    ranks = Ranks(size, most_programs)
     generator = torch.Generator().manual_seed(size)
     for num_rows in (3, 1, 4, 4, 2):
         terms = [torch.randn(num_rows, 1000, generator=generator).half() for _ in range(size)]
