@@ -25,9 +25,9 @@ class VocabParallelEmbedding:
         if self._group.size == 1:
             return self.weight[token_ids]
         local_ids = token_ids - self._first_id
-        is_here = (local_ids >= 0) & (local_ids < self.weight.shape[0])
-        rows = self.weight[local_ids.clamp(0, self.weight.shape[0] - 1)]
-        return self._group.all_reduce(rows.masked_fill(~is_here[:, None], 0))
+        inside = local_ids.clamp(0, self.weight.shape[0] - 1)
+        rows = torch.where((local_ids == inside)[:, None], self.weight[inside], 0)
+        return self._group.all_reduce(rows)
 
 
 class ParallelHead:
