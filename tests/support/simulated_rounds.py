@@ -46,6 +46,8 @@ class Simulation:
     is_even: bool = True
     alone: float = 1.0
     """Time of a verify while nobody drafts over that of one whose draft only follows: less if it is launched ahead."""
+    waited: float = 1.05
+    """What the engine waits for its target where the draft only follows, over a round launched ahead without one."""
     settling: int = 0
     """Rounds that a draft guesses at half its rate after it began in the middle of a sequence."""
     now: float = 0.0
@@ -104,7 +106,9 @@ class Simulation:
         draft_s = noise * self._mixed(self.costs.draft, b, k, len(drafting)) if drafting else 0.0
         self.now += draft_s
         self.rounds.append(k)
-        self.policy.end_round(is_pure_decode=is_pure_decode, draft_s=draft_s if self.alone == 1 else 0.0)
+        is_ahead = self.alone < 1
+        target_s = noise * verify_s * (self.waited * self.alone if is_ahead else 1.0)
+        self.policy.end_round(is_pure_decode=is_pure_decode, draft_s=0.0 if is_ahead else draft_s, target_s=target_s)
 
     def _is_kept(self, s: SimulatedSequence, position: int) -> bool:
         """At random, or evenly spread, which tells policies apart sooner."""

@@ -122,9 +122,11 @@ class EngineCore:
         self.times.lap("schedule")
         launched = self._following_draft(step)
         reply = self._verify(step, launched)
-        self.times.lap("target")
+        target_s = self.times.lap("target")
         if reply is None:
             return True
+        if reply.runner_us:
+            target_s = 1e-6 * reply.runner_us
         self._read_draft(reply)
         commit = commit_step(batch, step.plan, reply, self._clock(), step.still_there)
         self._settle(commit.outputs)
@@ -139,7 +141,8 @@ class EngineCore:
         draft_s = self.times.lap("draft")
         self._publish(batch.sequences)
         self.times.lap("publish")
-        self.scheduler.policy.end_round(is_pure_decode=batch.num_decodes == len(batch.sequences), draft_s=draft_s)
+        is_pure_decode = batch.num_decodes == len(batch.sequences)
+        self.scheduler.policy.end_round(is_pure_decode=is_pure_decode, draft_s=draft_s, target_s=target_s)
         return True
 
     def _next_step(self) -> TargetStep | None:

@@ -21,6 +21,8 @@ DECISION_ROUNDS, SETTLED_ROUNDS = 4, 16
 takes 0.1 ms of the engine's thread, a round of a small model on a GPU 1 ms."""
 SWITCH_REGRET = 0.3
 """Rounds' worth of tokens that another number of draft tokens would have gained before it is taken."""
+FOLLOWING_PART, FOLLOWING_AHEAD_PART = 0.5, 0.85
+"""Of what is not known of drafting's cost: where what following costs is more, only leaving the draft tells more."""
 HIDDEN_SHARE = 0.01
 """Of a round that drafts; who waits for less of it for the draft has launched it ahead."""
 ROW_ROUNDS = 8
@@ -60,6 +62,7 @@ class AdaptivePolicy:
         self._begin_s = 0.0
         self._num_until_decision = 0
         self._num_since_decision = 0
+        self._num_drafted = 0
         self._hidden = 0.0
         """Share of late rounds in which the draft was hardly waited for."""
 
@@ -102,7 +105,7 @@ class AdaptivePolicy:
         num_members = len(self._members)
         self._setup = _Setup(num_sequences, num_members, self._tokens_now if num_members else 0)
 
-    def end_round(self, *, is_pure_decode: bool, draft_s: float) -> None:
+    def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         """See `SpeculationPolicy.end_round`."""
         seconds, setup = self._clock() - self._begin_s, self._setup
         # A round is as its setup says when the one before it has drafted what it verifies.
@@ -115,22 +118,25 @@ class AdaptivePolicy:
         if setup.num_members:
             self._book.pass_round()
         if is_clean:
-            self._record_cost(setup, seconds, draft_s)
+            self._record_cost(setup, seconds, draft_s, target_s)
         else:
             self.costs.pass_round()
         if self._visit is not None:
             self._visit.patience -= 1
             self._visit.num_left -= is_clean
 
-    def _record_cost(self, setup: _Setup, seconds: float, draft_s: float) -> None:
+    def _record_cost(self, setup: _Setup, seconds: float, draft_s: float, target_s: float) -> None:
         if not setup.num_members:
             self.costs.record(setup.num_sequences, 0, seconds)
         elif not setup.num_draft_tokens:
-            # The draft only follows; what the engine waits for it would not be there without one.
-            self.costs.record(setup.num_sequences, FOLLOWING, seconds - draft_s)
+            # The draft only follows; what the engine waits for it would not be there without one. Where rounds without
+            # one are launched ahead, the host's work is hidden in them too.
+            alone_s = target_s if self.costs.launches_ahead else seconds - draft_s
+            self.costs.record(setup.num_sequences, FOLLOWING, alone_s)
         else:
             hidden = draft_s < HIDDEN_SHARE * seconds
-            self._hidden += 0.1 * (hidden - self._hidden)
+            self._num_drafted += 1
+            self._hidden += max(0.1, 1 / self._num_drafted) * (hidden - self._hidden)
             self.costs.launches_ahead = self._hidden > 0.5
             share = 1.0
             if setup.num_members < setup.num_sequences:
@@ -246,8 +252,9 @@ class AdaptivePolicy:
         """Begin a visit where it is time for one. Whether another number of draft tokens may be better."""
         standing_doubt = weighing.costs.doubt[self._num_draft_tokens]
         is_ahead = self.costs.launches_ahead
+        part = FOLLOWING_AHEAD_PART if is_ahead else FOLLOWING_PART
         # Drafts that only follow tell no more of what is in doubt then.
-        only_leaving_tells = is_open and 2 * weighing.costs.doubt_of_following > standing_doubt
+        only_leaving_tells = is_open and weighing.costs.doubt_of_following > part * standing_doubt
         if only_leaving_tells and self._book.wants_real_check(is_ahead):
             self._visit = self._book.begin_real_check()
             for controller in self._members:

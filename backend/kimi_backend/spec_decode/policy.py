@@ -58,12 +58,13 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
-    def end_round(self, *, is_pure_decode: bool, draft_s: float) -> None:
+    def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         """The round has ended well. Not called for one that failed.
 
         Args:
             is_pure_decode: no prompt was part of it.
             draft_s: seconds that the engine waited for the draft in it.
+            target_s: seconds that the target took, from its plan to its reply: the way to another process left out.
         """
         ...
 
@@ -82,7 +83,7 @@ class FixedPolicy:
     def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
         self.num_chosen_tokens = max((c.num_speculative_tokens for c in controllers), default=0)
 
-    def end_round(self, *, is_pure_decode: bool, draft_s: float) -> None:
+    def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         """Nothing to learn."""
 
 

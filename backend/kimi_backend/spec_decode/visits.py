@@ -14,7 +14,7 @@ CHECKS_PER_VISIT = 3
 """Visits to no draft after another, at most, while another number waits for one."""
 FIRST_CHECK, LONGEST_CHECK = 50, 1000
 """Rounds to the first visit to no draft once it is known; each time four times as many, up to the latter."""
-FIRST_REAL, FIRST_REAL_AHEAD, REAL_GROWTH = 100, 32, 3
+FIRST_REAL, FIRST_REAL_AHEAD, REAL_GROWTH = 100, 200, 3
 """Rounds that drafted until the draft is left for the time of a visit, where it is still open whether it pays and only
 what following costs is in doubt; sooner where the engine launches ahead, since nothing else tells what rounds without
 a draft take there; and how many times as many until the next such visit."""

@@ -276,7 +276,7 @@ class OnAndOff:
             controller.uses_draft = self.num_rounds % 10 < 4
             controller.num_chosen_tokens = 3 if controller.uses_draft else 0
 
-    def end_round(self, *, is_pure_decode: bool, draft_s: float) -> None:
+    def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         assert draft_s >= 0
 
 

@@ -145,6 +145,17 @@ def test_prompts_in_a_round_are_not_taken_for_its_cost() -> None:
     assert times[3] == pytest.approx(GPU.round_s(4, 3) / GPU.round_s(4, 0), rel=0.07)
 
 
+def test_the_wait_for_the_target_stands_for_a_round_launched_ahead_without_a_draft() -> None:
+    """A whole round whose draft only follows takes a third longer here, because the host's work is not hidden in it."""
+    simulation = Simulation(AdaptivePolicy(), GPU, alone=0.75, settling=8)
+    simulation.add(lambda _: 0.9)
+    simulation.run(300)
+    policy = simulation.policy
+    assert isinstance(policy, AdaptivePolicy)
+    assert not any(book.num_real for book in policy._visits.values()), "nobody has left the draft"
+    assert policy.costs.ratios(1).times[3] == pytest.approx(GPU.round_s(1, 3) / GPU.round_s(1, 0) / 0.75, rel=0.1)
+
+
 def test_a_hopeless_sequence_drafts_no_more_beside_good_ones() -> None:
     simulation = Simulation(AdaptivePolicy(), CPU, settling=8)
     good = [simulation.add(lambda _: 0.9, num_expected=8) for _ in range(6)]
@@ -268,7 +279,7 @@ def test_all_sequences_may_end_during_a_visit() -> None:
         pytest.fail("nothing was visited")
     simulation.running.clear()
     policy.begin_round([], 0)
-    policy.end_round(is_pure_decode=False, draft_s=0.0)
+    policy.end_round(is_pure_decode=False, draft_s=0.0, target_s=0.0)
     assert policy._visit is None
     simulation.add(lambda _: 0.1)
     assert simulation.run(200) > 0
