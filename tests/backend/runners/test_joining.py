@@ -2,14 +2,18 @@
 
 import re
 import socket
+import threading
 import time
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.distributed import HashStore
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.parallel import SingleRank
+from kimi_backend.runners import joining
+from kimi_backend.runners.cuda_ipc import HANDLE_BYTES, CudaIpcError
 from kimi_backend.runners.joining import RankError, join_ranks, leave
 from support.joined_ranks import run_on_a_cpu
 
@@ -61,3 +65,46 @@ def test_no_rank_0_is_told() -> None:
 
 def test_collectives_of_three_ranks_on_a_cpu() -> None:
     mp.spawn(run_on_a_cpu, args=(3, [free_address(), free_address()]), nprocs=3)
+
+
+@pytest.mark.parametrize("failing", ["export", "open", "nothing"])
+def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's driver refuses; here ranks are threads and their memory is host memory."""
+    closed = []
+
+    class Opened:
+        def __init__(self, handle: bytes, offset: int, num_bytes: int, device: torch.device) -> None:
+            if failing == "open" and handle[0] == 0:  # rank 0's, opened by rank 1
+                raise CudaIpcError("cuIpcOpenMemHandle_v2: refused")
+            self.address = offset
+
+        def close(self) -> None:
+            closed.append(self)
+
+    def export(inbox: torch.Tensor) -> tuple[bytes, int]:
+        rank = int(threading.current_thread().name)
+        if failing == "export" and rank == 1:
+            raise CudaIpcError("cuIpcGetMemHandle: refused")
+        return bytes([rank]) * HANDLE_BYTES, inbox.data_ptr()
+
+    monkeypatch.setattr(joining, "OpenedMemory", Opened)
+    monkeypatch.setattr(joining, "export_memory", export)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    store, shared = HashStore(), {}
+
+    def share(rank: int) -> None:
+        shared[rank] = joining._share_inboxes(store, rank, 2, CPU)
+
+    threads = [threading.Thread(target=share, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if failing == "nothing":
+        assert all(isinstance(inboxes, joining.SharedInboxes) for inboxes in shared.values())
+        assert not closed
+        for inboxes in shared.values():
+            inboxes.close()
+    else:
+        assert shared == {0: None, 1: None}
+    assert len(closed) == {"export": 1, "open": 1, "nothing": 2}[failing]
