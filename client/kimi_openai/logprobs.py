@@ -48,7 +48,9 @@ class CompletionLogprobs:
 
 
 def _by_token(entry: TokenLogprob) -> dict[str, float]:
-    """The most likely tokens and the drawn one; of two that look alike the likelier stays."""
-    drawn = {entry.token: entry.logprob}
-    top = zip(reversed(entry.top), reversed(entry.top_tokens), strict=True)
-    return drawn | {token: logprob for (_, logprob), token in top}
+    """The most likely tokens, then the drawn one; of two that look alike the likelier stays."""
+    found: dict[str, float] = {}
+    for (_, logprob), token in zip(entry.top, entry.top_tokens, strict=True):
+        found.setdefault(token, logprob)
+    found.setdefault(entry.token, entry.logprob)
+    return found

@@ -34,7 +34,7 @@ def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
         if name not in known and name not in IGNORED and value is not None:
             _refuse(name, value, known)
     try:
-        return kind.model_validate({name: v for name, v in values.items() if name in known and v is not None})
+        return kind.model_validate({name: value for name, value in values.items() if name in known})
     except pydantic.ValidationError as error:
         raise _from_validation(error) from None
 

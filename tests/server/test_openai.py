@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+from pathlib import Path
 
 import openai
 import pytest
@@ -13,6 +15,7 @@ from kimi_openai import EndpointSettings
 from support.openai_endpoint import read_events, running_endpoint
 from support.server_process import MAX_MODEL_LEN, assert_everything_is_free
 
+ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 🙂, was gibt's?"}]
 TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
 LONG = {"max_tokens": MAX_MODEL_LEN - 64, "ignore_eos": True, "seed": 1}
@@ -269,6 +272,14 @@ def test_a_conversation_goes_on_with_what_came_back(client):
         model="kimi", messages=[*messages[:2], first, *messages[3:]], tools=TOOLS, **SHORT
     )
     assert again.choices[0].message.content == reply.choices[0].message.content
+
+
+def test_the_documents_example_runs(endpoint, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/openai.md").read_text(), re.DOTALL)
+    address = "http://localhost:9000/v1"
+    assert address in code
+    exec(compile(code.replace(address, endpoint.base_url), "docs/openai.md", "exec"), {})
+    assert "num_accepted_draft_tokens" in capsys.readouterr().out
 
 
 def _text_of(direct, token_id):

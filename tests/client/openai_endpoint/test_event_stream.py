@@ -174,6 +174,13 @@ def test_logprobs_of_a_completion_go_on_counting():
     assert [first["token_ids"], second["token_ids"]] == [[5], [7]]
 
 
+def test_of_two_tokens_that_look_alike_the_likelier_stays():
+    entry = TokenLogprob(9, -4.0, ((6, -1.0), (7, -2.0), (8, -3.0)), "x", ("\ufffd", "\ufffd", "y"))
+    (event,) = events([Chunk("x", 1, logprobs=(entry,), **END)], completion_writer(logprobs=True))
+    (top,) = event["choices"][0]["logprobs"]["top_logprobs"]
+    assert list(top.items()) == [("\ufffd", -1.0), ("y", -3.0), ("x", -4.0)]
+
+
 def test_a_client_that_leaves_before_the_first_event_ends_the_request():
     """The events are then never asked for, so that nothing in them can do it."""
 
