@@ -1,7 +1,7 @@
-"""What rank 0 sends down a pipe: steps, and questions that are answered."""
+"""What goes through the pipe of a rank: an assignment, then steps, and questions that are answered."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,6 +12,32 @@ from kimi_backend.types import codec
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
 Pipe = Connection  # type: ignore[type-arg,unused-ignore]  # generic in some versions of the stubs only
+
+
+READY, FAILED, ANSWER = "ready", "failed", "answer"
+"""What rank r says, each with bytes or a text."""
+CLOSE = "close"
+TIMEOUTS = {"join_timeout_s": 300.0, "collective_timeout_s": 7200.0}
+"""One rank may read its weights much sooner than another. Ranks that end are noticed at once, whatever these are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What a rank is told first."""
+
+    parent_pid: int
+    rank: int
+    size: int
+    address: str
+    """Where rank 0 listens."""
+    role: str
+    """As `loading.Role` has it."""
+    settings: dict[str, Any]
+    """Of `ServingSettings`."""
+
+    def packed(self) -> dict[str, Any]:
+        """For `Connection.send`."""
+        return asdict(self)
 
 
 class Method(str, enum.Enum):

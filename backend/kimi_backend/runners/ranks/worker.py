@@ -14,9 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -25,34 +23,21 @@ from kimi_backend.errors import KimiError
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_backend.runners.joining import join_ranks, leave
 from kimi_backend.runners.ranks.follower import Follower
-from kimi_backend.runners.ranks.messages import Pipe, Question, unpacked
+from kimi_backend.runners.ranks.messages import (
+    ANSWER,
+    CLOSE,
+    FAILED,
+    READY,
+    TIMEOUTS,
+    Assignment,
+    Pipe,
+    Question,
+    unpacked,
+)
 
-READY, FAILED, ANSWER = "ready", "failed", "answer"
-CLOSE = "close"
-TIMEOUTS = {"join_timeout_s": 300.0, "collective_timeout_s": 7200.0}
-"""One rank may read its weights much sooner than another. Ranks that end are noticed at once, whatever these are."""
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("kimi_backend.runners")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """What a rank is told first."""
-
-    parent_pid: int
-    rank: int
-    size: int
-    address: str
-    """Where rank 0 listens."""
-    role: str
-    """As `loading.Role` has it."""
-    settings: dict[str, Any]
-    """Of `ServingSettings`."""
-
-    def packed(self) -> dict[str, Any]:
-        """For `Connection.send`."""
-        return asdict(self)
 
 
 def _end_with(parent_pid: int) -> None:

@@ -21,8 +21,18 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError, ModelUnavailableError
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_backend.runners.joining import join_ranks, leave
-from kimi_backend.runners.ranks.messages import Method, Pipe, Question, Step
-from kimi_backend.runners.ranks.worker import ANSWER, CLOSE, FAILED, READY, TIMEOUTS, Assignment
+from kimi_backend.runners.ranks.messages import (
+    ANSWER,
+    CLOSE,
+    FAILED,
+    READY,
+    TIMEOUTS,
+    Assignment,
+    Method,
+    Pipe,
+    Question,
+    Step,
+)
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
 _LOADING_GRACE_S = 2.0
