@@ -1,0 +1,86 @@
+"""Aux buffers of several ranks: all are opened or none, and each rank gets its own. The driver's part is replaced."""
+
+import pytest
+import torch
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.aux_ipc import split_handles
+from kimi_backend.runners.cuda_ipc import CudaIpcError
+from kimi_backend.runners.ranks import aux_on_ranks
+from kimi_backend.runners.ranks.aux_on_ranks import OpenedOnRanks, export_on_ranks
+from kimi_backend.runners.ranks.peers import NoPeers
+from kimi_backend.runners.ranks.workers import PeerError
+
+BUFFER = AuxBuffer.allocate(1, 4, 8, torch.float32, torch.device("cpu"))
+CUDA = torch.device("cuda")
+
+
+class AskedPeers(NoPeers):
+    """Two peers that note what they are asked."""
+
+    count = 2
+
+    def __init__(self, problem: str = "") -> None:
+        super().__init__()
+        self.asked: list[tuple[str, list[bytes]]] = []
+        self._problem = problem
+
+    def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
+        self.asked.append((question, contents))
+        if self._problem and any(contents):
+            raise PeerError(self._problem)
+        return [b'{"rank": 1}', b'{"rank": 2}']
+
+
+class FakeOpened:
+    """Of rank 0."""
+
+    opened: list[bytes]
+
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        self.opened.append(handle)
+        self.buffer, self._handle = BUFFER, handle
+
+    def close(self) -> None:
+        self.opened.remove(self._handle)
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeOpened.opened = []
+    monkeypatch.setattr(aux_on_ranks, "export_aux_buffer", lambda buffer: b'{"rank": 0}')
+    monkeypatch.setattr(aux_on_ranks, "OpenedAuxBuffer", FakeOpened)
+
+
+def test_each_rank_opens_the_buffer_of_its_own() -> None:
+    exported = export_on_ranks(BUFFER, AskedPeers())
+    peers = AskedPeers()
+    opened = OpenedOnRanks(exported, CUDA, peers)
+    assert opened.exported == exported
+    assert FakeOpened.opened == [b'{"rank": 0}']
+    assert peers.asked == [("open aux", [b'{"rank": 1}', b'{"rank": 2}'])]
+    opened.close()
+    assert not FakeOpened.opened
+    assert peers.asked[1:] == [("open aux", [b"", b""])]
+
+
+def test_one_rank_is_as_before() -> None:
+    exported = export_on_ranks(BUFFER, NoPeers())
+    assert exported == b'{"rank": 0}'
+    OpenedOnRanks(exported, CUDA, NoPeers()).close()
+
+
+def test_a_peer_that_cannot_open_its_own_leaves_none_open() -> None:
+    peers = AskedPeers("rank 2: another GPU")
+    with pytest.raises(CudaIpcError, match="rank 2: another GPU"):
+        OpenedOnRanks(export_on_ranks(BUFFER, AskedPeers()), CUDA, peers)
+    assert not FakeOpened.opened
+    assert peers.asked[-1] == ("open aux", [b"", b""])
+
+
+def test_other_numbers_of_ranks_share_nothing() -> None:
+    with pytest.raises(CudaIpcError, match="the target has 1 ranks, the draft 3"):
+        OpenedOnRanks(export_on_ranks(BUFFER, NoPeers()), CUDA, AskedPeers())
+    with pytest.raises(InvalidRequestError, match="3 bytes that are none"):
+        split_handles(b"[1]")
