@@ -30,12 +30,6 @@ EMPTY = tl.constexpr(-32768)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@triton.jit
-def _inbox(inboxes, rank):
-    """The address of a rank's inbox; the hint makes accesses 16 bytes wide."""
-    return tl.multiple_of(tl.load(inboxes + rank).to(tl.pointer_type(tl.int16)), 16)
-
-
 @triton.jit(do_not_specialize=["rank"])
 def rank_sum_kernel(
     x,  # [num_elements]
@@ -52,8 +46,12 @@ def rank_sum_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
+    # The hints make accesses 16 bytes wide.
+    everyone = tl.load(inboxes + tl.arange(0, SIZE)).to(tl.pointer_type(tl.int16))
+    everyone = tl.multiple_of(everyone[:, None], [16, 16])
+    own = tl.multiple_of(tl.load(inboxes + rank).to(tl.pointer_type(tl.int16)), 16)
+    if PDL:
         gdc_wait()
-    own = _inbox(inboxes, rank)
     num_blocks = tl.cdiv(num_elements, BLOCK)
     source = tl.arange(0, SIZE)[:, None].to(tl.int64) * slot_elements
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
@@ -62,9 +60,9 @@ def rank_sum_kernel(
         call = tl.load(calls + block)
         bits = tl.load(x + offset, mask=inside, other=0.0).to(tl.int16, bitcast=True)
         bits = tl.where(bits == EMPTY, 0, bits)
-        for step in tl.static_range(SIZE):
-            inbox = _inbox(inboxes, (rank + 1 + step) % SIZE)
-            tl.store(inbox + (call * SIZE + rank).to(tl.int64) * slot_elements + offset, bits, mask=inside)
+        slot = (call * SIZE + rank).to(tl.int64) * slot_elements + offset
+        there = tl.broadcast_to(inside[None, :], [SIZE, BLOCK])
+        tl.store(everyone + slot[None, :], tl.broadcast_to(bits[None, :], [SIZE, BLOCK]), mask=there)
         before = ((call + NUM_BUFFERS - 1) % NUM_BUFFERS).to(tl.int64) * SIZE * slot_elements
         tl.store(own + before + source + offset[None, :], tl.full([SIZE, BLOCK], EMPTY, tl.int16))
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
