@@ -24,7 +24,8 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_QUEUE_IS_FULL = "requests are waiting"
+QUEUE_IS_FULL = "requests are waiting"
+"""In the message of a server that has no room; it has no code of its own."""
 _IS_TOO_LONG = re.compile(r"\w+: \d+ (?:tokens|characters) given, ")
 _RETRY_LATER = {"Retry-After": "1"}
 _FIELD = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*")
@@ -74,7 +75,7 @@ def from_client_error(error: KimiClientError, names: Mapping[str, str]) -> ApiEr
     if isinstance(error, InvalidRequest):
         return _from_invalid_request(message, names)
     if isinstance(error, ServerBusy):
-        return ApiError(429 if _QUEUE_IS_FULL in message else 503, message, headers=_RETRY_LATER)
+        return ApiError(429 if QUEUE_IS_FULL in message else 503, message, headers=_RETRY_LATER)
     if isinstance(error, ServerUnreachable):
         return ApiError(503, "the model server does not answer; try again later", headers=_RETRY_LATER)
     if isinstance(error, RequestTimedOut):

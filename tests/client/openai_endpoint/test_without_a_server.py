@@ -1,6 +1,7 @@
 """What the endpoint answers by itself: HTTP, keys, names, and that nobody is behind it."""
 
 import http.client
+import inspect
 import json
 import os
 import signal
@@ -11,10 +12,11 @@ import sys
 import openai
 import pytest
 
+from kimi_backend.engine.engine import Engine
 from kimi_client import InvalidRequest, RequestTimedOut, ServerBusy, ServerFailed, ServerUnreachable
 from kimi_openai import EndpointSettings
 from kimi_openai.connection import MAX_BODY_BYTES
-from kimi_openai.errors import from_client_error
+from kimi_openai.errors import QUEUE_IS_FULL, from_client_error
 from support.openai_endpoint import running_endpoint
 
 KEY = "k\u00e9y"
@@ -131,7 +133,7 @@ def test_what_is_no_http(endpoint):
         (InvalidRequest("max_tokens: 0 given"), 400, "max_completion_tokens", None),
         (InvalidRequest("prompt: 9 tokens given, at most 8 are allowed"), 400, "messages", "context_length_exceeded"),
         (InvalidRequest("Wrong from its first word"), 400, None, None),
-        (ServerBusy("1024 requests are waiting, at most 1024 may; try later"), 429, None, None),
+        (ServerBusy(f"1024 {QUEUE_IS_FULL}, at most 1024 may; try later"), 429, None, None),
         (ServerBusy("runner kimi_target is loading"), 503, None, None),
         (ServerUnreachable("ipv4:10.0.0.7 refused"), 503, None, None),
         (RequestTimedOut("cancelled after 1 s"), 504, None, "timeout"),
@@ -144,6 +146,10 @@ def test_errors_of_the_server(error, status, param, code):
     assert param is None or str(made).startswith(param)
     assert "10.0.0.7" not in str(made)
     assert made.body()["error"]["message"] == str(made)
+
+
+def test_a_full_queue_is_known_by_the_engines_words():
+    assert QUEUE_IS_FULL in inspect.getsource(Engine.submit)
 
 
 KIMI = [sys.executable, "-m", "kimi_backend.cli.main", "openai", f"--url={NOBODY}"]
