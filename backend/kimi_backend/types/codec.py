@@ -55,8 +55,12 @@ class _Field:
     """The class of a nested dataclass that is packed whole."""
 
 
-def _array_dtype(annotation: Any) -> np.dtype[Any]:
-    return np.dtype(typing.get_args(typing.get_args(annotation)[1])[0])
+def _array_dtype(annotation: Any) -> np.dtype[Any] | None:
+    """Of `NDArray[scalar]`, which numpy 2.5 made an alias of its own; None where it is something else."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is np.ndarray:
+        return np.dtype(typing.get_args(arguments[1])[0])
+    return np.dtype(arguments[0]) if origin is not None and origin is npt.NDArray else None
 
 
 def _describe(name: str, annotation: Any) -> _Field | None:
@@ -64,8 +68,9 @@ def _describe(name: str, annotation: Any) -> _Field | None:
         annotation = next(a for a in annotation.__args__ if a is not types.NoneType)
     if annotation in (int, bool):
         return _Field(name, np.dtype(np.int64), scalar=annotation)
-    if typing.get_origin(annotation) is np.ndarray:
-        return _Field(name, _array_dtype(annotation))
+    dtype = _array_dtype(annotation)
+    if dtype is not None:
+        return _Field(name, dtype)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         if getattr(annotation, "packed_whole", False):
             return _Field(name, np.dtype(np.uint8), whole=annotation)

@@ -1,9 +1,11 @@
 """Plans and replies survive the border bit for bit; foreign bytes are refused."""
 
 import dataclasses
+import types
 import typing
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,3 +119,16 @@ def test_foreign_bytes_are_refused():
     buffer[0] ^= 1
     with pytest.raises(InvalidRequestError, match="other version"):
         codec.decode(DraftReply, buffer)
+
+
+def test_array_fields_are_found_under_both_forms_of_numpys_alias(monkeypatch):
+    """numpy 2.5 made NDArray an alias of its own, with the scalar as its one argument."""
+
+    class Alias:
+        def __class_getitem__(cls, scalar):
+            return types.GenericAlias(cls, (scalar,))
+
+    assert codec._array_dtype(npt.NDArray[np.int32]) == np.int32
+    monkeypatch.setattr(codec.npt, "NDArray", Alias)
+    assert codec._array_dtype(Alias[np.float32]) == np.float32
+    assert codec._array_dtype(int) is codec._array_dtype(list[int]) is None
