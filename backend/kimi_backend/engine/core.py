@@ -122,11 +122,10 @@ class EngineCore:
         self.times.lap("schedule")
         launched = self._following_draft(step)
         reply = self._verify(step, launched)
-        target_s = self.times.lap("target")
+        self.times.lap("target")
         if reply is None:
             return True
-        if reply.runner_us:
-            target_s = 1e-6 * reply.runner_us
+        target_s = 1e-6 * reply.runner_us or self.times.since_queued
         self._read_draft(reply)
         commit = commit_step(batch, step.plan, reply, self._clock(), step.still_there)
         self._settle(commit.outputs)
@@ -180,6 +179,7 @@ class EngineCore:
         return self._target.verify(step.plan) if step.pending is None else step.pending.wait()
 
     def _launch(self, launched: LaunchedDraft, aux: AuxHandle, drawn: DrawnHandle) -> None:
+        self.times.note_queued()
         launched.launch(aux, drawn)
         self._outputs.flush()
 

@@ -12,8 +12,9 @@ from kimi_backend.spec_decode.standing import FEWEST_ROUNDS, Standing
 from kimi_backend.spec_decode.visits import Visit, Visits
 from kimi_backend.spec_decode.weighing import Weighing
 
-SETTLING_ROUNDS = 12
-"""Rounds until a draft whose KV began in the middle of a sequence guesses about as well as it ever will."""
+SETTLING_ROUNDS = 30
+"""Rounds until a draft whose KV began in the middle of a sequence guesses about as well as it ever will: until then it
+is not judged."""
 TRIAL_MEMORY = 16
 """Rounds and changes of cost that still count when a trial begins, so that what is new is believed."""
 DECISION_ROUNDS, SETTLED_ROUNDS = 4, 16

@@ -64,7 +64,7 @@ class SpeculationPolicy(Protocol):
         Args:
             is_pure_decode: no prompt was part of it.
             draft_s: seconds that the engine waited for the draft in it.
-            target_s: seconds that the target took, from its plan to its reply: the way to another process left out.
+            target_s: seconds that the target took for its step, at most: from where it was queued, if that is known.
         """
         ...
 

@@ -11,6 +11,8 @@ from kimi_backend.errors import KimiError
 from kimi_backend.scheduler.plan_builder import DraftWork
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.policy import FixedPolicy
+from kimi_backend.spec_decode.protocols import OnQueued
 from kimi_backend.types.plan import TargetPlan, TargetReply, TokenHandle
 from kimi_backend.types.request import DraftSampling, EndCause, FinishReason, GenerateRequest
 from support.engine_runs import EngineHarness
@@ -321,3 +323,34 @@ def test_draft_rows_that_count_before_anybody_knows_them(monkeypatch: pytest.Mon
     monkeypatch.setattr(UnreadDraft, "of", classmethod(planted))
     with pytest.raises(AssertionError):
         test_a_failed_draft_publishes_nothing()
+
+
+def test_the_policy_is_told_how_long_the_target_took_after_its_step_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounds without a draft are launched ahead, queueing is hidden behind the step before."""
+    now, waits = 0.0, list[float]()
+
+    class SlowTarget(ScriptedTarget):
+        queues = False
+
+        def _verify(self, plan: TargetPlan) -> TargetReply:
+            nonlocal now
+            now += 5.0
+            return super()._verify(plan)
+
+        def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
+            nonlocal now
+            reply = super().verify_ahead(plan, on_queued)
+            now += 2.0
+            return reply
+
+    class Policy(FixedPolicy):
+        def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
+            waits.append(target_s)
+
+    monkeypatch.setattr("kimi_backend.engine.step_times.perf_counter", lambda: now)
+    one = harness(requests=PLAIN[:4])
+    one.core._target = one.core._launcher = SlowTarget(describe("target", SCRIPT), SCRIPT)
+    one.core._target_link.retry_now()
+    one.core.scheduler.policy = Policy()
+    one.run()
+    assert set(waits) == {2.0, 5.0}, "queued with a draft behind it, or waited for as a whole"
