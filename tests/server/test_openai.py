@@ -6,8 +6,12 @@ import json
 import re
 from pathlib import Path
 
-import openai
 import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
 from openai.types.chat import ChatCompletionMessage
 
 from kimi_client import KimiClient

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from kimi_backend.cli.talk import client_errors
 from kimi_backend.errors import ConfigError
 from kimi_backend.serving import with_parent
 
@@ -16,7 +15,6 @@ API_KEY_VARIABLE = "KIMI_API_KEY"
 _ENDS_WITHIN_S = 5.0
 
 
-@client_errors()
 def run_endpoint(*, url: str, host: str, port: int, model_names: Sequence[str], splits_thinking: bool) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
@@ -27,6 +25,7 @@ def run_endpoint(*, url: str, host: str, port: int, model_names: Sequence[str], 
     """
     try:
         import kimi_openai
+        from kimi_backend.cli.talk import client_errors
     except ImportError as error:
         raise ConfigError(f"no {error.name}: install the extra, pip install 'kimi-spec-serving[openai]'") from error
     if "" in model_names:
@@ -37,7 +36,8 @@ def run_endpoint(*, url: str, host: str, port: int, model_names: Sequence[str], 
         api_key=os.environ.get(API_KEY_VARIABLE, ""),
         splits_thinking=splits_thinking,
     )
-    kimi_openai.serve(settings, host=host, port=port, say=Console(stderr=True, highlight=False).print)
+    with client_errors():
+        kimi_openai.serve(settings, host=host, port=port, say=Console(stderr=True, highlight=False).print)
 
 
 def start_beside(*, grpc_port: int, host: str, port: int) -> subprocess.Popen[bytes]:
