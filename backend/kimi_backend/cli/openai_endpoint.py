@@ -9,6 +9,7 @@ from rich.console import Console
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.serving import with_parent
+from kimi_backend.serving.embedded_server import EVERY_HOST, LOCAL_HOST
 
 API_KEY_VARIABLE = "KIMI_API_KEY"
 """Not an option: a command line is no place for a secret."""
@@ -41,9 +42,14 @@ def run_endpoint(*, url: str, host: str, port: int, model_names: Sequence[str], 
 
 
 def start_beside(*, grpc_port: int, host: str, port: int) -> subprocess.Popen[bytes]:
-    """The same as a process of its own, which ends with this one, however it ends."""
+    """The same as a process of its own, which ends with this one, however it ends.
+
+    Args:
+        host: address that the server listens on, and the endpoint then.
+    """
+    server_host = LOCAL_HOST if host == EVERY_HOST else host
     kimi = [sys.executable, "-m", "kimi_backend.cli.main"]
-    options = [f"--url=localhost:{grpc_port}", f"--host={host}", f"--port={port}"]
+    options = [f"--url={server_host}:{grpc_port}", f"--host={host}", f"--port={port}"]
     return subprocess.Popen([sys.executable, "-S", with_parent.__file__, str(os.getpid()), *kimi, "openai", *options])
 
 
