@@ -1,6 +1,10 @@
 """Does the adaptive choice of k ever lose? As `speculation_policy.py`, in one process without a server: for a GPU.
 
     python benchmarks/speculation_policy_in_process.py [--device cuda] [--streams 1 4 16] [--repeats 3] [--json OUT]
+    python benchmarks/speculation_policy_in_process.py --slice 5 --acceptance 3.0 --temperatures 1
+
+The second measures a slice of Kimi-K2.5 at full width with so many layers: weights are random, routing is uniform, and
+draft tokens are accepted at random with this mean length of a round.
 
 One pair of models, and an engine for each way of serving that takes its turn with them: without a draft, with as many
 draft tokens as each request asks for, and with as many as the policy chooses.
@@ -9,12 +13,17 @@ draft tokens as each request asks for, and with as many as the policy chooses.
 import argparse
 import json
 import sys
+import tempfile
 import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kimi_backend.checkpoint.presets import Preset, vocab_size
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.runners.loading import load_pair
@@ -24,10 +33,12 @@ from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 from serving_suite.policy_rows import MOST_DRAFT_TOKENS, measure, table, verdict
 from serving_suite.side_by_side import PROMPTS, add_common_options, provenance
+from slice_suite.configs import write_slice
 
 READY_TIMEOUT_S = 60.0
 NUM_LENGTHS = 16
 """Different numbers of tokens that requests have."""
+SLICE_PROMPT_LEN = 128
 
 
 @dataclass(slots=True)
@@ -77,8 +88,8 @@ class EngineCase:
         )
 
 
-def start_engines(stack: ExitStack, args: argparse.Namespace) -> dict[str, Engine]:
-    """Without a draft, fixed, adaptive. No prefix cache: what one engine left in the blocks another overwrites."""
+def serving_settings(args: argparse.Namespace, folder: Path) -> ServingSettings:
+    """folder: where the slice's configs are to lie, if it is one."""
     settings = ServingSettings(
         checkpoint=str(args.checkpoint),
         draft=str(args.draft),
@@ -88,6 +99,31 @@ def start_engines(stack: ExitStack, args: argparse.Namespace) -> dict[str, Engin
         max_speculative_tokens=MOST_DRAFT_TOKENS,
         capture_batch_sizes=",".join(map(str, args.streams)),
     )
+    if not args.slice:
+        return settings
+    target, draft = write_slice(folder, args.slice, args.preset)
+    return replace(
+        settings,
+        checkpoint=str(target),
+        draft=str(draft),
+        load_format="dummy",
+        routing="uniform",
+        synthetic_acceptance=args.acceptance,
+        kv_tokens=max(args.streams) * settings.max_model_len,
+    )
+
+
+def make_prompts(args: argparse.Namespace, settings: ServingSettings) -> list[tuple[int, ...]]:
+    """Beginnings of programs, or of a slice random tokens."""
+    if args.slice:
+        rng, size = np.random.default_rng(0), vocab_size(args.preset)
+        return [tuple(rng.integers(size // 2, size - size // 8, SLICE_PROMPT_LEN).tolist()) for _ in PROMPTS]
+    tokenizer = load_tokenizer(settings.checkpoint)
+    return [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
+
+
+def start_engines(stack: ExitStack, settings: ServingSettings) -> dict[str, Engine]:
+    """Without a draft, fixed, adaptive. No prefix cache: what one engine left in the blocks another overwrites."""
     target, draft = load_pair(settings)
     assert draft is not None
     tokenizer = load_tokenizer(settings.checkpoint)
@@ -113,13 +149,16 @@ def main() -> None:
     add_common_options(parser)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--slice", type=int, default=0, metavar="LAYERS", help="one dense layer included; 0: kimi-nano")
+    parser.add_argument("--preset", type=Preset, default=Preset.KIMI_K25, help="of the slice; tiny runs on a CPU")
+    parser.add_argument("--acceptance", type=float, default=3.0, help="of the slice: mean tokens a round and sequence")
     parser.set_defaults(max_tokens=512)
     args = parser.parse_args()
-    tokenizer = load_tokenizer(str(args.checkpoint))
-    prompts = [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
     runs: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        engines = start_engines(stack, args)
+        settings = serving_settings(args, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        prompts = make_prompts(args, settings)
+        engines = start_engines(stack, settings)
         for temperature in args.temperatures:
             for streams in args.streams:
                 cases = [
