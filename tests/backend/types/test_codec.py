@@ -53,7 +53,7 @@ def random_message(cls: type, rng: np.random.Generator) -> typing.Any:
         elif kind in (RowPlan, SamplingPlan, FollowPlan):
             values[name] = random_message(kind, rng)
         else:
-            dtype = np.dtype(typing.get_args(typing.get_args(kind)[1])[0])
+            dtype = codec._array_dtype(kind)
             shape = tuple(rng.integers(0, 6, size=rng.integers(1, 4)))
             values[name] = rng.integers(0, 2**31 - 1, size=shape).astype(dtype)
     return cls(**values)
