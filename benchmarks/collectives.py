@@ -3,10 +3,10 @@
     PYTHONPATH=kernels:backend python benchmarks/collectives.py --out results/collectives.json [--ranks 2]
 
 One process a GPU. Calls are made as a step makes them, one behind the other in a CUDA graph; the median of the replays
-over the number of calls is printed, of the slowest rank. For the sum of [rows, 7168] bf16: NCCL's, and that of
-`kimi_kernels.rank_sum`, whose results are compared with a float32 sum and between the ranks bit by bit. The floor is
-the bytes that a rank sends over --link-gbps, NVLink's rate in one direction (450 on H100 and H200): latency is not in
-it.
+over the number of calls is printed, of the slowest rank. For the sum of [rows, 7168] bf16 and the gather of float32
+logits: NCCL's, and those of `kimi_kernels.rank_exchange`, whose results are compared with NCCL's, and between the ranks
+bit by bit. The floor is the bytes that a rank sends over --link-gbps, NVLink's rate in one direction (450 on H100 and
+H200): latency is not in it.
 """
 
 import argparse
@@ -65,7 +65,9 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
     """A process of `main`."""
     group = join_ranks(rank, size, address, torch.device("cuda", rank))
     assert isinstance(group, DistributedRanks)
-    say(rank, f"{torch.cuda.get_device_name()} x {size}, torch {torch.__version__}, rank_sum: {bool(group.fast_sum)}")
+    say(rank, f"{torch.cuda.get_device_name()} x {size}, torch {torch.__version__}")
+    if group.fast_sum is None or group.fast_gather is None:
+        sys.exit("the GPUs do not share memory: only NCCL could be measured")
     results: list[Row] = []
 
     def measure(op: str, rows: int, num_bytes: int, sent: float, call: Callable[[], object]) -> None:
@@ -83,20 +85,21 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
     nccl = DistributedRanks(group.group)
     for rows in SUM_ROWS:
         x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        takes = group.fast_sum is not None and group.fast_sum.takes(x)
-        if takes:
+        if group.fast_sum.takes(x):
             check_sum(group, x)
-            measure("sum, rank_sum", rows, x.nbytes, x.nbytes * (size - 1), functools.partial(group.all_reduce, x))
+            measure("sum, inbox", rows, x.nbytes, x.nbytes * (size - 1), functools.partial(group.all_reduce, x))
         sent = x.nbytes * 2 * (size - 1) / size
         zeros = torch.zeros_like(x)  # summed in place again and again
         measure("sum, NCCL", rows, x.nbytes, sent, functools.partial(nccl.all_reduce, zeros))
     for rows in GATHER_ROWS:
         logits = torch.randn(rows, VOCAB // size, device="cuda")
         sent = logits.nbytes * (size - 1)
-        measure("gather of logits", rows, logits.nbytes, sent, functools.partial(group.all_gather_columns, logits))
-        values, ids = logits.max(dim=1)
-        sent = 16 * rows * (size - 1)
-        measure("argmax", rows, 16 * rows, sent, functools.partial(group.all_argmax, values, ids))
+        if group.fast_gather.takes(logits):
+            assert torch.equal(group.all_gather_columns(logits), nccl.all_gather_columns(logits))
+            measure("gather, inbox", rows, logits.nbytes, sent, functools.partial(group.all_gather_columns, logits))
+        measure("gather, NCCL", rows, logits.nbytes, sent, functools.partial(nccl.all_gather_columns, logits))
+    values, ids = logits.max(dim=1)
+    measure("argmax, NCCL", rows, 16 * rows, 16 * rows * (size - 1), functools.partial(group.all_argmax, values, ids))
     if rank == 0 and out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         report = {

@@ -59,8 +59,8 @@ class SingleRank:
         return values, token_ids
 
 
-class FastSum(Protocol):
-    """A sum over ranks for some tensors, chosen by what is the same on every rank: dtype and shape."""
+class FastCollective(Protocol):
+    """A collective for some tensors, chosen by what is the same on every rank: dtype and shape."""
 
     def takes(self, x: torch.Tensor) -> bool: ...
 
@@ -75,8 +75,10 @@ class DistributedRanks:
     """
 
     group: dist.ProcessGroup
-    fast_sum: FastSum | None = None
+    fast_sum: FastCollective | None = None
     """Sums what it takes; the process group sums the rest."""
+    fast_gather: FastCollective | None = None
+    """Gathers columns likewise."""
 
     @property
     def rank(self) -> int:
@@ -102,6 +104,8 @@ class DistributedRanks:
         return total
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fast_gather is not None and self.fast_gather.takes(x):
+            return self.fast_gather(x)
         rows, columns = x.shape
         return self._gather(x).transpose(0, 1).reshape(rows, self.size * columns)
 

@@ -24,8 +24,9 @@ from support.draft_steps import DraftSteps
 from support.joined_ranks import check_collectives
 from support.target_steps import TargetSteps
 
-MAX_RMS_ERROR = 0.03
-"""As in test_triton_kernels_on_gpu: rounding of activations to bf16; the terms of a sum over ranks are rounded too."""
+MAX_RMS_ERROR, MAX_MEAN_ERROR = 0.08, 0.015
+"""Of a row and of all rows on average: rounding of activations and of a sum's terms to bf16. The reference kernels, with
+the same arithmetic on one rank and on two, differ by 0.040 and 0.008 at these widths; what is wrong, by far more."""
 SPLITS = [200, 77, 16, 4, 1]
 """Prefill chunks, verify rows, a single row."""
 AUX_LAYER_IDS = (1, 2, 3)
@@ -47,22 +48,24 @@ def run_rank(rank: int, size: int, address: str, check: Check) -> None:
 
 
 def check_eager_collectives(group: DistributedRanks, device: torch.device) -> None:
-    assert group.fast_sum is not None, "GPUs of one host share memory"
+    assert group.fast_sum is not None and group.fast_gather is not None, "GPUs of one host share memory"
     check_collectives(group, device)
 
 
 def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None:
-    """Sums of many sizes one behind another, of both ways, replayed on new numbers without a wait between."""
+    """Sums and gathers of many sizes in a row, of both ways, replayed on new numbers without a wait between."""
     sizes = [(1, 7168), (4, 7168), (64, 7168), (3, 100), (1, 1), (64, 7168), (256, 7168), (500, 7168), (4, 7168)]
     inputs = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes]
     outputs = [torch.empty_like(x) for x in inputs]
     logits = torch.empty(5, 1000, device=device)
     gathered = torch.empty(5, 1000 * group.size, device=device)
+    more = torch.empty(500, 7168 * group.size, dtype=torch.bfloat16, device=device)
 
     def run() -> None:
         for x, out in zip(inputs, outputs, strict=True):
             out.copy_(group.all_reduce(x.clone()))
         gathered.copy_(group.all_gather_columns(logits))
+        more.copy_(group.all_gather_columns(inputs[7]))
 
     replay = GraphRecorder(device).record(run)
     for step in range(50):
@@ -78,6 +81,7 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
             torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-5, msg=f"step {step}: {sizes[place]}")
             assert_same_bits(group, out)
         assert torch.equal(gathered, torch.cat([part[0][:, :1000].float().expand(5, 1000) for part in parts], dim=1))
+        assert torch.equal(more, torch.cat([part[7] for part in parts], dim=1))
 
 
 def _random(step: int, rank: int, sizes: list[tuple[int, int]], device: torch.device) -> list[torch.Tensor]:
@@ -196,5 +200,6 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     assert ours.shape == expected.shape
     expected = expected.float()
     row_errors = (ours.float() - expected).square().mean(dim=1).sqrt() / expected.square().mean().sqrt()
-    worst = int(row_errors.argmax())
-    assert row_errors[worst] < MAX_RMS_ERROR, f"row {worst}: RMS error {float(row_errors[worst]):.4f}"
+    worst, mean = int(row_errors.argmax()), float(row_errors.mean())
+    assert row_errors[worst] < MAX_RMS_ERROR, f"row {worst}: RMS error {float(row_errors[worst]):.4f}, mean {mean:.4f}"
+    assert mean < MAX_MEAN_ERROR, f"mean RMS error {mean:.4f}"

@@ -13,7 +13,7 @@ from kimi_backend.errors import ConfigError
 
 GIB = 1 << 30
 RANKS_BYTES = GIB
-"""With more than one rank, on each of its GPUs: NCCL's buffers and the inboxes of `kimi_kernels.rank_sum`."""
+"""With more than one rank, on each of its GPUs: NCCL's buffers and the inboxes of `kimi_kernels.rank_exchange`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

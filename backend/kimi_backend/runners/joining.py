@@ -1,11 +1,14 @@
 """How the processes of a tensor-parallel group find one another, and part.
 
 They meet at a TCP store that rank 0 opens, on the address that it is given and no other. On GPUs they also open one
-another's inboxes, for `kimi_kernels.rank_sum`; where the driver does not share them, NCCL sums everything.
+another's inboxes, for `kimi_kernels.rank_exchange`; where the driver does not share
+them, NCCL does everything.
 """
 
+import json
 import logging
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -21,37 +24,35 @@ _LOG = logging.getLogger(__name__)
 MOST_SUM_BYTES: Final = {2: 4 << 20, 4: 1 << 20, 8: 512 << 10}
 """Of one rank's rows, by the number of ranks: beyond, NCCL is as fast or faster (docs/performance.md). A rank sends its
 rows to every other one, so the limit falls as there are more."""
-_BYTES_PER_ELEMENT = 2
+MOST_GATHERED_BYTES: Final = 48 << 20
+"""Of all ranks' columns: the float32 logits of 64 rows of 163,840. Each rank has three inboxes of this size."""
 
 
 class RankError(KimiError):
     """The ranks of a tensor-parallel group did not find one another."""
 
 
-class SharedInboxes:
-    """A sum over ranks, and the inboxes that it is made in."""
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The inboxes of all ranks, as this process has them."""
 
-    def __init__(self, rank: int, inbox: torch.Tensor, opened: dict[int, OpenedMemory], most_elements: int) -> None:
-        """opened: the other ranks' inboxes, by rank."""
-        from kimi_kernels.rank_sum.kernel import RankSum  # a CPU may do without Triton-language
-
-        self._inbox = inbox
-        self._opened = opened
-        addresses = [inbox.data_ptr() if other == rank else opened[other].address for other in range(len(opened) + 1)]
-        self._sum = RankSum(rank, addresses, most_elements, inbox.device)
-
-    def takes(self, x: torch.Tensor) -> bool:
-        """See `FastSum`."""
-        return self._sum.takes(x)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See `FastSum`."""
-        return self._sum(x)
+    own: dict[str, torch.Tensor]
+    """By what they are for: "sum" int16, "gather" int32."""
+    opened: list[OpenedMemory]
+    addresses: dict[str, list[int]]
+    """Of all ranks' inboxes, in rank order."""
 
     def close(self) -> None:
         """Unmap the other ranks' memory, once no kernel uses it any more."""
-        for memory in self._opened.values():
+        for memory in self.opened:
             memory.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksOnGpus(DistributedRanks):
+    """Ranks that write into one another's memory."""
+
+    shared: SharedMemory
 
 
 def join_ranks(
@@ -98,7 +99,10 @@ def join_ranks(
         device_id=device if is_gpu else None,
     )
     assert dist.group.WORLD is not None
-    return DistributedRanks(dist.group.WORLD, _share_inboxes(store, rank, size, device) if is_gpu else None)
+    shared = _share_memory(store, rank, size, device) if is_gpu else None
+    if shared is None:
+        return DistributedRanks(dist.group.WORLD)
+    return _with_inboxes(dist.group.WORLD, rank, shared)
 
 
 def leave(group: TensorParallelGroup) -> None:
@@ -108,9 +112,9 @@ def leave(group: TensorParallelGroup) -> None:
     """
     if not isinstance(group, DistributedRanks) or not dist.is_initialized():
         return
-    if isinstance(group.fast_sum, SharedInboxes):
+    if isinstance(group, RanksOnGpus):
         dist.barrier(group.group)  # nobody writes into memory that is being unmapped
-        group.fast_sum.close()
+        group.shared.close()
     dist.destroy_process_group()
 
 
@@ -148,34 +152,73 @@ def _here(rank: int) -> str:
     return f"here/{rank}"
 
 
-def _share_inboxes(store: Store, rank: int, size: int, device: torch.device) -> SharedInboxes | None:
+def _share_memory(store: Store, rank: int, size: int, device: torch.device) -> SharedMemory | None:
     """None, on every rank alike, where one of them cannot open another's memory."""
-    from kimi_kernels.rank_sum.kernel import new_inbox
-
-    most_bytes = MOST_SUM_BYTES.get(size)
-    if most_bytes is None:
+    if size not in MOST_SUM_BYTES:
         return None
-    most_elements = most_bytes // _BYTES_PER_ELEMENT
-    inbox = new_inbox(size, most_elements, device)
-    torch.cuda.synchronize(device)  # it is empty before anyone sees it
-    opened: dict[int, OpenedMemory] = {}
+    own = _new_inboxes(size, device)
+    torch.cuda.synchronize(device)  # they are empty before anyone sees them
+    shared = SharedMemory(own=own, opened=[], addresses={name: [] for name in own})
     problem = ""
     try:
-        handle, offset = export_memory(inbox)
-        store.set(f"inbox/{rank}", f"{handle.hex()} {offset}")
-        for other in set(range(size)) - {rank}:
-            shared, start = store.get(f"inbox/{other}").decode().split()
-            opened[other] = OpenedMemory(bytes.fromhex(shared), int(start), inbox.nbytes, device)
+        store.set(f"inboxes/{rank}", json.dumps({name: _exported(inbox) for name, inbox in own.items()}))
+        for other in range(size):
+            _open(shared, json.loads(store.get(f"inboxes/{other}")) if other != rank else None, device)
     except CudaIpcError as error:
         problem = f"rank {rank}: {error}"
-        store.set(f"inbox/{rank}", f"{bytes(HANDLE_BYTES).hex()} 0")
+        store.set(f"inboxes/{rank}", json.dumps(dict.fromkeys(own, ("00" * HANDLE_BYTES, 0))))
     store.set(f"opened/{rank}", problem or "all")
     told_by = [store.get(f"opened/{other}").decode() for other in range(size)]
     problems = [text for text in told_by if text != "all"]
     if not problems:
-        return SharedInboxes(rank, inbox, opened, most_elements)
+        return shared
     if rank == 0:
         _LOG.warning("GPUs do not share memory (%s): NCCL sums small tensors too, which takes longer", problems[0])
-    for memory in opened.values():
-        memory.close()
+    shared.close()
     return None
+
+
+def _new_inboxes(size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    from kimi_kernels.rank_exchange.kernel import new_inbox
+
+    return {
+        "sum": new_inbox(torch.int16, size, _most_summed(size), device),
+        "gather": new_inbox(torch.int32, size, _most_gathered(size), device),
+    }
+
+
+def _most_summed(size: int) -> int:
+    return MOST_SUM_BYTES[size] // 2
+
+
+def _most_gathered(size: int) -> int:
+    return MOST_GATHERED_BYTES // size // 4
+
+
+def _exported(inbox: torch.Tensor) -> tuple[str, int]:
+    handle, offset = export_memory(inbox)
+    return handle.hex(), offset
+
+
+def _open(shared: SharedMemory, exported: dict[str, tuple[str, int]] | None, device: torch.device) -> None:
+    """Add one rank's inboxes, this rank's own where `exported` is None."""
+    for name, inbox in shared.own.items():
+        address = inbox.data_ptr()
+        if exported is not None:
+            handle, offset = exported[name]
+            memory = OpenedMemory(bytes.fromhex(handle), offset, inbox.nbytes, device)
+            shared.opened.append(memory)
+            address = memory.address
+        shared.addresses[name].append(address)
+
+
+def _with_inboxes(group: dist.ProcessGroup, rank: int, shared: SharedMemory) -> RanksOnGpus:
+    from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum  # a CPU may do without Triton-language
+
+    device, size = shared.own["sum"].device, len(shared.addresses["sum"])
+    return RanksOnGpus(
+        group,
+        RankSum(Inboxes(rank, shared.addresses["sum"], _most_summed(size), device)),
+        RankGather(Inboxes(rank, shared.addresses["gather"], _most_gathered(size), device)),
+        shared=shared,
+    )

@@ -93,7 +93,7 @@ def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.M
     store, shared = HashStore(), {}
 
     def share(rank: int) -> None:
-        shared[rank] = joining._share_inboxes(store, rank, 2, CPU)
+        shared[rank] = joining._share_memory(store, rank, 2, CPU)
 
     threads = [threading.Thread(target=share, args=(rank,), name=str(rank)) for rank in range(2)]
     for thread in threads:
@@ -101,10 +101,11 @@ def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.M
     for thread in threads:
         thread.join(20)
     if failing == "nothing":
-        assert all(isinstance(inboxes, joining.SharedInboxes) for inboxes in shared.values())
+        assert all(isinstance(memory, joining.SharedMemory) for memory in shared.values())
         assert not closed
-        for inboxes in shared.values():
-            inboxes.close()
+        for memory in shared.values():
+            assert memory.addresses == shared[0].addresses
+            memory.close()
     else:
         assert shared == {0: None, 1: None}
-    assert len(closed) == {"export": 1, "open": 1, "nothing": 2}[failing]
+    assert len(closed) == {"export": 2, "open": 2, "nothing": 4}[failing], "two inboxes a rank"

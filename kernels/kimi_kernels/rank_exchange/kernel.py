@@ -1,0 +1,197 @@
+"""Collectives over the GPUs of one host for the few rows of a decode step, in Triton-language: a sum and a gather.
+
+Every rank writes its elements into every rank's inbox and reads its own, so the time is that of one write over NVLink.
+Nothing announces the data: an inbox is full of a pattern of bits that no rank sends, and a reader waits until none is
+left. The ranks' terms of a sum are added in float32 by the same code in the same order, so every rank gets the same
+bits.
+
+An inbox has three buffers that calls take in turn. Call e empties the buffer of call e - 1, which call e + 2 fills: a
+rank begins call e + 2 when every rank has sent its elements of call e + 1, which it does after call e has ended. So
+nobody waits for a buffer either. All of this holds block by block: a block's part of the inbox is its own, whatever the
+number of elements, and `calls` counts its calls.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.argument_checks import require
+from kimi_kernels.early_start import starts_early
+from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive, send
+
+BLOCK = 2048
+"""Elements exchanged at a time."""
+MOST_PROGRAMS = 128
+"""Programs wait for other ranks' programs, so those of two calls at once, target and draft, must all find room."""
+EMPTY_HALF = tl.constexpr(-32768)
+"""Negative zero in bfloat16 and float16, as int16: zero is sent in its place."""
+EMPTY_WORD = tl.constexpr(-1)
+"""A NaN in float32, and two in 16-bit types, as int32: ..."""
+SENT_WORD = tl.constexpr(0x7FC07FC0)
+"""... other NaNs are sent in its place."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+WORD_BYTES = 4
+
+
+@triton.jit(do_not_specialize=["rank"])
+def rank_sum_kernel(
+    x,  # [num_elements]
+    out,  # [num_elements]
+    inboxes,  # [SIZE] int64: the addresses of all ranks' inboxes, as this process sees them
+    calls,  # [blocks] int32, mod BUFFERS
+    rank,
+    num_elements,
+    slot_elements,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BUFFERS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    everyone, own = open_inboxes(inboxes, rank, SIZE, tl.int16)
+    if PDL:
+        gdc_wait()
+    num_blocks = tl.cdiv(num_elements, BLOCK)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_elements
+        bits = tl.load(x + offset, mask=inside, other=0.0).to(tl.int16, bitcast=True)
+        bits = tl.where(bits == EMPTY_HALF, 0, bits)
+        call = tl.load(calls + block)
+        send(bits, offset, inside, everyone, own, rank, call, slot_elements, EMPTY_HALF, SIZE, BLOCK, BUFFERS)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_elements
+        call = tl.load(calls + block)
+        found = receive(own, offset, inside, call, slot_elements, EMPTY_HALF, SIZE, BLOCK)
+        total = tl.sum(found.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0)
+        tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
+        tl.store(calls + block, (call + 1) % BUFFERS)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def rank_gather_kernel(
+    x,  # [rows, row_words] int32
+    out,  # [rows, SIZE, row_words] int32
+    inboxes,  # [SIZE] int64
+    calls,  # [blocks] int32, mod BUFFERS
+    rank,
+    num_words,
+    row_words,
+    slot_words,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BUFFERS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    everyone, own = open_inboxes(inboxes, rank, SIZE, tl.int32)
+    if PDL:
+        gdc_wait()
+    num_blocks = tl.cdiv(num_words, BLOCK)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_words
+        bits = tl.load(x + offset, mask=inside, other=0)
+        bits = tl.where(bits == EMPTY_WORD, SENT_WORD, bits)
+        call = tl.load(calls + block)
+        send(bits, offset, inside, everyone, own, rank, call, slot_words, EMPTY_WORD, SIZE, BLOCK, BUFFERS)
+    part = tl.arange(0, SIZE)[:, None] * row_words
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_words
+        call = tl.load(calls + block)
+        found = receive(own, offset, inside, call, slot_words, EMPTY_WORD, SIZE, BLOCK)
+        row, column = offset // row_words, offset % row_words
+        place = (row.to(tl.int64) * (SIZE * row_words) + column)[None, :] + part
+        tl.store(out + place, found, mask=tl.broadcast_to(inside[None, :], [SIZE, BLOCK]))
+        tl.store(calls + block, (call + 1) % BUFFERS)
+
+
+class Inboxes:
+    """The inboxes of one kind of call: this rank's own, and where the others' are."""
+
+    def __init__(self, rank: int, addresses: list[int], most_elements: int, device: torch.device) -> None:
+        """
+        Args:
+            addresses: of all ranks' inboxes in rank order, mapped here, of `new_inbox`; all are empty before any rank's
+                first call.
+            most_elements: of one call; the inboxes were made for it.
+        Raises:
+            ValueError: the number of ranks is no power of two.
+        """
+        size = len(addresses)
+        require(size & (size - 1) == 0, "inboxes", f"{size} of them", "a power of two")
+        self.rank = rank
+        self.size = size
+        self.most_elements = most_elements
+        self.slot_elements = _slot_elements(most_elements)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.calls = torch.zeros(self.slot_elements // BLOCK, dtype=torch.int32, device=device)
+        early = starts_early(device)
+        self.options = {
+            "SIZE": size, "BLOCK": BLOCK, "BUFFERS": NUM_BUFFERS, "PDL": early, "num_warps": 8,
+            **({"launch_pdl": True} if early else {}),
+        }  # fmt: skip
+
+
+class RankSum:
+    """Sums over ranks on one device. One call at a time, in the order in which every rank makes them."""
+
+    def __init__(self, inboxes: Inboxes, most_programs: int = MOST_PROGRAMS) -> None:
+        """inboxes: of int16."""
+        self._inboxes = inboxes
+        self._most_programs = most_programs
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
+        return x.dtype in HALF_DTYPES and 0 < x.numel() <= self._inboxes.most_elements
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: of any shape, that `takes` accepts -> the sum over ranks, of x's dtype and shape, the same on all."""
+        x, own = x.contiguous(), self._inboxes
+        out = torch.empty_like(x)
+        rank_sum_kernel[(min(triton.cdiv(x.numel(), BLOCK), self._most_programs),)](
+            x, out, own.addresses, own.calls, own.rank, x.numel(), own.slot_elements, **own.options
+        )
+        return out
+
+
+class RankGather:
+    """Gathers columns over ranks on one device. One call at a time, in the order in which every rank makes them."""
+
+    def __init__(self, inboxes: Inboxes, most_programs: int = MOST_PROGRAMS) -> None:
+        """inboxes: of int32."""
+        self._inboxes = inboxes
+        self._most_programs = most_programs
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the columns can be gathered here; the same on every rank, as x's dtype and shape are."""
+        is_float = x.dtype in (*HALF_DTYPES, torch.float32)
+        is_whole = x.ndim == 2 and x.shape[1] * x.itemsize % WORD_BYTES == 0
+        return is_float and is_whole and 0 < x.nbytes // WORD_BYTES <= self._inboxes.most_elements
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, columns] that `takes` accepts -> [rows, size * columns] in rank order; bits as they were, but that
+        a NaN may be another one."""
+        words, own = x.contiguous().view(torch.int32), self._inboxes
+        rows, row_words = words.shape
+        out = torch.empty(rows, own.size * row_words, dtype=torch.int32, device=x.device)
+        rank_gather_kernel[(min(triton.cdiv(words.numel(), BLOCK), self._most_programs),)](
+            words, out, own.addresses, own.calls, own.rank, words.numel(), row_words, own.slot_elements, **own.options
+        )
+        return out.view(x.dtype)
+
+
+def new_inbox(dtype: torch.dtype, size: int, most_elements: int, device: torch.device) -> Tensor:
+    """[NUM_BUFFERS * size * slot] of int16 or int32, empty."""
+    empty = EMPTY_HALF.value if dtype == torch.int16 else EMPTY_WORD.value
+    return torch.full((NUM_BUFFERS * size * _slot_elements(most_elements),), empty, dtype=dtype, device=device)
+
+
+def _slot_elements(most_elements: int) -> int:
+    return -(-most_elements // BLOCK) * BLOCK

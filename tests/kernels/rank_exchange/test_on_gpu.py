@@ -1,0 +1,46 @@
+"""Collectives over ranks on one GPU: ranks are streams of one process, whose kernels run beside each other."""
+
+import pytest
+import torch
+
+from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum, new_inbox
+
+pytestmark = pytest.mark.gpu
+MOST = 500 * 7168
+SIZES = [(1, 7168), (2, 7168), (64, 7168), (3, 100), (1, 2), (500, 7168), (256, 7168), (4, 7168)]
+MOST_PROGRAMS = 8
+"""Programs of all ranks must find room at once, with those that start early: here on one GPU."""
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_calls_one_behind_another(size: int) -> None:
+    """No rank waits for another between its calls, so they drift as far apart as the buffers allow."""
+    device = torch.device("cuda")
+    inboxes = [[new_inbox(dtype, size, MOST, device) for _ in range(size)] for dtype in (torch.int16, torch.int32)]
+    addresses = [[inbox.data_ptr() for inbox in kind] for kind in inboxes]
+    sums = [RankSum(Inboxes(rank, addresses[0], MOST, device), MOST_PROGRAMS) for rank in range(size)]
+    gathers = [RankGather(Inboxes(rank, addresses[1], MOST, device), MOST_PROGRAMS) for rank in range(size)]
+    streams = [torch.cuda.Stream() for _ in range(size)]
+    given = [[torch.randn(shape, device=device).bfloat16() for shape in 3 * SIZES] for _ in range(size)]
+    torch.cuda.synchronize()
+    # A kernel that is loaded for the first time waits for those that run, so every variant is loaded before any waits.
+    for place in range(len(SIZES)):
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                sums[rank](given[rank][place])
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                gathers[rank](given[rank][place])
+        torch.cuda.synchronize()
+    results = []
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            results.append([(sums[rank](x), gathers[rank](x)) for x in given[rank]])
+    torch.cuda.synchronize()
+    for place in range(len(3 * SIZES)):
+        terms = [rank[place] for rank in given]
+        expected = torch.stack(terms).float().sum(dim=0)
+        for summed, gathered in (rank[place] for rank in results):
+            torch.testing.assert_close(summed.float(), expected, rtol=2**-7, atol=1e-4)
+            assert torch.equal(summed, results[0][place][0])
+            assert torch.equal(gathered, torch.cat(terms, dim=1))
