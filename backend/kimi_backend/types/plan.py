@@ -296,7 +296,7 @@ class RunnerDescription:
     device: str
     """"cpu", or the GPU's UUID."""
     aux_buffer: bytes | None = None
-    """CUDA IPC handle of the shared aux buffer, when there is one."""
+    """CUDA IPC handle of the shared aux buffer, when there is one; of all ranks' buffers (`runners.ranks`)."""
     step_board: bytes | None = None
     """Where a draft in a process of its own exchanges steps with its target (`serving.step_board`); of a target: the
     one that it has opened."""
