@@ -18,7 +18,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from kimi_backend.errors import ConfigError, KimiError
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
-from kimi_backend.runners.cuda_ipc import HANDLE_BYTES, CudaIpcError, OpenedMemory, export_memory
+from kimi_backend.runners.cuda_ipc import CudaIpcError, OpenedMemory, export_memory
 
 _LOG = logging.getLogger(__name__)
 MOST_SUM_BYTES: Final = {2: 4 << 20, 4: 1 << 20, 8: 512 << 10}
@@ -161,12 +161,12 @@ def _share_memory(store: Store, rank: int, size: int, device: torch.device) -> S
     shared = SharedMemory(own=own, opened=[], addresses={name: [] for name in own})
     problem = ""
     try:
-        store.set(f"inboxes/{rank}", json.dumps({name: _exported(inbox) for name, inbox in own.items()}))
-        for other in range(size):
-            _open(shared, json.loads(store.get(f"inboxes/{other}")) if other != rank else None, device)
+        exported = {name: _exported(inbox) for name, inbox in own.items()}
+        store.set(f"inboxes/{rank}", json.dumps(exported))
+        _open_all(shared, store, rank, size)
     except CudaIpcError as error:
         problem = f"rank {rank}: {error}"
-        store.set(f"inboxes/{rank}", json.dumps(dict.fromkeys(own, ("00" * HANDLE_BYTES, 0))))
+        store.compare_set(f"inboxes/{rank}", "", "null")  # where it could not export its own
     store.set(f"opened/{rank}", problem or "all")
     told_by = [store.get(f"opened/{other}").decode() for other in range(size)]
     problems = [text for text in told_by if text != "all"]
@@ -200,25 +200,26 @@ def _exported(inbox: torch.Tensor) -> tuple[str, int]:
     return handle.hex(), offset
 
 
-def _open(shared: SharedMemory, exported: dict[str, tuple[str, int]] | None, device: torch.device) -> None:
-    """Add one rank's inboxes, this rank's own where `exported` is None."""
-    for name, inbox in shared.own.items():
-        address = inbox.data_ptr()
-        if exported is not None:
-            handle, offset = exported[name]
-            memory = OpenedMemory(bytes.fromhex(handle), offset, inbox.nbytes, device)
-            shared.opened.append(memory)
-            address = memory.address
-        shared.addresses[name].append(address)
+def _open_all(shared: SharedMemory, store: Store, rank: int, size: int) -> None:
+    """Of all ranks, in their order. Raises CudaIpcError: the driver refuses, or a rank has nothing to open."""
+    for other in range(size):
+        exported = json.loads(store.get(f"inboxes/{other}"))
+        if exported is None:
+            raise CudaIpcError(f"rank {other} shares no memory")
+        for name, inbox in shared.own.items():
+            address = inbox.data_ptr()
+            if other != rank:
+                handle, offset = exported[name]
+                memory = OpenedMemory(bytes.fromhex(handle), offset, inbox.nbytes, inbox.device)
+                shared.opened.append(memory)
+                address = memory.address
+            shared.addresses[name].append(address)
 
 
 def _with_inboxes(group: dist.ProcessGroup, rank: int, shared: SharedMemory) -> RanksOnGpus:
     from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum  # a CPU may do without Triton-language
 
     device, size = shared.own["sum"].device, len(shared.addresses["sum"])
-    return RanksOnGpus(
-        group,
-        RankSum(Inboxes(rank, shared.addresses["sum"], _most_summed(size), device)),
-        RankGather(Inboxes(rank, shared.addresses["gather"], _most_gathered(size), device)),
-        shared=shared,
-    )
+    sums = Inboxes(rank, shared.addresses["sum"], torch.int16, _most_summed(size), device)
+    gathers = Inboxes(rank, shared.addresses["gather"], torch.int32, _most_gathered(size), device)
+    return RanksOnGpus(group, RankSum(sums), RankGather(gathers), shared=shared)

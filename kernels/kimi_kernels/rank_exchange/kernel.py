@@ -21,10 +21,10 @@ from kimi_kernels.argument_checks import require
 from kimi_kernels.early_start import starts_early
 from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive, send
 
-BLOCK = 2048
-"""Elements exchanged at a time."""
-MOST_PROGRAMS = 128
-"""Programs wait for other ranks' programs, so those of two calls at once, target and draft, must all find room."""
+BLOCK_BYTES = 4096
+"""Exchanged at a time."""
+MOST_PROGRAMS = 256
+"""Of a call. Programs wait for other ranks', so all should run at once: an H100's multiprocessor holds two."""
 EMPTY_HALF = tl.constexpr(-32768)
 """Negative zero in bfloat16 and float16, as int16: zero is sent in its place."""
 EMPTY_WORD = tl.constexpr(-1)
@@ -115,26 +115,30 @@ def rank_gather_kernel(
 class Inboxes:
     """The inboxes of one kind of call: this rank's own, and where the others' are."""
 
-    def __init__(self, rank: int, addresses: list[int], most_elements: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, addresses: list[int], dtype: torch.dtype, most_elements: int, device: torch.device
+    ) -> None:
         """
         Args:
             addresses: of all ranks' inboxes in rank order, mapped here, of `new_inbox`; all are empty before any rank's
                 first call.
+            dtype: int16 or int32.
             most_elements: of one call; the inboxes were made for it.
         Raises:
             ValueError: the number of ranks is no power of two.
         """
         size = len(addresses)
+        self.block = BLOCK_BYTES // dtype.itemsize
         require(size & (size - 1) == 0, "inboxes", f"{size} of them", "a power of two")
         self.rank = rank
         self.size = size
         self.most_elements = most_elements
-        self.slot_elements = _slot_elements(most_elements)
+        self.slot_elements = _slot_elements(dtype, most_elements)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self.calls = torch.zeros(self.slot_elements // BLOCK, dtype=torch.int32, device=device)
+        self.calls = torch.zeros(self.slot_elements // self.block, dtype=torch.int32, device=device)
         early = starts_early(device)
         self.options = {
-            "SIZE": size, "BLOCK": BLOCK, "BUFFERS": NUM_BUFFERS, "PDL": early, "num_warps": 8,
+            "SIZE": size, "BLOCK": self.block, "BUFFERS": NUM_BUFFERS, "PDL": early, "num_warps": 8,
             **({"launch_pdl": True} if early else {}),
         }  # fmt: skip
 
@@ -155,7 +159,7 @@ class RankSum:
         """x: of any shape, that `takes` accepts -> the sum over ranks, of x's dtype and shape, the same on all."""
         x, own = x.contiguous(), self._inboxes
         out = torch.empty_like(x)
-        rank_sum_kernel[(min(triton.cdiv(x.numel(), BLOCK), self._most_programs),)](
+        rank_sum_kernel[(min(triton.cdiv(x.numel(), own.block), self._most_programs),)](
             x, out, own.addresses, own.calls, own.rank, x.numel(), own.slot_elements, **own.options
         )
         return out
@@ -181,7 +185,7 @@ class RankGather:
         words, own = x.contiguous().view(torch.int32), self._inboxes
         rows, row_words = words.shape
         out = torch.empty(rows, own.size * row_words, dtype=torch.int32, device=x.device)
-        rank_gather_kernel[(min(triton.cdiv(words.numel(), BLOCK), self._most_programs),)](
+        rank_gather_kernel[(min(triton.cdiv(words.numel(), own.block), self._most_programs),)](
             words, out, own.addresses, own.calls, own.rank, words.numel(), row_words, own.slot_elements, **own.options
         )
         return out.view(x.dtype)
@@ -190,8 +194,9 @@ class RankGather:
 def new_inbox(dtype: torch.dtype, size: int, most_elements: int, device: torch.device) -> Tensor:
     """[NUM_BUFFERS * size * slot] of int16 or int32, empty."""
     empty = EMPTY_HALF.value if dtype == torch.int16 else EMPTY_WORD.value
-    return torch.full((NUM_BUFFERS * size * _slot_elements(most_elements),), empty, dtype=dtype, device=device)
+    return torch.full((NUM_BUFFERS * size * _slot_elements(dtype, most_elements),), empty, dtype=dtype, device=device)
 
 
-def _slot_elements(most_elements: int) -> int:
-    return -(-most_elements // BLOCK) * BLOCK
+def _slot_elements(dtype: torch.dtype, most_elements: int) -> int:
+    block = BLOCK_BYTES // dtype.itemsize
+    return -(-most_elements // block) * block

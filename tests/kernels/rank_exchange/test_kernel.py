@@ -5,13 +5,22 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kimi_kernels.rank_exchange.kernel import BLOCK, EMPTY_HALF, EMPTY_WORD, Inboxes, RankGather, RankSum, new_inbox
+from kimi_kernels.rank_exchange.kernel import (
+    BLOCK_BYTES,
+    EMPTY_HALF,
+    EMPTY_WORD,
+    Inboxes,
+    RankGather,
+    RankSum,
+    new_inbox,
+)
 from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
 CPU = torch.device("cpu")
-MOST = 2 * BLOCK
+MOST = 4096
+"""Two blocks of int16, four of int32."""
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,8 +32,11 @@ class Ranks:
         self.dtype = torch.int16 if kind is RankSum else torch.int32
         self.inboxes = [new_inbox(self.dtype, size, MOST, CPU) for _ in range(size)]
         addresses = [inbox.data_ptr() for inbox in self.inboxes]
-        self.calls: list[Call] = [kind(Inboxes(rank, addresses, MOST, CPU), most_programs) for rank in range(size)]
-        self.num_calls = [0] * (MOST // BLOCK)
+        self.block = BLOCK_BYTES // self.dtype.itemsize
+        self.calls: list[Call] = [
+            kind(Inboxes(rank, addresses, self.dtype, MOST, CPU), most_programs) for rank in range(size)
+        ]
+        self.num_calls = [0] * (MOST // self.block)
         """Of each block: calls of few elements have fewer."""
 
     def slot(self, rank: int, source: int, call: int) -> torch.Tensor:
@@ -33,8 +45,8 @@ class Ranks:
 
     def deliver(self, rank: int, source: int, given: torch.Tensor) -> None:
         """What a rank's kernel would send, if one interpreter could run two at once; `given` has no bits to replace."""
-        for block, part in enumerate(given.flatten().view(self.dtype).split(BLOCK)):
-            self.slot(rank, source, self.num_calls[block])[block * BLOCK :][: len(part)] = part
+        for block, part in enumerate(given.flatten().view(self.dtype).split(self.block)):
+            self.slot(rank, source, self.num_calls[block])[block * self.block :][: len(part)] = part
 
     def __call__(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank returns."""
@@ -42,7 +54,7 @@ class Ranks:
             for source, x in enumerate(given):
                 self.deliver(rank, source, x)
         results = [call(x) for call, x in zip(self.calls, given, strict=True)]
-        for block in range(-(-given[0].nbytes // self.dtype.itemsize // BLOCK)):
+        for block in range(-(-given[0].nbytes // BLOCK_BYTES)):
             self.num_calls[block] += 1
         return results
 
@@ -120,10 +132,10 @@ def test_what_is_summed() -> None:
 def test_what_is_gathered() -> None:
     gathered = Ranks(RankGather, 2).calls[0]
     assert isinstance(gathered, RankGather)
-    assert gathered.takes(torch.zeros(2, BLOCK))
+    assert gathered.takes(torch.zeros(2, MOST // 2))
     assert gathered.takes(torch.zeros(3, 6, dtype=torch.bfloat16))
     assert not gathered.takes(torch.zeros(3, 7, dtype=torch.bfloat16)), "half a word"
-    assert not gathered.takes(torch.zeros(2, BLOCK + 1))
+    assert not gathered.takes(torch.zeros(2, MOST // 2 + 1))
     assert not gathered.takes(torch.zeros(0, 4))
     assert not gathered.takes(torch.zeros(4))
     assert not gathered.takes(torch.zeros(2, 4, dtype=torch.int32)), "-1 would be another number"
@@ -131,4 +143,4 @@ def test_what_is_gathered() -> None:
 
 def test_ranks_that_are_no_power_of_two_are_refused() -> None:
     with pytest.raises(ValueError, match="inboxes: got 3 of them, expected a power of two"):
-        Inboxes(0, [0, 0, 0], MOST, CPU)
+        Inboxes(0, [0, 0, 0], torch.int16, MOST, CPU)

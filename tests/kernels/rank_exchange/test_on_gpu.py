@@ -18,8 +18,10 @@ def test_calls_one_behind_another(size: int) -> None:
     device = torch.device("cuda")
     inboxes = [[new_inbox(dtype, size, MOST, device) for _ in range(size)] for dtype in (torch.int16, torch.int32)]
     addresses = [[inbox.data_ptr() for inbox in kind] for kind in inboxes]
-    sums = [RankSum(Inboxes(rank, addresses[0], MOST, device), MOST_PROGRAMS) for rank in range(size)]
-    gathers = [RankGather(Inboxes(rank, addresses[1], MOST, device), MOST_PROGRAMS) for rank in range(size)]
+    sums = [RankSum(Inboxes(rank, addresses[0], torch.int16, MOST, device), MOST_PROGRAMS) for rank in range(size)]
+    gathers = [
+        RankGather(Inboxes(rank, addresses[1], torch.int32, MOST, device), MOST_PROGRAMS) for rank in range(size)
+    ]
     streams = [torch.cuda.Stream() for _ in range(size)]
     given = [[torch.randn(shape, device=device).bfloat16() for shape in 3 * SIZES] for _ in range(size)]
     torch.cuda.synchronize()
