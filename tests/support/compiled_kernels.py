@@ -15,7 +15,7 @@ from pathlib import Path
 
 WIDE = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
 HALF_WIDE = "NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)"
-OPCODES = ("HGMMA", "WARPGROUP.ARRIVE", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL")
+OPCODES = ("HGMMA", "WARPGROUP.ARRIVE", "HMMA", "LDGSTS", "UTMALDG", "LDL", "STL", "STG.E.128", "LDG.E.128.STRONG.SYS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +226,28 @@ def streamed_linear(num_rows: int, out_features: int) -> Build:
     )
 
 
+def rank_exchange(name: str, size: int) -> Build:
+    """A collective over `size` ranks: "sum" of bf16, "gather" of 32-bit words."""
+    from kimi_kernels.rank_exchange import kernel
+
+    kind, prefix, itemsize = ("*bf16", "element", 2) if name == "sum" else ("*i32", "word", 4)
+    sizes = [f"num_{prefix}s", f"slot_{prefix}s", *(["row_words"] if name == "gather" else [])]
+    types = {"x": kind, "out": kind, "inboxes": "*i64", "calls": "*i32", **dict.fromkeys(["rank", *sizes], "i32")}
+    return Build(
+        module="kimi_kernels.rank_exchange.kernel",
+        function=f"rank_{name}_kernel",
+        types=types,
+        constants={"SIZE": size, "BLOCK": kernel.BLOCK_BYTES // itemsize, "BUFFERS": kernel.NUM_BUFFERS, "PDL": True},
+        num_warps=8,
+        multiples_of_16=tuple(sizes),
+    )
+
+
+EXCHANGES: dict[str, Callable[[], Build]] = {
+    f"{name} over {size} ranks": lambda name=name, size=size: rank_exchange(name, size)  # type: ignore[misc]
+    for name in ("sum", "gather")
+    for size in (2, 4, 8)
+}
 BUILDS: dict[str, Callable[[], Build]] = {
     **{f"mla hopper {rows} {name}": lambda rows=rows, name=name: mla_hopper(rows, name == "float8")  # type: ignore[misc]
        for rows in (16, 32, 64) for name in ("bf16", "float8")},
@@ -240,4 +262,4 @@ BUILDS: dict[str, Callable[[], Build]] = {
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or list(BUILDS)
-    print(json.dumps({name: inspect_kernel(BUILDS[name]()) for name in wanted}))  # noqa: T201
+    print(json.dumps({name: inspect_kernel((BUILDS | EXCHANGES)[name]()) for name in wanted}))  # noqa: T201

@@ -1,0 +1,35 @@
+"""Collectives over ranks compiled for an H100 without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import compiled_kernels
+
+MOST_REGISTERS = 128
+"""Of a thread of 256: two programs a multiprocessor, which `MOST_PROGRAMS` counts on."""
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, dict[str, int]]:
+    if not compiled_kernels.cuobjdump().exists():
+        pytest.skip("this build of Triton-language brings no cuobjdump")
+    command = [sys.executable, str(Path(compiled_kernels.__file__)), *compiled_kernels.EXCHANGES]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize("name", compiled_kernels.EXCHANGES)
+def test_accesses_are_16_bytes_wide_and_all_programs_find_room(built: dict[str, dict[str, int]], name: str) -> None:
+    found = built[name]
+    assert found["stack"] == 0
+    assert found["registers"] <= MOST_REGISTERS
+    assert found["STG.E.128"] > 0, "elements are written one by one"
+    assert found["LDG.E.128.STRONG.SYS"] > 0, "elements are waited for one by one, or from a cache"
