@@ -63,11 +63,19 @@ def main() -> None:
 
 def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | None) -> None:
     """A process of `main`."""
-    group = join_ranks(rank, size, address, torch.device("cuda", rank))
+    device = torch.device("cuda", rank)
+    torch.empty(1, device=device)
+    free = torch.cuda.mem_get_info(device)[0]
+    group = join_ranks(rank, size, address, device)
     assert isinstance(group, DistributedRanks)
     say(rank, f"{torch.cuda.get_device_name()} x {size}, torch {torch.__version__}")
     if group.fast_sum is None or group.fast_gather is None:
         sys.exit("the GPUs do not share memory: only NCCL could be measured")
+    dist.all_reduce(torch.zeros(1 << 24, device=device), group=group.group)
+    group.all_gather_columns(torch.zeros(1 << 10, 1 << 10, device=device))
+    torch.cuda.empty_cache()
+    taken = (free - torch.cuda.mem_get_info(device)[0]) / 2**20
+    say(rank, f"NCCL and the inboxes take {taken:.0f} MiB of each GPU")
     results: list[Row] = []
 
     def measure(op: str, rows: int, num_bytes: int, sent: float, call: Callable[[], object]) -> None:
@@ -106,6 +114,7 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
             "card": torch.cuda.get_device_name(),
             "ranks": size,
             "torch": torch.__version__,
+            "mebibytes_taken": taken,
             "date": time.strftime("%Y-%m-%d"),
             "command": " ".join(sys.argv),
             "results": [asdict(row) for row in results],
