@@ -130,9 +130,11 @@ class AdaptivePolicy:
         if not setup.num_members:
             self.costs.record(setup.num_sequences, 0, seconds)
         elif not setup.num_draft_tokens:
-            # The draft only follows; what the engine waits for it would not be there without one. Where rounds without
-            # one are launched ahead, the host's work is hidden in them too.
-            alone_s = target_s if self.costs.launches_ahead else seconds - draft_s
+            # The draft only follows; what the engine waits for it would not be there without one.
+            alone_s = seconds - draft_s
+            if self.costs.launches_ahead:
+                # Without one, host and device would work at the same time: the longer of both counts.
+                alone_s = max(target_s, alone_s - target_s)
             self.costs.record(setup.num_sequences, FOLLOWING, alone_s)
         else:
             hidden = draft_s < HIDDEN_SHARE * seconds

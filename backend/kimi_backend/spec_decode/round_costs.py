@@ -38,10 +38,9 @@ NEXT_STEP, NEXT_DOUBT = 0.06, 0.10
 """Likewise of each further one: low, so that it is tried."""
 FOLLOWING = MAX_SPECULATIVE_TOKENS + 1
 """Stands for a round whose draft only follows: nearly one without a draft, and measured far more often."""
-FOLLOWING_DOUBT, FOLLOWING_AHEAD, FOLLOWING_AHEAD_DOUBT = 0.03, 0.05, 0.12
+FOLLOWING_DOUBT, FOLLOWING_AHEAD_DOUBT = 0.03, 0.12
 """How far off that may be, until rounds without a draft were seen beside others, where the engine waits for its draft;
-where it launches ahead, the logarithm of what it waits for the target in a round whose draft only follows, over a round
-without a draft, and how far off that may be."""
+and where it launches ahead, so that the time without a draft is worked out of what host and target take."""
 NEIGHBOUR_DOUBT = 0.10
 """How far a step may differ for twice as many sequences."""
 
@@ -190,10 +189,7 @@ class RoundCosts:
 
         for k, (step, doubt) in enumerate(self._guesses(row)):
             add(k, k + 1, step, doubt)
-        if self.launches_ahead:
-            add(0, FOLLOWING, FOLLOWING_AHEAD, FOLLOWING_AHEAD_DOUBT)
-        else:
-            add(0, FOLLOWING, 0.0, FOLLOWING_DOUBT)
+        add(0, FOLLOWING, 0.0, FOLLOWING_AHEAD_DOUBT if self.launches_ahead else FOLLOWING_DOUBT)
         for (a, b), changes in self._changes.get(row, {}).items():
             add(a, b, _mean(changes, 4 * max(self._scatter, LEAST_SCATTER)), self._doubt(len(changes)))
         covariance = np.linalg.inv(np.array(weights)[1:, 1:])

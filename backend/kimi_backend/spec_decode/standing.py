@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 FEWEST_ROUNDS = 12
 """Verifies with draft tokens before a trial may end."""
-SURENESS, LEAST_SURENESS = 2.0, 0.7
-"""Standard errors that a verdict needs, at a trial's beginning and at its end: what is close to call costs little for a
-while, and something for ever."""
+SURENESS, LEAST_SURENESS, LEAST_AGAINST = 2.0, 0.7, 0.35
+"""Standard errors that a verdict needs, at a trial's beginning, at its end, and then against the draft: what is close to
+call costs little for a while, and something for ever, most where the draft loses."""
 LONG_TRIAL = 300
 """Rounds after which a trial needs LEAST_SURENESS."""
 UNTRIED_SHARE = 0.4
@@ -34,9 +34,12 @@ class Standing:
 
     @property
     def sureness(self) -> float:
-        """Standard errors that a verdict needs now."""
+        """Standard errors that a verdict for the draft needs now."""
+        return self._sureness(LEAST_SURENESS)
+
+    def _sureness(self, least: float) -> float:
         passed = min(self.num_rounds / LONG_TRIAL, 1.0)
-        return SURENESS + passed * (LEAST_SURENESS - SURENESS)
+        return SURENESS + passed * (least - SURENESS)
 
     @property
     def pause(self) -> int:
@@ -69,7 +72,7 @@ class Standing:
         if self.is_sure:
             self.num_verdicts = 0
         elif all(
-            gain < -self.sureness * doubt * (1.0 if k == num_draft_tokens else UNTRIED_SHARE)
+            gain < -self._sureness(LEAST_AGAINST) * doubt * (1.0 if k == num_draft_tokens else UNTRIED_SHARE)
             for k, (gain, doubt) in enumerate(log_gains, 1)
         ):
             self.is_on, self.num_rounds = False, 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import log, sqrt
 
-from kimi_backend.spec_decode.acceptance import AcceptancePool, doubt_of_gain
+from kimi_backend.spec_decode.acceptance import AcceptancePool, doubt_of_gain, gains
 from kimi_backend.spec_decode.choice import Choice, best_choice, rate, round_s
 from kimi_backend.spec_decode.round_costs import CostRatios
 
@@ -52,7 +52,8 @@ class Weighing:
         return Choice(1 + rates.index(max(rates)), members, max(rates))
 
     def log_gains(self, choice: Choice, mine: list[bool], pool: AcceptancePool) -> list[tuple[float, float]]:
-        """What some of a choice's members add to it, for 1, 2, … draft tokens.
+        """What some of a choice's members add to it, for 1, 2, … draft tokens, if each is accepted as its kind is on
+        average: one sequence's own luck says little of the kind.
 
         Args:
             mine: which candidates they are.
@@ -63,8 +64,10 @@ class Weighing:
         others = tuple(m and not own for m, own in zip(choice.members, mine, strict=True))
         num_mine = sum(choice.members) - sum(others)
         without, rates, found = self.rate(others, choice.num_draft_tokens), pool.rates(), []
+        mean = {limit: gains(rates, 1.0, limit - 1) for limit in set(map(len, self.chances))}
+        chances = [mean[len(own)] if is_mine else own for own, is_mine in zip(self.chances, mine, strict=True)]
         for k in range(1, self.limit + 1):
-            with_them = self.rate(choice.members, k)
+            with_them = rate(self.times, chances, choice.members, k, self.num_sequences)
             tokens = with_them * round_s(self.times, k, sum(choice.members), self.num_sequences)
             doubt = num_mine * doubt_of_gain(rates, k, pool.num_remembered) / tokens
             found.append((log(with_them / without), sqrt(doubt**2 + self.costs.doubt[k] ** 2)))

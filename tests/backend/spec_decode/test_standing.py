@@ -28,7 +28,9 @@ def test_what_stays_close_is_decided_in_the_end() -> None:
     assert standing.judge([(-0.05, 0.05)], 1)
     standing.num_rounds = LONG_TRIAL
     assert standing.sureness == LEAST_SURENESS
-    assert not standing.judge([(-0.05, 0.05)], 1)
+    assert standing.judge([(0.05, 0.1)], 1)
+    assert not standing.is_sure
+    assert not standing.judge([(-0.05, 0.1)], 1), "the promise is not to be slower than without a draft"
 
 
 def test_another_number_of_draft_tokens_may_be_the_hope() -> None:

@@ -41,10 +41,12 @@ def test_the_best_is_chosen_among_those_that_draft() -> None:
 
 @pytest.mark.parametrize("num_rounds", [20, 300])
 def test_gains_are_those_of_the_rounds_and_surer_with_more_of_them(num_rounds: int) -> None:
-    weighing = Weighing(costs(), [GOOD], 1)
+    weighing, pool = Weighing(costs(), [GOOD], 1), pool_of(num_rounds, 0.7)
     choice = weighing.best([True], everyone=True)
-    found = weighing.log_gains(choice, [True], pool_of(num_rounds, 0.7))
-    assert [gain for gain, _ in found] == pytest.approx([math.log((1 + GOOD[k]) / TIMES[k]) for k in (1, 2, 3)])
+    found = weighing.log_gains(choice, [True], pool)
+    expected = gains(pool.rates(), 1.0, 3)
+    assert [gain for gain, _ in found] == pytest.approx([math.log((1 + expected[k]) / TIMES[k]) for k in (1, 2, 3)])
+    assert found == Weighing(costs(), [BAD], 1).log_gains(choice, [True], pool), "one sequence's luck is not its kind's"
     assert (found[2][1] < 0.03) == (num_rounds > 100)
     doubtful = Weighing(costs(0.3), [GOOD], 1).log_gains(choice, [True], pool_of(num_rounds, 0.7))
     assert all(doubt > 0.3 for _, doubt in doubtful)
