@@ -1,5 +1,6 @@
 """Whether the ranks can divide the models evenly, said before a weight is read."""
 
+import math
 from collections.abc import Iterator
 
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig
@@ -16,7 +17,8 @@ def check_divides(size: int, target: KimiModelConfig, draft: Eagle3DraftConfig |
     dimensions = list(_dimensions(target, draft))
     wrong = [f"{name} {value}" for name, value in dimensions if value % size]
     if wrong:
-        allowed = [n for n in range(1, size) if not any(value % n for _, value in dimensions)]
+        common = math.gcd(*(value for _, value in dimensions))
+        allowed = [n for n in range(1, common + 1) if common % n == 0]
         raise ConfigError(
             f"setting tensor_parallel_size: {size} given, which does not divide {', '.join(wrong)};"
             f" {', '.join(map(str, allowed))} would"
