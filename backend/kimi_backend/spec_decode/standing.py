@@ -5,8 +5,8 @@ from dataclasses import dataclass
 FEWEST_ROUNDS = 12
 """Verifies with draft tokens before a trial may end."""
 SURENESS, LEAST_SURENESS, LEAST_AGAINST = 2.0, 0.7, 0.35
-"""Standard errors that a verdict needs: at a trial's beginning, at its end, and then against the draft. What is close to
-call costs little for a while, and something for ever, most where the draft loses."""
+"""Standard errors that a verdict needs: at a trial's beginning, at its end, and then against the draft. What is close
+to call costs little for a while, and something for ever, most where the draft loses."""
 LONG_TRIAL = 300
 """Rounds after which a trial needs LEAST_SURENESS."""
 UNTRIED_SHARE = 0.4
