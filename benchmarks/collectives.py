@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 from kimi_backend.parallel import DistributedRanks
 from kimi_backend.runners.graphs.recorder import GraphRecorder
-from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.joining import EitherSum, join_ranks, leave
 
 HIDDEN, VOCAB = 7168, 163_840
 SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -69,7 +69,8 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
     group = join_ranks(rank, size, address, device)
     assert isinstance(group, DistributedRanks)
     say(rank, f"{torch.cuda.get_device_name()} x {size}, torch {torch.__version__}")
-    if group.fast_sum is None or group.fast_gather is None:
+    sums = group.fast_sum
+    if not isinstance(sums, EitherSum) or group.fast_gather is None:
         sys.exit("the GPUs do not share memory: only NCCL could be measured")
     dist.all_reduce(torch.zeros(1 << 24, device=device), group=group.group)
     group.all_gather_columns(torch.zeros(1 << 10, 1 << 10, device=device))
@@ -93,9 +94,12 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
     nccl = DistributedRanks(group.group)
     for rows in SUM_ROWS:
         x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        if group.fast_sum.takes(x):
+        if sums.takes(x):
             check_sum(group, x)
-            measure("sum, inbox", rows, x.nbytes, x.nbytes * (size - 1), functools.partial(group.all_reduce, x))
+            if sums.whole.takes(x):
+                measure("sum, whole", rows, x.nbytes, x.nbytes * (size - 1), functools.partial(sums.whole, x))
+            sent = x.nbytes * 2 * (size - 1) / size
+            measure("sum, in parts", rows, x.nbytes, sent, functools.partial(sums.in_parts, x))
         sent = x.nbytes * 2 * (size - 1) / size
         zeros = torch.zeros_like(x)  # summed in place again and again
         measure("sum, NCCL", rows, x.nbytes, sent, functools.partial(nccl.all_reduce, zeros))

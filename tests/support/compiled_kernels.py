@@ -227,15 +227,16 @@ def streamed_linear(num_rows: int, out_features: int) -> Build:
 
 
 def rank_exchange(name: str, size: int) -> Build:
-    """A collective over `size` ranks: "sum" of bf16, "gather" of 32-bit words."""
+    """A collective over `size` ranks: "sum" of bf16, whole or "in parts", "gather" of 32-bit words."""
     from kimi_kernels.rank_exchange import kernel
 
-    kind, prefix, itemsize = ("*bf16", "element", 2) if name == "sum" else ("*i32", "word", 4)
-    sizes = [f"num_{prefix}s", f"slot_{prefix}s", *(["row_words"] if name == "gather" else [])]
+    kind, unit, itemsize = ("*i32", "words", 4) if name == "gather" else ("*bf16", "elements", 2)
+    sizes = [f"num_{unit}", f"slot_{unit}"]
+    sizes += ["row_words"] if name == "gather" else ["part_elements"] if name == "in parts" else []
     types = {"x": kind, "out": kind, "inboxes": "*i64", "calls": "*i32", **dict.fromkeys(["rank", *sizes], "i32")}
     return Build(
-        module="kimi_kernels.rank_exchange.kernel",
-        function=f"rank_{name}_kernel",
+        module="kimi_kernels.rank_exchange.kernel" + ("_parts" if name == "in parts" else ""),
+        function={"sum": "rank_sum_kernel", "gather": "rank_gather_kernel", "in parts": "sum_in_parts_kernel"}[name],
         types=types,
         constants={"SIZE": size, "BLOCK": kernel.BLOCK_BYTES // itemsize, "BUFFERS": kernel.NUM_BUFFERS, "PDL": True},
         num_warps=8,
@@ -245,7 +246,7 @@ def rank_exchange(name: str, size: int) -> Build:
 
 EXCHANGES: dict[str, Callable[[], Build]] = {
     f"{name} over {size} ranks": lambda name=name, size=size: rank_exchange(name, size)  # type: ignore[misc]
-    for name in ("sum", "gather")
+    for name in ("sum", "gather", "in parts")
     for size in (2, 4, 8)
 }
 BUILDS: dict[str, Callable[[], Build]] = {

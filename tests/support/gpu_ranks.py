@@ -18,7 +18,7 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
 from kimi_backend.runners.graphs.recorder import GraphRecorder
-from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.joining import EitherSum, join_ranks, leave
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps
 from support.joined_ranks import check_collectives
@@ -57,6 +57,8 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
     sizes = [(1, 7168), (4, 7168), (64, 7168), (3, 100), (1, 1), (64, 7168), (256, 7168), (500, 7168), (4, 7168)]
     inputs = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes]
     outputs = [torch.empty_like(x) for x in inputs]
+    assert isinstance(group.fast_sum, EitherSum)
+    in_parts = [torch.empty_like(x) for x in inputs[:7]]
     logits = torch.empty(5, 1000, device=device)
     gathered = torch.empty(5, 1000 * group.size, device=device)
     more = torch.empty(500, 7168 * group.size, dtype=torch.bfloat16, device=device)
@@ -64,6 +66,8 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
     def run() -> None:
         for x, out in zip(inputs, outputs, strict=True):
             out.copy_(group.all_reduce(x.clone()))
+        for x, out in zip(inputs[:7], in_parts, strict=True):
+            out.copy_(group.fast_sum.in_parts(x))
         gathered.copy_(group.all_gather_columns(logits))
         more.copy_(group.all_gather_columns(inputs[7]))
 
@@ -79,6 +83,9 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
         for place, out in enumerate(outputs):
             expected = torch.stack([part[place].float() for part in parts]).sum(dim=0)
             torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-5, msg=f"step {step}: {sizes[place]}")
+            assert_same_bits(group, out)
+        for out, expected_part in zip(in_parts, outputs, strict=False):
+            torch.testing.assert_close(out, expected_part, rtol=0, atol=0, msg=f"step {step}: in parts")
             assert_same_bits(group, out)
         assert torch.equal(gathered, torch.cat([part[0][:, :1000].float().expand(5, 1000) for part in parts], dim=1))
         assert torch.equal(more, torch.cat([part[7] for part in parts], dim=1))

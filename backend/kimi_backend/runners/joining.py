@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from kimi_backend.errors import ConfigError, KimiError
-from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
+from kimi_backend.parallel import DistributedRanks, FastCollective, SingleRank, TensorParallelGroup
 from kimi_backend.runners.cuda_ipc import CudaIpcError, OpenedMemory, export_memory
 
 _LOG = logging.getLogger(__name__)
-MOST_SUM_BYTES: Final = {2: 4 << 20, 4: 1 << 20, 8: 512 << 10}
-"""Of one rank's rows, by the number of ranks: beyond, NCCL is as fast or faster (docs/performance.md). A rank sends its
-rows to every other one, so the limit falls as there are more."""
+MOST_SENT_WHOLE: Final = {2: 4 << 20, 4: 128 << 10, 8: 64 << 10}
+"""Bytes of one rank's rows up to which each rank sends them to every other one, by the number of ranks. More are summed
+in parts: each rank sends less, but twice, one after the other. Only 2 ranks were measured (docs/performance.md)."""
+MOST_SUMMED_BYTES: Final = 4 << 20
+"""Beyond, NCCL is about as fast."""
 MOST_GATHERED_BYTES: Final = 48 << 20
 """Of all ranks' columns: the float32 logits of 64 rows of 163,840. Each rank has three inboxes of this size."""
 
@@ -37,7 +39,7 @@ class SharedMemory:
     """The inboxes of all ranks, as this process has them."""
 
     own: dict[str, torch.Tensor]
-    """By what they are for: "sum" int16, "gather" int32."""
+    """By what they are for: "sum" and "parts" int16, "gather" int32."""
     opened: list[OpenedMemory]
     addresses: dict[str, list[int]]
     """Of all ranks' inboxes, in rank order."""
@@ -46,6 +48,20 @@ class SharedMemory:
         """Unmap the other ranks' memory, once no kernel uses it any more."""
         for memory in self.opened:
             memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class EitherSum:
+    """The first of two sums that takes a tensor."""
+
+    whole: FastCollective
+    in_parts: FastCollective
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return self.whole.takes(x) or self.in_parts.takes(x)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x) if self.whole.takes(x) else self.in_parts(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +170,7 @@ def _here(rank: int) -> str:
 
 def _share_memory(store: Store, rank: int, size: int, device: torch.device) -> SharedMemory | None:
     """None, on every rank alike, where one of them cannot open another's memory."""
-    if size not in MOST_SUM_BYTES:
+    if size not in MOST_SENT_WHOLE:
         return None
     own = _new_inboxes(size, device)
     torch.cuda.synchronize(device)  # they are empty before anyone sees them
@@ -180,15 +196,17 @@ def _share_memory(store: Store, rank: int, size: int, device: torch.device) -> S
 
 def _new_inboxes(size: int, device: torch.device) -> dict[str, torch.Tensor]:
     from kimi_kernels.rank_exchange.kernel import new_inbox
+    from kimi_kernels.rank_exchange.kernel_parts import new_parts_inbox
 
     return {
-        "sum": new_inbox(torch.int16, size, _most_summed(size), device),
+        "sum": new_inbox(torch.int16, size, _most_sent_whole(size), device),
+        "parts": new_parts_inbox(size, MOST_SUMMED_BYTES // 2, device),
         "gather": new_inbox(torch.int32, size, _most_gathered(size), device),
     }
 
 
-def _most_summed(size: int) -> int:
-    return MOST_SUM_BYTES[size] // 2
+def _most_sent_whole(size: int) -> int:
+    return MOST_SENT_WHOLE[size] // 2
 
 
 def _most_gathered(size: int) -> int:
@@ -217,9 +235,12 @@ def _open_all(shared: SharedMemory, store: Store, rank: int, size: int) -> None:
 
 
 def _with_inboxes(group: dist.ProcessGroup, rank: int, shared: SharedMemory) -> RanksOnGpus:
-    from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum  # a CPU may do without Triton-language
+    # A CPU may do without Triton-language.
+    from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum
+    from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts
 
     device, size = shared.own["sum"].device, len(shared.addresses["sum"])
-    sums = Inboxes(rank, shared.addresses["sum"], torch.int16, _most_summed(size), device)
+    sums = Inboxes(rank, shared.addresses["sum"], torch.int16, _most_sent_whole(size), device)
+    parts = RankSumInParts(rank, shared.addresses["parts"], MOST_SUMMED_BYTES // 2, device)
     gathers = Inboxes(rank, shared.addresses["gather"], torch.int32, _most_gathered(size), device)
-    return RanksOnGpus(group, RankSum(sums), RankGather(gathers), shared=shared)
+    return RanksOnGpus(group, EitherSum(RankSum(sums), parts), RankGather(gathers), shared=shared)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require
 from kimi_kernels.early_start import starts_early
-from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive, send
+from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive_all, send
 
 BLOCK_BYTES = 4096
 """Exchanged at a time."""
@@ -66,7 +66,7 @@ def rank_sum_kernel(
         offset = block * BLOCK + tl.arange(0, BLOCK)
         inside = offset < num_elements
         call = tl.load(calls + block)
-        found = receive(own, offset, inside, call, slot_elements, EMPTY_HALF, SIZE, BLOCK)
+        found = receive_all(own, offset, inside, call, slot_elements, EMPTY_HALF, SIZE, BLOCK)
         total = tl.sum(found.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0)
         tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
         tl.store(calls + block, (call + 1) % BUFFERS)
@@ -105,7 +105,7 @@ def rank_gather_kernel(
         offset = block * BLOCK + tl.arange(0, BLOCK)
         inside = offset < num_words
         call = tl.load(calls + block)
-        found = receive(own, offset, inside, call, slot_words, EMPTY_WORD, SIZE, BLOCK)
+        found = receive_all(own, offset, inside, call, slot_words, EMPTY_WORD, SIZE, BLOCK)
         row, column = offset // row_words, offset % row_words
         place = (row.to(tl.int64) * (SIZE * row_words) + column)[None, :] + part
         tl.store(out + place, found, mask=tl.broadcast_to(inside[None, :], [SIZE, BLOCK]))

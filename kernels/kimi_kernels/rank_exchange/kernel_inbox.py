@@ -31,12 +31,17 @@ def send(
 
 
 @triton.jit
-def receive(own, offset, inside, call, slot_elements, EMPTY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Every rank's block, [SIZE, BLOCK], once it is there; 0 outside."""
-    there = tl.broadcast_to(inside[None, :], [SIZE, BLOCK])
-    now = call * SIZE + tl.arange(0, SIZE)
-    slots = own + (now[:, None].to(tl.int64) * slot_elements + offset[None, :])
+def receive(slots, there, EMPTY: tl.constexpr):
+    """What is in an inbox at `slots`, once all of it has come; 0 where nothing will."""
     found = tl.load(slots, mask=there, other=0, volatile=True)
-    while tl.max(tl.max((found == EMPTY).to(tl.int32), 1), 0) > 0:
+    while tl.max((found == EMPTY).to(tl.int32)) > 0:
         found = tl.load(slots, mask=there, other=0, volatile=True)
     return found
+
+
+@triton.jit
+def receive_all(own, offset, inside, call, slot_elements, EMPTY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Every rank's block, [SIZE, BLOCK], that `send` sent."""
+    now = call * SIZE + tl.arange(0, SIZE)
+    slots = own + (now[:, None].to(tl.int64) * slot_elements + offset[None, :])
+    return receive(slots, tl.broadcast_to(inside[None, :], [SIZE, BLOCK]), EMPTY)

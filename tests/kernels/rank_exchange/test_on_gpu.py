@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum, new_inbox
+from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts, new_parts_inbox
 
 pytestmark = pytest.mark.gpu
 MOST = 500 * 7168
@@ -22,27 +23,30 @@ def test_calls_one_behind_another(size: int) -> None:
     gathers = [
         RankGather(Inboxes(rank, addresses[1], torch.int32, MOST, device), MOST_PROGRAMS) for rank in range(size)
     ]
+    part_inboxes = [new_parts_inbox(size, MOST, device) for _ in range(size)]
+    part_addresses = [inbox.data_ptr() for inbox in part_inboxes]
+    parts = [RankSumInParts(rank, part_addresses, MOST, device, MOST_PROGRAMS) for rank in range(size)]
     streams = [torch.cuda.Stream() for _ in range(size)]
     given = [[torch.randn(shape, device=device).bfloat16() for shape in 3 * SIZES] for _ in range(size)]
     torch.cuda.synchronize()
     # A kernel that is loaded for the first time waits for those that run, so every variant is loaded before any waits.
     for place in range(len(SIZES)):
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                sums[rank](given[rank][place])
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                gathers[rank](given[rank][place])
+        for calls in (sums, gathers, parts):
+            for rank, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    calls[rank](given[rank][place])
         torch.cuda.synchronize()
     results = []
     for rank, stream in enumerate(streams):
         with torch.cuda.stream(stream):
-            results.append([(sums[rank](x), gathers[rank](x)) for x in given[rank]])
+            results.append([(sums[rank](x), gathers[rank](x), parts[rank](x)) for x in given[rank]])
     torch.cuda.synchronize()
     for place in range(len(3 * SIZES)):
         terms = [rank[place] for rank in given]
         expected = torch.stack(terms).float().sum(dim=0)
-        for summed, gathered in (rank[place] for rank in results):
+        for summed, gathered, in_parts in (rank[place] for rank in results):
             torch.testing.assert_close(summed.float(), expected, rtol=2**-7, atol=1e-4)
             assert torch.equal(summed, results[0][place][0])
+            torch.testing.assert_close(in_parts.float(), expected, rtol=2**-7, atol=1e-4)
+            assert torch.equal(in_parts, results[0][place][2])
             assert torch.equal(gathered, torch.cat(terms, dim=1))

@@ -1,0 +1,154 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
+"""A sum over ranks in which each sums a part, in Triton-language: less is sent, in two steps.
+
+Block b belongs to rank b % size: all ranks send it their terms, and it sends all ranks the sum. So each of n ranks sends
+2 (n - 1) / n times its elements, where with `RankSum` it sends n - 1 times as many.
+
+Buffers are emptied as in `RankSum`, and for the same reason: an owner's next sum but one follows from terms that a rank
+sends only after its call before has ended, and terms likewise follow from the owner's sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.argument_checks import require
+from kimi_kernels.early_start import starts_early
+from kimi_kernels.rank_exchange.kernel import BLOCK_BYTES, EMPTY_HALF, HALF_DTYPES, MOST_PROGRAMS
+from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive
+
+BLOCK = BLOCK_BYTES // 2
+
+
+@triton.jit(do_not_specialize=["rank"])
+def sum_in_parts_kernel(
+    x,  # [num_elements]
+    out,  # [num_elements]
+    inboxes,  # [SIZE] int64: the addresses of all ranks' inboxes, as this process sees them
+    calls,  # [blocks] int32, mod BUFFERS
+    rank,
+    num_elements,
+    part_elements,
+    slot_elements,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BUFFERS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A buffer of an inbox: terms [SIZE, part_elements] of this rank's blocks, sums [slot_elements] of all."""
+    if PDL:
+        gdc_launch_dependents()
+    everyone, own = open_inboxes(inboxes, rank, SIZE, tl.int16)
+    if PDL:
+        gdc_wait()
+    num_blocks = tl.cdiv(num_elements, BLOCK)
+    buffer_elements = (SIZE * part_elements + slot_elements).to(tl.int64)
+    sums = SIZE * part_elements
+    source = tl.arange(0, SIZE)[:, None] * part_elements
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_elements
+        part = block // SIZE * BLOCK + tl.arange(0, BLOCK)
+        bits = tl.load(x + offset, mask=inside, other=0.0).to(tl.int16, bitcast=True)
+        bits = tl.where(bits == EMPTY_HALF, 0, bits)
+        call = tl.load(calls + block)
+        owner = tl.multiple_of(tl.load(inboxes + block % SIZE).to(tl.pointer_type(tl.int16)), 16)
+        tl.store(owner + call * buffer_elements + rank * part_elements + part, bits, mask=inside)
+        before = own + (call + BUFFERS - 1) % BUFFERS * buffer_elements
+        tl.store(before + sums + offset, tl.full([BLOCK], EMPTY_HALF, tl.int16))
+        if block % SIZE == rank:
+            tl.store(before + source + part[None, :], tl.full([SIZE, BLOCK], EMPTY_HALF, tl.int16))
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        if block % SIZE == rank:
+            offset = block * BLOCK + tl.arange(0, BLOCK)
+            there = tl.broadcast_to((offset < num_elements)[None, :], [SIZE, BLOCK])
+            part = block // SIZE * BLOCK + tl.arange(0, BLOCK)
+            now = tl.load(calls + block) * buffer_elements
+            terms = receive(own + now + source + part[None, :], there, EMPTY_HALF)
+            total = tl.sum(terms.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0)
+            bits = total.to(out.dtype.element_ty).to(tl.int16, bitcast=True)
+            bits = tl.where(bits == EMPTY_HALF, 0, bits)
+            tl.store(
+                everyone + (now + sums + offset)[None, :], tl.broadcast_to(bits[None, :], [SIZE, BLOCK]), mask=there
+            )
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        offset = block * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < num_elements
+        call = tl.load(calls + block)
+        total = receive(own + call * buffer_elements + sums + offset, inside, EMPTY_HALF)
+        tl.store(out + offset, total.to(out.dtype.element_ty, bitcast=True), mask=inside)
+        tl.store(calls + block, (call + 1) % BUFFERS)
+
+
+class RankSumInParts:
+    """Sums over ranks on one device. One call at a time, in the order in which every rank makes them."""
+
+    def __init__(
+        self,
+        rank: int,
+        addresses: list[int],
+        most_elements: int,
+        device: torch.device,
+        most_programs: int = MOST_PROGRAMS,
+    ) -> None:
+        """
+        Args:
+            addresses: of all ranks' inboxes in rank order, mapped here, of `new_parts_inbox`; all are empty before any
+                rank's first call.
+            most_elements: of one call; the inboxes were made for it.
+        Raises:
+            ValueError: the number of ranks is no power of two.
+        """
+        size = len(addresses)
+        require(size & (size - 1) == 0, "inboxes", f"{size} of them", "a power of two")
+        self._rank = rank
+        self._most_elements = most_elements
+        self._most_programs = most_programs
+        self._part_elements, self._slot_elements = _sizes(size, most_elements)
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._calls = torch.zeros(self._slot_elements // BLOCK, dtype=torch.int32, device=device)
+        early = starts_early(device)
+        self._options = {
+            "SIZE": size,
+            "BLOCK": BLOCK,
+            "BUFFERS": NUM_BUFFERS,
+            "PDL": early,
+            "num_warps": 8,
+            **({"launch_pdl": True} if early else {}),
+        }
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
+        return x.dtype in HALF_DTYPES and 0 < x.numel() <= self._most_elements
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: of any shape, that `takes` accepts -> the sum over ranks, of x's dtype and shape, the same on all."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        sum_in_parts_kernel[(min(triton.cdiv(x.numel(), BLOCK), self._most_programs),)](
+            x,
+            out,
+            self._addresses,
+            self._calls,
+            self._rank,
+            x.numel(),
+            self._part_elements,
+            self._slot_elements,
+            **self._options,
+        )
+        return out
+
+
+def new_parts_inbox(size: int, most_elements: int, device: torch.device) -> Tensor:
+    """[NUM_BUFFERS * (size * part + slot)] int16, empty."""
+    part, slot = _sizes(size, most_elements)
+    return torch.full((NUM_BUFFERS * (size * part + slot),), EMPTY_HALF.value, dtype=torch.int16, device=device)
+
+
+def _sizes(size: int, most_elements: int) -> tuple[int, int]:
+    """Elements of a rank's part and of all, in whole blocks."""
+    num_blocks = -(-most_elements // BLOCK)
+    return -(-num_blocks // size) * BLOCK, num_blocks * BLOCK
