@@ -2,7 +2,7 @@
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """A sum over ranks in which each sums a part, in Triton-language: less is sent, in two steps.
 
-Block b belongs to rank b % size: all ranks send it their terms, and it sends all ranks the sum. So each of n ranks sends
+Block b belongs to rank b % size: all ranks send it their terms, and it sends all ranks the sum. Each of n ranks sends
 2 (n - 1) / n times its elements, where with `RankSum` it sends n - 1 times as many.
 
 Buffers are emptied as in `RankSum`, and for the same reason: an owner's next sum but one follows from terms that a rank
