@@ -37,6 +37,9 @@ def bench_command(
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the result; server only.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, reference, cpu or triton; --in-process only.")] = "auto",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="GPUs that share both models; --in-process only.")
+    ] = 1,
     max_model_len: Annotated[int, typer.Option(min=0, help="0 takes the checkpoint's; --in-process only.")] = 0,
     draft_vocab: Annotated[int, typer.Option(min=0, help="Tokens that the draft keeps; --in-process only.")] = 0,
     draft_quantization: Annotated[str, typer.Option(help="none, fp8 or int4; --in-process only.")] = "none",
@@ -70,6 +73,7 @@ def bench_command(
             "speculation_policy": speculation_policy,
             "device": device,
             "kernels": kernels,
+            "tensor_parallel_size": tensor_parallel_size,
             "max_model_len": max_model_len,
             "draft_vocab": draft_vocab,
             "draft_quantization": draft_quantization,
