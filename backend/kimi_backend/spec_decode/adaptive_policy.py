@@ -188,6 +188,7 @@ class AdaptivePolicy:
 
     def _begin_trial(self, standing: Standing, kind: int) -> None:
         standing.begin_trial()
+        self._num_until_decision = 0
         self._pools[kind].forget(TRIAL_MEMORY)
         if self._row is not None:
             self.costs.forget(2**self._row, TRIAL_MEMORY // 4)
@@ -205,7 +206,7 @@ class AdaptivePolicy:
             choice = self._best(on, weighing)
             for kind in sorted(on):
                 pool = self._pools[kind]
-                if pool.num_remembered < FEWEST_ROUNDS:
+                if pool.num_remembered < FEWEST_ROUNDS or not standings[kind].may_be_judged:
                     continue
                 mine = [c.kind == kind for c in self._controllers]
                 if not standings[kind].judge(weighing.log_gains(choice, mine, pool), choice.num_draft_tokens):

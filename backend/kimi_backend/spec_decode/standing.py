@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-FEWEST_ROUNDS = 12
-"""Verifies with draft tokens before a trial may end."""
+FEWEST_ROUNDS, FEWEST_AGAIN = 12, 8
+"""Verifies with draft tokens before a trial may end; rounds before one may that is not the first."""
 SURENESS, LEAST_SURENESS, LEAST_AGAINST = 2.0, 0.7, 0.35
 """Standard errors that a verdict needs: at a trial's beginning, at its end, and then against the draft. What is close
 to call costs little for a while, and something for ever, most where the draft loses."""
@@ -46,6 +46,11 @@ class Standing:
         """Rounds from a verdict against the draft to the next trial."""
         growth: int = PAUSE_GROWTH ** min(max(self.num_verdicts - 1, 0), 10)
         return min(FIRST_PAUSE * growth, LONGEST_PAUSE)
+
+    @property
+    def may_be_judged(self) -> bool:
+        """Whether a trial has lasted long enough, as far as that is counted in rounds."""
+        return self.num_verdicts == 0 or self.num_rounds >= FEWEST_AGAIN
 
     @property
     def is_ready(self) -> bool:

@@ -180,6 +180,18 @@ def test_a_newcomer_starts_as_its_kind_was_seen_to_do() -> None:
         assert newcomer.num_chosen_tokens <= 3
 
 
+def test_a_draft_that_has_become_good_is_found_out_by_those_who_start() -> None:
+    """What was known before a trial ends none before it has begun."""
+    simulation, _ = simulate(CPU, lambda _: 0.02, num_tokens=400)
+    assert not simulation.running[0].controller.uses_draft
+    for _ in range(6):
+        simulation.running.clear()
+        simulation.add(lambda _: 0.95)
+        simulation.run(200)
+    assert simulation.running[0].controller.uses_draft
+    assert sum(k > 0 for k in simulation.rounds[-50:]) > 30
+
+
 def test_kinds_are_kept_apart() -> None:
     """Warm requests that were never accepted say nothing of greedy ones."""
     simulation, _ = simulate(CPU, lambda _: 0.0, num_tokens=600)
