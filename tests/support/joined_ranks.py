@@ -1,5 +1,8 @@
 """What a process of a tensor-parallel group does in tests of joining, apart from serving a model."""
 
+import os
+from pathlib import Path
+
 import torch
 
 from kimi_backend.parallel import TensorParallelGroup
@@ -15,8 +18,21 @@ def run_on_a_cpu(rank: int, size: int, addresses: list[str]) -> None:
         group = join_ranks(rank, size, address, CPU)
         assert (group.rank, group.size) == (rank, size)
         check_collectives(group, CPU)
+        assert listening_addresses() <= {"0100007F"}, "somebody outside of this host could connect"
         leave(group)
         leave(group)
+
+
+def listening_addresses() -> set[str]:
+    """At which this process listens, as /proc/net/tcp has them: 0100007F is 127.0.0.1, 00000000 any."""
+    sockets = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
 
 
 def check_collectives(group: TensorParallelGroup, device: torch.device) -> None:

@@ -1,12 +1,12 @@
 """How the processes of a tensor-parallel group find one another, and part.
 
 They meet at a TCP store that rank 0 opens, on the address that it is given and no other. On GPUs they also open one
-another's inboxes, for `kimi_kernels.rank_exchange`; where the driver does not share
-them, NCCL does everything.
+another's inboxes, for `kimi_kernels.rank_exchange`; where the driver does not share them, NCCL does everything.
 """
 
 import json
 import logging
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +28,7 @@ MOST_SUMMED_BYTES: Final = 4 << 20
 """Beyond, NCCL is about as fast."""
 MOST_GATHERED_BYTES: Final = 48 << 20
 """Of all ranks' columns: the float32 logits of 64 rows of 163,840. Each rank has three inboxes of this size."""
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
 
 
 class RankError(KimiError):
@@ -77,6 +78,7 @@ def join_ranks(
     address: str,
     device: torch.device,
     *,
+    listener: socket.socket | None = None,
     join_timeout_s: float = 60.0,
     collective_timeout_s: float = 600.0,
 ) -> TensorParallelGroup:
@@ -86,7 +88,9 @@ def join_ranks(
 
     Args:
         address: "HOST:PORT" of this host that rank 0 opens.
-        device: "cpu" takes gloo, "cuda:INDEX" NCCL.
+        device: "cpu" takes gloo, "cuda:INDEX" NCCL. On a loopback address both listen on the loopback interface alone,
+            unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME says otherwise.
+        listener: rank 0's, listening at `address` already, so that nobody takes the port meanwhile; this closes it.
         join_timeout_s: how long to wait for the others.
         collective_timeout_s: after so long a rank gives up a collective outside of a CUDA graph that the others did not
             call. Nothing watches those inside: whoever started the ranks must end them all when one ends.
@@ -102,7 +106,7 @@ def join_ranks(
         return SingleRank()
     if dist.is_initialized():
         raise ConfigError("tensor parallel ranks: this process has joined some already; leave them first")
-    store = _meet(rank, size, address, join_timeout_s)
+    store = _meet(rank, size, address, listener, join_timeout_s)
     is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(device)
@@ -134,14 +138,17 @@ def leave(group: TensorParallelGroup) -> None:
     dist.destroy_process_group()
 
 
-def _meet(rank: int, size: int, address: str, timeout_s: float) -> TCPStore:
+def _meet(rank: int, size: int, address: str, listener: socket.socket | None, timeout_s: float) -> TCPStore:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or not host:
         raise ConfigError(f"address of the ranks: {address!r} given; HOST:PORT is allowed")
+    if host in _LOOPBACK_HOSTS:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=timeout_s)
     try:
         # torch would listen on every interface.
-        listening = socket.create_server((host, int(port))).detach() if rank == 0 else None
+        listening = (listener or socket.create_server((host, int(port)))).detach() if rank == 0 else None
     except OSError as error:
         raise RankError(f"rank 0 cannot listen on {address}: {error}") from None
     try:

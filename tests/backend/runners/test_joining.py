@@ -109,3 +109,11 @@ def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.M
     else:
         assert shared == {0: None, 1: None}
     assert len(closed) == {"export": 0, "open": 3, "nothing": 6}[failing], "three inboxes a rank"
+
+
+def test_a_port_that_is_held_is_used() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(RankError, match=r"these of 2 ranks were not there: \[1\]"):
+        join_ranks(0, 2, address, CPU, listener=listener, join_timeout_s=0.3)
+    assert listener.fileno() == -1, "the store has it now"
