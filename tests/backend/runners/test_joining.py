@@ -117,3 +117,20 @@ def test_a_port_that_is_held_is_used() -> None:
     with pytest.raises(RankError, match=r"these of 2 ranks were not there: \[1\]"):
         join_ranks(0, 2, address, CPU, listener=listener, join_timeout_s=0.3)
     assert listener.fileno() == -1, "the store has it now"
+
+
+def test_the_first_sum_that_takes_a_tensor_has_it() -> None:
+    class UpTo:
+        def __init__(self, most: int) -> None:
+            self.most = most
+
+        def takes(self, x: torch.Tensor) -> bool:
+            return x.numel() <= self.most
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.most
+
+    either = joining.EitherSum(UpTo(2), UpTo(4))
+    taken = [either.takes(torch.ones(count)) for count in (2, 4, 5)]
+    assert taken == [True, True, False]
+    assert [either(torch.ones(count))[0].item() for count in (2, 3)] == [2, 4]
