@@ -92,6 +92,8 @@ def main(arguments: list[str]) -> None:
     )
     try:
         follower, group = _load(assignment)
+        gc.collect()
+        gc.freeze()  # a look at all that is loaded would hold every rank's step up
         pipe.send((READY, b""))
         follow(pipe, follower)
     except (EOFError, ConnectionError):
@@ -115,7 +117,8 @@ def _leave(follower: Follower, group: TensorParallelGroup) -> None:
     follower.drop_captures()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    gc.collect()
+    gc.unfreeze()
+    gc.collect()  # captured steps are in cycles
     leave(group)
 
 

@@ -226,7 +226,7 @@ class Workers:
         for drop in self._before_leaving:
             drop()
         if group is not None:
-            gc.collect()
+            _collect_captures()
             leave(group)
 
     def _kill(self) -> None:
@@ -255,6 +255,12 @@ class _Running:
     ) -> None:
         if error is not None:
             self._workers.fail(f"a step has failed on rank 0: {kind.__name__ if kind else ''}: {error}")
+
+
+def _collect_captures() -> None:
+    """Captured steps that were dropped are in cycles, which may be frozen (`serving.processes`): free them now."""
+    gc.unfreeze()
+    gc.collect()
 
 
 def _free_port() -> int:

@@ -1,6 +1,8 @@
 """Another rank does what rank 0 does: the same KV, bit for bit, after every kind of step."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.ranks.workers import _collect_captures
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import GenerateRequest, SamplingParams
@@ -88,3 +91,15 @@ def test_a_bad_plan_fails_before_anybody_is_told() -> None:
     with pytest.raises(InvalidRequestError, match="token_ids"):
         verify(bad)
     assert peers.steps["verify"] == told
+
+
+def test_dropped_captures_are_gone_before_a_rank_leaves() -> None:
+    """They hold the collectives that they call, and NCCL's leaving waits for them. Servers freeze what is loaded."""
+    (pair, _), _ = two_ranks(captures=True)
+    captured = [weakref.ref(runner._graphs) for runner in pair]  # type: ignore[type-var]
+    gc.collect()
+    gc.freeze()
+    for runner in pair:
+        runner.drop_captures()
+    _collect_captures()
+    assert [reference() for reference in captured] == [None, None]
