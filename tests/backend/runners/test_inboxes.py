@@ -1,0 +1,73 @@
+"""Memory that ranks share: all of them or none. The driver is replaced; test_ranks_on_gpu.py has the real one."""
+
+import threading
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from kimi_backend.runners import inboxes
+from kimi_backend.runners.cuda_ipc import HANDLE_BYTES, CudaIpcError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("failing", ["export", "open", "nothing"])
+def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1's driver refuses; here ranks are threads and their memory is host memory."""
+    closed = []
+
+    class Opened:
+        def __init__(self, handle: bytes, offset: int, num_bytes: int, device: torch.device) -> None:
+            if failing == "open" and handle[0] == 0:  # rank 0's, opened by rank 1
+                raise CudaIpcError("cuIpcOpenMemHandle_v2: refused")
+            self.address = offset
+
+        def close(self) -> None:
+            closed.append(self)
+
+    def export(inbox: torch.Tensor) -> tuple[bytes, int]:
+        rank = int(threading.current_thread().name)
+        if failing == "export" and rank == 1:
+            raise CudaIpcError("cuIpcGetMemHandle: refused")
+        return bytes([rank]) * HANDLE_BYTES, inbox.data_ptr()
+
+    monkeypatch.setattr(inboxes, "OpenedMemory", Opened)
+    monkeypatch.setattr(inboxes, "export_memory", export)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    store, shared = HashStore(), {}
+
+    def share(rank: int) -> None:
+        shared[rank] = inboxes.share_memory(store, rank, 2, CPU)
+
+    threads = [threading.Thread(target=share, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if failing == "nothing":
+        assert all(isinstance(memory, inboxes.SharedMemory) for memory in shared.values())
+        assert not closed
+        for memory in shared.values():
+            assert memory.addresses == shared[0].addresses
+            memory.close()
+    else:
+        assert shared == {0: None, 1: None}
+    assert len(closed) == {"export": 0, "open": 3, "nothing": 6}[failing], "three inboxes a rank"
+
+
+def test_the_first_sum_that_takes_a_tensor_has_it() -> None:
+    class UpTo:
+        def __init__(self, most: int) -> None:
+            self.most = most
+
+        def takes(self, x: torch.Tensor) -> bool:
+            return x.numel() <= self.most
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.most
+
+    either = inboxes.EitherSum(UpTo(2), UpTo(4))
+    taken = [either.takes(torch.ones(count)) for count in (2, 4, 5)]
+    assert taken == [True, True, False]
+    assert [either(torch.ones(count))[0].item() for count in (2, 3)] == [2, 4]
