@@ -107,6 +107,7 @@ class RunnerServer:
         self._runner = runner
         self._pb = pb_utils
         peers = getattr(runner, "peers", NO_PEERS)
+        self._has_peers = peers.count > 0
         offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer, peers)
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
         device = _device_of(self._description)
@@ -174,7 +175,8 @@ class RunnerServer:
         """The description; each opens before what the other offers, and says what is open."""
         description = self._description
         if description.role == "target":
-            handle = self._input(request, names.STEP_BOARD)
+            # The other ranks would not know what a board says.
+            handle = None if self._has_peers else self._input(request, names.STEP_BOARD)
             opened = self._target_side.open(None if handle is None else handle.as_numpy().tobytes())
             description = dataclasses.replace(description, step_board=opened)
         if description.role == "draft":

@@ -4,6 +4,8 @@ Every rank has all aux hidden states, so the draft's rank r reads the buffer of 
 none does: they run the same steps.
 """
 
+from contextlib import suppress
+
 import torch
 
 from kimi_backend.runners.aux_buffer import AuxBuffer
@@ -55,6 +57,7 @@ class OpenedOnRanks:
         self.buffer = self._own.buffer
 
     def close(self) -> None:
-        """Unmap all of them."""
-        self._peers.ask(OPEN_AUX, [b""] * self._peers.count)
+        """Unmap all of them. Ranks that have ended have."""
+        with suppress(PeerError):
+            self._peers.ask(OPEN_AUX, [b""] * self._peers.count)
         self._own.close()

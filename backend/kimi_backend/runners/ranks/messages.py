@@ -3,7 +3,7 @@
 import enum
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -17,7 +17,16 @@ Pipe = Connection  # type: ignore[type-arg,unused-ignore]  # generic in some ver
 READY, FAILED, ANSWER = "ready", "failed", "answer"
 """What rank r says, each with bytes or a text."""
 CLOSE = "close"
-TIMEOUTS = {"join_timeout_s": 300.0, "collective_timeout_s": 7200.0}
+
+
+class Timeouts(TypedDict):
+    """Seconds, of `joining.join_ranks`."""
+
+    join_timeout_s: float
+    collective_timeout_s: float
+
+
+TIMEOUTS = Timeouts(join_timeout_s=300.0, collective_timeout_s=7200.0)
 """One rank may read its weights much sooner than another. Ranks that end are noticed at once, whatever these are."""
 
 

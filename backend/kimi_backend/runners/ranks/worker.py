@@ -67,9 +67,12 @@ def _load(assignment: Assignment) -> tuple[Follower, TensorParallelGroup]:
 
 
 def follow(pipe: Pipe, follower: Follower) -> None:
-    """Run what comes until the pipe says that it is over, or ends."""
+    """Run what comes until the pipe says that it is over. Ends the process with the pipe."""
     while True:
-        message = pipe.recv()
+        try:
+            message = pipe.recv()
+        except (EOFError, ConnectionError):
+            os._exit(1)  # the parent is gone
         if message == CLOSE:
             return
         told = unpacked(message)
@@ -96,8 +99,6 @@ def main(arguments: list[str]) -> None:
         gc.freeze()  # a look at all that is loaded would hold every rank's step up
         pipe.send((READY, b""))
         follow(pipe, follower)
-    except (EOFError, ConnectionError):
-        os._exit(1)  # the parent is gone
     except BaseException as error:
         _report(pipe, assignment, error)
         os._exit(1)

@@ -64,7 +64,8 @@ class Workers:
         """
         self._role, self._end = role, end
         self._size = settings.tensor_parallel_size
-        self._address = f"127.0.0.1:{_free_port()}"
+        self._listener = socket.create_server(("127.0.0.1", 0))  # held from now on, so that nobody takes the port
+        self._address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._is_loading, self._is_on_cpu = True, True
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -72,8 +73,15 @@ class Workers:
         self._before_leaving: list[Callable[[], None]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watches: list[threading.Thread] = []
-        self._pipes = [self._start(rank, settings) for rank in range(1, self._size)]
+        self._pipes: list[Pipe] = []
         atexit.register(self._close_at_exit)
+        try:
+            for rank in range(1, self._size):
+                self._pipes.append(self._start(rank, settings))
+        except BaseException:
+            self._closing.set()
+            self._kill()
+            raise
 
     @property
     def count(self) -> int:
@@ -88,7 +96,7 @@ class Workers:
     def join(self, device: torch.device) -> TensorParallelGroup:
         """Meet them, as rank 0 on this device."""
         self._is_on_cpu = device.type == "cpu"
-        self._group = join_ranks(0, self._size, self._address, device, **TIMEOUTS)
+        self._group = join_ranks(0, self._size, self._address, device, listener=self._listener, **TIMEOUTS)
         return self._group
 
     @contextmanager
@@ -130,9 +138,12 @@ class Workers:
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
         """See `Peers.ask`."""
         with self._lock:
-            for pipe, content in zip(self._pipes, contents, strict=True):
-                pipe.send(Question(question, content).packed())
-            return [self._answer(rank, pipe) for rank, pipe in enumerate(self._pipes, 1)]
+            for rank, (pipe, content) in enumerate(zip(self._pipes, contents, strict=True), 1):
+                try:
+                    pipe.send(Question(question, content).packed())
+                except OSError as error:
+                    raise PeerError(f"rank {rank} of the {self._role} has ended: {error}") from None
+            return self._answers(ANSWER)
 
     def before_leaving(self, drop: Callable[[], None]) -> None:
         """drop: lets go of captured steps, which hold the collectives that they call."""
@@ -162,25 +173,32 @@ class Workers:
     def _start(self, rank: int, settings: ServingSettings) -> Pipe:
         ours, theirs = socket.socketpair()
         pipe: Pipe = Connection(ours.detach())
-        started = threading.Event()
+        started, problems = threading.Event(), list[OSError]()
 
         def start_and_watch() -> None:
             # The worker is killed when the thread that started it ends: so this one stays.
             command = [sys.executable or "python3", "-m", "kimi_backend.runners.ranks.worker", str(theirs.fileno())]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, stdout=2
-            )
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, stdout=2
+                )
+            except OSError as error:
+                problems.append(error)
+            else:
+                self._processes.append(process)
             theirs.close()
-            self._processes.append(process)
             started.set()
+            if problems:
+                return
             self._report_end(rank, process.wait())
 
         watch = threading.Thread(target=start_and_watch, name=f"kimi-rank-{rank}", daemon=True)
         watch.start()
         self._watches.append(watch)
-        if not started.wait(_END_S):
-            raise PeerError(f"rank {rank} of the {self._role}: its process did not start")
+        if not started.wait(_END_S) or problems:
+            reason = f": {problems[0]}" if problems else ""
+            raise PeerError(f"rank {rank} of the {self._role}: its process did not start{reason}")
         pipe.send(
             Assignment(
                 parent_pid=os.getpid(),
@@ -200,19 +218,24 @@ class Workers:
         self._end(f"rank {rank} of the {self._role} {how}")
 
     def _wait_until_ready(self) -> None:
-        for rank, pipe in enumerate(self._pipes, 1):
-            self._answer(rank, pipe, READY)
+        self._answers(READY)
 
-    def _answer(self, rank: int, pipe: Pipe, expected: str = ANSWER) -> bytes:
-        try:
-            kind, content = pipe.recv()
-        except (EOFError, OSError) as error:
-            raise PeerError(f"rank {rank} of the {self._role} has ended: {error}") from None
-        if kind == FAILED:
-            raise PeerError(f"rank {rank} of the {self._role}: {content}")
-        assert kind == expected, f"{expected} awaited, {kind} came"
-        answer: bytes = content
-        return answer
+    def _answers(self, expected: str) -> list[bytes]:
+        """Of all ranks: none is left for the next question to find."""
+        answers, problems = list[bytes](), list[str]()
+        for rank, pipe in enumerate(self._pipes, 1):
+            try:
+                kind, content = pipe.recv()
+            except (EOFError, OSError) as error:
+                kind, content = FAILED, f"has ended: {error}"
+            if kind == FAILED:
+                problems.append(f"rank {rank} of the {self._role}: {content}")
+                continue
+            assert kind == expected, f"{expected} awaited, {kind} came"
+            answers.append(content)
+        if problems:
+            raise PeerError("; ".join(problems))
+        return answers
 
     def _leave_in_time(self) -> None:
         """Not waited for without end: a rank that is stuck will not come."""
@@ -237,6 +260,7 @@ class Workers:
             watch.join(_END_S)
         for pipe in self._pipes:
             pipe.close()
+        self._listener.close()
 
 
 class _Running:
@@ -261,10 +285,3 @@ def _collect_captures() -> None:
     """Captured steps that were dropped are in cycles, which may be frozen (`serving.processes`): free them now."""
     gc.unfreeze()
     gc.collect()
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port

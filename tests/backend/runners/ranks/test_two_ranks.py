@@ -17,7 +17,8 @@ from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.errors import CheckpointError, ConfigError
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.loading import load_draft_runner, load_pair, load_target_runner
-from kimi_backend.runners.ranks.workers import Workers
+from kimi_backend.runners.ranks import workers as workers_module
+from kimi_backend.runners.ranks.workers import PeerError, Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.processes import is_alive
@@ -158,3 +159,35 @@ def wait_until(is_true: object) -> None:
     while not is_true():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, started = list[str](), list[subprocess.Popen[bytes]]()
+    popen = subprocess.Popen
+
+    def only_one(*args: object, **options: object) -> object:
+        if started:
+            raise OSError("no more processes")
+        started.append(popen(*args, **options))  # type: ignore[call-overload]
+        return started[0]
+
+    monkeypatch.setattr(workers_module.subprocess, "Popen", only_one)
+    with pytest.raises(PeerError, match="rank 2 of the pair: its process did not start: no more processes"):
+        Workers(tiny_settings(tiny, tensor_parallel_size=4), "pair", end=problems.append)
+    assert not is_alive(started[0].pid)
+    assert not problems
+
+
+def test_every_answer_is_read_though_one_is_a_problem(tiny: Path) -> None:
+    draft = load_draft_runner(tiny_settings(tiny, tensor_parallel_size=4))
+    try:
+        with pytest.raises(PeerError, match=r"rank 1 of the draft: .*; rank 2 of the draft: .*; rank 3 of the draft: "):
+            draft.peers.ask("open aux", [b"x"] * 3)
+        assert draft.peers.ask("open aux", [b""] * 3) == [b""] * 3
+        with pytest.raises(PeerError, match="rank 2 of the draft"):
+            draft.peers.ask("open aux", [b"", b"x", b""])
+        assert draft.peers.ask("open aux", [b""] * 3) == [b""] * 3
+    finally:
+        draft.close()
+    with pytest.raises(PeerError, match="has ended"):
+        draft.peers.ask("open aux", [b""] * 3)
