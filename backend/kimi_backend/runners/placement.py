@@ -56,6 +56,13 @@ def _device(settings: ServingSettings, name: str, rank: int) -> torch.device:
         raise ConfigError(
             f"setting tensor_parallel_size: {size} given, torch sees {num_gpus} GPUs here; 1 to {num_gpus} are allowed"
         )
+    kinds = [torch.cuda.get_device_name(index) for index in range(size)]
+    if len(set(kinds)) > 1:
+        # Kernels divide their work by the card, and every rank must get the same bits.
+        raise ConfigError(
+            f"setting tensor_parallel_size: {size} given, the first {size} GPUs are {', '.join(kinds)}; GPUs of"
+            " one kind are allowed (CUDA_VISIBLE_DEVICES chooses)"
+        )
     return torch.device(name, rank)
 
 

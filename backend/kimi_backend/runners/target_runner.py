@@ -150,6 +150,11 @@ class TargetRunner:
         )
 
     @property
+    def device(self) -> torch.device:
+        """That this runner computes on."""
+        return self._device
+
+    @property
     def aux_buffer(self) -> AuxBuffer | None:
         """Where steps leave their aux hidden states; None where each makes a tensor."""
         return self._aux_buffer

@@ -27,6 +27,13 @@ class Follower:
         """Of the last verify, where it stays on the device."""
         self._opened: OpenedAuxBuffer | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """That both compute on."""
+        runner = self._target or self._draft
+        assert runner is not None
+        return runner.device
+
     def run(self, step: Step) -> None:
         """Raises OutOfStep, or whatever the step raises: in both cases this rank is of no use any more."""
         plan = step.plan

@@ -22,6 +22,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.ranks.device_watch import watch_device
 from kimi_backend.runners.ranks.follower import Follower
 from kimi_backend.runners.ranks.messages import (
     ANSWER,
@@ -93,15 +94,20 @@ def main(arguments: list[str]) -> None:
     logging.basicConfig(
         level=logging.ERROR, format=f"%(levelname)s rank {assignment.rank} of the {assignment.role}: %(message)s"
     )
+
+    def fail(error: BaseException) -> None:
+        _report(pipe, assignment, error)
+        os._exit(1)
+
     try:
         follower, group = _load(assignment)
         gc.collect()
         gc.freeze()  # a look at all that is loaded would hold every rank's step up
+        watch_device(follower.device, fail)
         pipe.send((READY, b""))
         follow(pipe, follower)
     except BaseException as error:
-        _report(pipe, assignment, error)
-        os._exit(1)
+        fail(error)
     _leave(follower, group)
     os._exit(0)
 

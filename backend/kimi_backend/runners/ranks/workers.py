@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -143,7 +144,7 @@ class Workers:
                     pipe.send(Question(question, content).packed())
                 except OSError as error:
                     raise PeerError(f"rank {rank} of the {self._role} has ended: {error}") from None
-            return self._answers(ANSWER)
+            return self._answers()
 
     def before_leaving(self, drop: Callable[[], None]) -> None:
         """drop: lets go of captured steps, which hold the collectives that they call."""
@@ -218,24 +219,22 @@ class Workers:
         self._end(f"rank {rank} of the {self._role} {how}")
 
     def _wait_until_ready(self) -> None:
-        self._answers(READY)
-
-    def _answers(self, expected: str) -> list[bytes]:
-        """Of all ranks: none is left for the next question to find."""
-        answers, problems = list[bytes](), list[str]()
         for rank, pipe in enumerate(self._pipes, 1):
-            try:
-                kind, content = pipe.recv()
-            except (EOFError, OSError) as error:
-                kind, content = FAILED, f"has ended: {error}"
-            if kind == FAILED:
-                problems.append(f"rank {rank} of the {self._role}: {content}")
-                continue
-            assert kind == expected, f"{expected} awaited, {kind} came"
-            answers.append(content)
+            kind, content = _received(pipe)
+            if kind != READY:  # those behind it may wait for it, and say no more
+                raise PeerError(f"rank {rank} of the {self._role}: {content}")
+
+    def _answers(self) -> list[bytes]:
+        """Of all ranks: none is left for the next question to find."""
+        received = [_received(pipe) for pipe in self._pipes]
+        problems = [
+            f"rank {rank} of the {self._role}: {content}"
+            for rank, (kind, content) in enumerate(received, 1)
+            if kind != ANSWER
+        ]
         if problems:
             raise PeerError("; ".join(problems))
-        return answers
+        return [content for _, content in received]
 
     def _leave_in_time(self) -> None:
         """Not waited for without end: a rank that is stuck will not come."""
@@ -248,6 +247,8 @@ class Workers:
         group, self._group = self._group, None
         for drop in self._before_leaving:
             drop()
+        if not self._is_on_cpu:
+            torch.cuda.synchronize()  # a step that nobody waited for may still run
         if group is not None:
             _collect_captures()
             leave(group)
@@ -279,6 +280,14 @@ class _Running:
     ) -> None:
         if error is not None:
             self._workers.fail(f"a step has failed on rank 0: {kind.__name__ if kind else ''}: {error}")
+
+
+def _received(pipe: Pipe) -> tuple[str, Any]:
+    try:
+        kind, content = pipe.recv()
+    except (EOFError, OSError) as error:
+        return FAILED, f"has ended: {error}"
+    return kind, content
 
 
 def _collect_captures() -> None:
