@@ -20,6 +20,7 @@ import torch
 
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving import board_sides, runner_server, tensor_names
 from kimi_backend.serving.aux_sides import AuxReceiver
@@ -35,6 +36,7 @@ from kimi_kernels.pretending import with_synthetic_acceptance
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
+from support.loopback_peers import LoopbackPeers
 from support.loopback_server import LoopbackServer
 
 SETTING = Setting(kernels=KernelSet.reference())
@@ -81,12 +83,13 @@ class Pair:
         self._buffers[handle] = buffer
         return handle
 
-    def start(self, model: str, aux_transfer: str = "auto") -> Any:
-        """Load one runner, or load it again; returns it."""
+    def start(self, model: str, aux_transfer: str = "auto", peers: Peers = NO_PEERS) -> Any:
+        """Load one runner, or load it again; returns it. peers: its other ranks."""
         target, draft = runner_pair(self._setting, self._kind, EagerRecorder(), shares_buffer=False, num_regions=1)
         if model in self.loopback.servers:
             self.loopback.servers[model].close()
         runner: Any = target if model == "kimi_target" else self._watched(draft)
+        runner.peers = peers
         self.loopback.servers[model] = RunnerServer(runner, self.loopback.pb_utils, aux_transfer, has_board=True)
         return runner
 
@@ -236,6 +239,16 @@ def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
     assert outcomes(pair.engine()) == expected
     assert not pair.followed
     assert "cannot be opened" in caplog.text
+
+
+def test_a_target_on_several_ranks_opens_no_board(make_pair: Callable[..., Pair]) -> None:
+    """Its other ranks have nothing of what a draft on one rank leaves there."""
+    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    pair = make_pair(ACCEPTING)
+    other_rank, _ = runner_pair(ACCEPTING, "mla31", EagerRecorder())
+    pair.start("kimi_target", peers=LoopbackPeers(other_rank, None))
+    assert outcomes(pair.engine()) == expected
+    assert not pair.followed
 
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
