@@ -1,5 +1,6 @@
 """The real Triton Server with kimi-nano on two GPUs: hand-over on each GPU, captured steps, ranks that are killed."""
 
+import logging
 import os
 import signal
 import time
@@ -22,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
+logger = logging.getLogger(__name__)
+
 MAX_TOKENS = 48
 KILLED_TOKENS = 400
 SHARED = "aux hidden states stay on the GPU"
@@ -40,6 +43,7 @@ FIELDS = [
 
 def settings(**changes):
     values = {"kv_tokens": 16_384, "mps": "off", "aux_transfer": "ipc", "max_speculative_tokens": 3}
+    values |= {"kernels": "triton", "capture_batch_sizes": "1,8"}
     return nano_settings(**{**values, "tensor_parallel_size": 2, **changes})
 
 
@@ -76,27 +80,24 @@ def wait_for_speculation(client):
         time.sleep(0.1)
 
 
-def num_alike(left, right):
-    return sum(a[0] == b[0] for a, b in zip(left, right, strict=True))
-
-
 def num_accepted(results):
     return sum(accepted for _, accepted in results)
 
 
-def test_float32_texts_and_killed_ranks(tmp_path):
-    """Sums over ranks round otherwise: one text in eight may part at a near tie."""
-    expected = in_process(settings(kernels="reference", tensor_parallel_size=1))
-    with running_server(settings(kernels="reference"), tmp_path) as server:
+def test_killed_ranks(tmp_path):
+    """One of the draft's costs no request; one of the target's ends its stream; either model comes back and shares."""
+    with running_server(settings(), tmp_path) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         log = tmp_path / "server.log"
-        assert num_alike(served(client), expected) >= len(FIELDS) - 1
+        wait_for_speculation(client)
+        accepted = num_accepted(served(client))
         assert SHARED in log.read_text()
         for model in ("eagle3_draft", "kimi_target"):
             stub = stub_pids(server)[model]
             stream = client.stream(**{**FIELDS[0], "max_tokens": KILLED_TOKENS})
             next(iter(stream))
             opened = log.read_text().count(SHARED)
+            logger.info("a rank of %s is killed", model)
             os.kill(rank_pids(stub)[0], signal.SIGKILL)
             if model == "eagle3_draft":
                 assert stream.result().num_output_tokens == KILLED_TOKENS
@@ -104,15 +105,17 @@ def test_float32_texts_and_killed_ranks(tmp_path):
                 with pytest.raises(KimiClientError):
                     stream.result()
             wait_until_gone([stub])
+            logger.info("its process has ended")
             reload(server, model)
             wait_for_speculation(client)
-            assert num_alike(served(client), expected) >= len(FIELDS) - 1
+            logger.info("it is back")
+            assert num_accepted(served(client)) > 0.7 * accepted
             assert log.read_text().count(SHARED) > opened, "the buffers were not opened again"
 
 
 def test_captured_steps(tmp_path):
-    expected = in_process(settings(kernels="triton", capture_batch_sizes="1,8", tensor_parallel_size=1))
-    with running_server(settings(kernels="triton", capture_batch_sizes="1,8"), tmp_path) as server:
+    expected = in_process(settings(tensor_parallel_size=1))
+    with running_server(settings(), tmp_path) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         assert num_accepted(served(client)) > 0.8 * num_accepted(expected) > 0
         assert SHARED in (tmp_path / "server.log").read_text()
