@@ -12,8 +12,9 @@ from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, t
 from kimi_backend.errors import ConfigError
 
 GIB = 1 << 30
-RANKS_BYTES = GIB
-"""With more than one rank, on each of its GPUs: NCCL's buffers and the inboxes of `kimi_kernels.rank_exchange`."""
+RANKS_BYTES = 3 * GIB // 2
+"""With more than one rank, on each GPU: NCCL's buffers and the inboxes of `kimi_kernels.rank_exchange`. They took
+1,124 MiB on an H200 with two ranks (`benchmarks/collectives.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

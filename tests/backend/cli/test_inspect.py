@@ -58,7 +58,7 @@ def test_a_cheaper_draft_leaves_more_tokens(folder: Path, capsys: pytest.Capture
 
 def test_it_plans_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(folder), "--draft", str(folder / "draft"), "--tp", "2", "--block-size", "32"]
-    plan = inspect(capsys, *arguments, "--gpu-memory", "4.5")["memory_plan"]
+    plan = inspect(capsys, *arguments, "--gpu-memory", "5")["memory_plan"]
     assert plan["fits"]
     assert plan["tp_size"] == 2
     assert plan["num_kv_tokens"] == plan["num_target_blocks"] * 32

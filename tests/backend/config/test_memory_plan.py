@@ -15,7 +15,7 @@ from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset, dra
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
-from kimi_backend.config.memory_plan import GIB, MemoryPlan, MemorySettings, plan_memory
+from kimi_backend.config.memory_plan import GIB, RANKS_BYTES, MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, expert_bytes, target_weight_bytes
@@ -129,7 +129,7 @@ def test_ranks_also_hold_gathered_logits_and_buffers(tp_size: int) -> None:
     added = plans[1].activation_bytes - plans[0].activation_bytes
     assert logits * copies <= added < logits * copies + 256 * 1_000_000  # and the rows of larger captured steps
     without = plan_memory(K25, None, replace(settings, ranks_bytes=0))
-    assert plans[0].activation_bytes - without.activation_bytes == (GIB if tp_size > 1 else 0)
+    assert plans[0].activation_bytes - without.activation_bytes == (RANKS_BYTES if tp_size > 1 else 0)
 
 
 @pytest.mark.parametrize("kind", DraftKind)
@@ -170,7 +170,7 @@ def test_k25_on_eight_large_cards() -> None:
     assert plan.target_kv_bytes_per_token == 70_272
     assert plan.draft_kv_bytes_per_token == 1_152
     assert plan.num_draft_blocks == plan.num_target_blocks
-    assert plan.num_kv_tokens > 900_000
+    assert plan.num_kv_tokens > 890_000
 
 
 def test_k25_does_not_fit_one_card() -> None:
