@@ -12,9 +12,9 @@ from kimi_backend.config.weight_sizes import WeightFormat, draft_weight_bytes, t
 from kimi_backend.errors import ConfigError
 
 GIB = 1 << 30
-RANKS_BYTES = 3 * GIB // 2
-"""With more than one rank, on each GPU: NCCL's buffers and the inboxes of `kimi_kernels.rank_exchange`. They took
-1,124 MiB on an H200 with two ranks (`benchmarks/collectives.py`)."""
+RANKS_BYTES = 5 * GIB // 4
+"""With more than one rank, of each GPU by each process: NCCL's buffers and the inboxes of `kimi_kernels.rank_exchange`.
+They took 1,124 MiB of an H200 with two ranks (`benchmarks/collectives.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class MemorySettings:
     overhead_bytes: int = 3 * GIB
     """CUDA contexts, the nodes of graphs, workspaces of attention and libraries, fragmentation: both processes'."""
     ranks_bytes: int = RANKS_BYTES
-    """Counted where tp_size is above 1."""
+    """Counted where tp_size is above 1, for each of the two models: they may be two processes."""
     num_target_blocks: int | None = None
     """None: as many as fit."""
     num_draft_blocks: int | None = None
@@ -140,7 +140,8 @@ def plan_memory(
         draft_bytes = draft_weight_bytes(draft, weights, has_embed=has_embed, has_head=has_head)
         draft_kv = draft.kv_bytes_per_token(draft_kv_cache_dtype(draft, settings), settings.tp_size)
     activations = settings.overhead_bytes + _activation_bytes(target, draft, weights, settings)
-    activations += settings.ranks_bytes if settings.tp_size > 1 else 0
+    num_processes = 1 if draft is None else 2
+    activations += num_processes * settings.ranks_bytes if settings.tp_size > 1 else 0
     plan = MemoryPlan(
         target_weight_bytes=target_bytes,
         draft_weight_bytes=draft_bytes,

@@ -3,7 +3,7 @@
 Every rank writes its elements into every rank's inbox and reads its own, so the time is that of one write over NVLink.
 Nothing announces the data: an inbox is full of a pattern of bits that no rank sends, and a reader waits until none is
 left. The ranks' terms of a sum are added in float32 by the same code in the same order, so every rank gets the same
-bits.
+bits. The reference is NCCL's result, or a float32 sum: tests compare with both.
 
 An inbox has three buffers that calls take in turn. Call e empties the buffer of call e - 1, which call e + 2 fills: a
 rank begins call e + 2 when every rank has sent its elements of call e + 1, which it does after call e has ended. So

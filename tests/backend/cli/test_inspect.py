@@ -58,7 +58,7 @@ def test_a_cheaper_draft_leaves_more_tokens(folder: Path, capsys: pytest.Capture
 
 def test_it_plans_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(folder), "--draft", str(folder / "draft"), "--tp", "2", "--block-size", "32"]
-    plan = inspect(capsys, *arguments, "--gpu-memory", "5")["memory_plan"]
+    plan = inspect(capsys, *arguments, "--gpu-memory", "6")["memory_plan"]
     assert plan["fits"]
     assert plan["tp_size"] == 2
     assert plan["num_kv_tokens"] == plan["num_target_blocks"] * 32
@@ -70,7 +70,7 @@ def test_it_plans_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         "gpu_bytes": 1 << 30,
         "tp_size": 2,
     }
-    assert none["reason"].startswith("the weights do not fit: 4.")
+    assert none["reason"].startswith("the weights do not fit: 5.")
 
 
 def test_a_draft_that_borrows_says_so(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
