@@ -51,6 +51,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--link-gbps", type=float, default=450.0)
+    parser.add_argument(
+        "--programs", type=int, help="most programs of a call of rank_exchange; its own choice if absent"
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
     if options.ranks < 2 or options.ranks > torch.cuda.device_count():
@@ -59,10 +62,10 @@ def main() -> None:
         )
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    mp.spawn(run_rank, args=(options.ranks, address, options.link_gbps, options.out), nprocs=options.ranks)
+    mp.spawn(run_rank, args=(options.ranks, address, options), nprocs=options.ranks)
 
 
-def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | None) -> None:
+def run_rank(rank: int, size: int, address: str, options: argparse.Namespace) -> None:
     """A process of `main`."""
     device = torch.device("cuda", rank)
     torch.empty(1, device=device)
@@ -73,6 +76,9 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
     sums = group.fast_sum
     if not isinstance(sums, EitherSum) or group.fast_gather is None:
         sys.exit("the GPUs do not share memory: only NCCL could be measured")
+    if options.programs:
+        for call in (sums.whole, sums.in_parts, group.fast_gather):
+            call.most_programs = options.programs
     dist.all_reduce(torch.zeros(1 << 24, device=device), group=group.group)
     group.all_gather_columns(torch.zeros(1 << 10, 1 << 10, device=device))
     torch.cuda.empty_cache()
@@ -86,7 +92,7 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
             rows=rows,
             kilobytes=num_bytes / 1e3,
             time_us=time_call(call, group),
-            floor_us=sent / (link_gbps * 1e3),
+            floor_us=sent / (options.link_gbps * 1e3),
         )
         results.append(row)
         ratio = row.time_us / row.floor_us
@@ -113,6 +119,7 @@ def run_rank(rank: int, size: int, address: str, link_gbps: float, out: Path | N
         measure("gather, NCCL", rows, logits.nbytes, sent, functools.partial(nccl.all_gather_columns, logits))
     values, ids = logits.max(dim=1)
     measure("argmax, NCCL", rows, 16 * rows, 16 * rows * (size - 1), functools.partial(group.all_argmax, values, ids))
+    out: Path | None = options.out
     if rank == 0 and out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         report = {

@@ -149,7 +149,7 @@ class RankSum:
     def __init__(self, inboxes: Inboxes, most_programs: int = MOST_PROGRAMS) -> None:
         """inboxes: of int16."""
         self._inboxes = inboxes
-        self._most_programs = most_programs
+        self.most_programs = most_programs
 
     def takes(self, x: Tensor) -> bool:
         """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
@@ -159,7 +159,7 @@ class RankSum:
         """x: of any shape, that `takes` accepts -> the sum over ranks, of x's dtype and shape, the same on all."""
         x, own = x.contiguous(), self._inboxes
         out = torch.empty_like(x)
-        rank_sum_kernel[(min(triton.cdiv(x.numel(), own.block), self._most_programs),)](
+        rank_sum_kernel[(min(triton.cdiv(x.numel(), own.block), self.most_programs),)](
             x, out, own.addresses, own.calls, own.rank, x.numel(), own.slot_elements, **own.options
         )
         return out
@@ -171,7 +171,7 @@ class RankGather:
     def __init__(self, inboxes: Inboxes, most_programs: int = MOST_PROGRAMS) -> None:
         """inboxes: of int32."""
         self._inboxes = inboxes
-        self._most_programs = most_programs
+        self.most_programs = most_programs
 
     def takes(self, x: Tensor) -> bool:
         """Whether the columns can be gathered here; the same on every rank, as x's dtype and shape are."""
@@ -185,7 +185,7 @@ class RankGather:
         words, own = x.contiguous().view(torch.int32), self._inboxes
         rows, row_words = words.shape
         out = torch.empty(rows, own.size * row_words, dtype=torch.int32, device=x.device)
-        rank_gather_kernel[(min(triton.cdiv(words.numel(), own.block), self._most_programs),)](
+        rank_gather_kernel[(min(triton.cdiv(words.numel(), own.block), self.most_programs),)](
             words, out, own.addresses, own.calls, own.rank, words.numel(), row_words, own.slot_elements, **own.options
         )
         return out.view(x.dtype)

@@ -106,7 +106,7 @@ class RankSumInParts:
         require(size & (size - 1) == 0, "inboxes", f"{size} of them", "a power of two")
         self._rank = rank
         self._most_elements = most_elements
-        self._most_programs = most_programs
+        self.most_programs = most_programs
         self._part_elements, self._slot_elements = _sizes(size, most_elements)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(self._slot_elements // BLOCK, dtype=torch.int32, device=device)
@@ -128,7 +128,7 @@ class RankSumInParts:
         """x: of any shape, that `takes` accepts -> the sum over ranks, of x's dtype and shape, the same on all."""
         x = x.contiguous()
         out = torch.empty_like(x)
-        sum_in_parts_kernel[(min(triton.cdiv(x.numel(), BLOCK), self._most_programs),)](
+        sum_in_parts_kernel[(min(triton.cdiv(x.numel(), BLOCK), self.most_programs),)](
             x,
             out,
             self._addresses,
