@@ -6,14 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from kimi_backend.checkpoint.model_specs import target_tensor_specs
+from kimi_backend.checkpoint.presets import Architecture, Preset, target_config_json
+from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.errors import CheckpointError
+from kimi_backend.layers.moe import MoeMlp
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
-from kimi_backend.models.kimi_k25 import KimiTarget
+from kimi_backend.models.kimi_k25 import KimiTarget, target_loader
 from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps
@@ -132,3 +138,20 @@ def test_what_does_not_divide_is_refused(fields: dict[str, Any], message: str) -
     source = InMemoryTensors(random_target(config))
     with pytest.raises(CheckpointError, match=message):
         KimiTarget(config, source, KernelSet.reference(), SingleRank(rank=0, size=8), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("quantization", [QuantizationMethod.FP8, QuantizationMethod.INT4])
+def test_experts_of_two_ranks(quantization: QuantizationMethod) -> None:
+    """A layer of routed experts and the shared one, at the kernels' own block of 128: 128 of 256 columns a rank."""
+    json = target_config_json(Preset.TINY, 2, quantization, Architecture.DEEPSEEK_V3, {})
+    config = KimiModelConfig.from_hf_json(json | {"moe_intermediate_size": 256})
+    source = RandomTensors(target_tensor_specs(config))
+    x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def run(kernels: KernelSet, group: TensorParallelGroup) -> torch.Tensor:
+        loader = target_loader(config, source, kernels, group, CPU, torch.float32)
+        return MoeMlp(loader.scoped("model.layers.1.mlp"), config)(x)
+
+    expected = run(KernelSet.reference(), SingleRank())
+    for found in run_ranks(2, lambda group: run(KernelSet.triton(), group)):
+        assert_close(found, expected)
