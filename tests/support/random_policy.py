@@ -29,6 +29,9 @@ class RandomPolicy:
                 self.num_begins += controller.uses_draft and not used
                 self.num_ends += used and not controller.uses_draft
 
+    def think(self) -> None:
+        """It never does."""
+
     def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         assert draft_s >= 0
         assert target_s > 0

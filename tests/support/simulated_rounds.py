@@ -92,6 +92,8 @@ class Simulation:
         num_verifying = sum(k > 0 for k in verified)
         verify_s = self._mixed(self.costs.verify, b, max(verified), num_verifying)
         self.now += noise * verify_s * (1.0 if any(s.uses_draft for s in self.running) else self.alone) + extra_s
+        if self.alone < 1:
+            self.policy.think()
         for s in self.running:
             accepted = 0
             while accepted < s.num_in_flight and self._is_kept(s, accepted):

@@ -176,12 +176,16 @@ class EngineCore:
         self._outputs.flush()
         if self._steps_ahead is not None:
             self._ahead = self._steps_ahead.launch(step)
+            if self._ahead is not None:
+                self.scheduler.policy.think()
         return self._target.verify(step.plan) if step.pending is None else step.pending.wait()
 
     def _launch(self, launched: LaunchedDraft, aux: AuxHandle, drawn: DrawnHandle) -> None:
         self.times.note_queued()
         launched.launch(aux, drawn)
         self._outputs.flush()
+        if launched.reply is not None:
+            self.scheduler.policy.think()
 
     def _verify(self, step: TargetStep, launched: LaunchedDraft | None) -> TargetReply | None:
         """The target's reply; None when the target was lost, its KV with it."""

@@ -15,8 +15,9 @@ from kimi_backend.spec_decode.weighing import Weighing
 SETTLING_ROUNDS = 30
 """Rounds until a draft whose KV began in the middle of a sequence guesses about as well as it ever will: until then it
 is not judged."""
-TRIAL_MEMORY = 16
-"""Rounds and changes of cost that still count when a trial begins, so that what is new is believed."""
+TRIAL_MEMORY, NEWCOMER_MEMORY, KEPT_CHANGES = 16, 6, 4
+"""Rounds that still count when a trial begins, so that what is new is believed; when a newcomer begins it, whose draft
+will have seen all its text; and changes of cost of each kind."""
 DECISION_ROUNDS, SETTLED_ROUNDS = 4, 16
 """Rounds from one weighing to the next: while something is open, and when all is known. A weighing of 16 sequences
 takes 0.1 ms of the engine's thread, a round of a small model on a GPU 1 ms."""
@@ -58,6 +59,8 @@ class AdaptivePolicy:
         """Of the choice that stands, for those that draft; 0 until there was a sequence to choose for."""
         self._regret = 0.0
         self._visit: Visit | None = None
+        self._visit_of_round: Visit | None = None
+        """The visit that this round belongs to; one may begin with the next."""
         self._setup: _Setup | None = None
         self._last_setup: _Setup | None = None
         self._begin_s = 0.0
@@ -82,7 +85,7 @@ class AdaptivePolicy:
             self._row, self._row_rounds = row, 0
         standing = self._standing(row if self._row is None else self._row, controller.kind)
         if standing.is_ready:
-            self._begin_trial(standing, controller.kind)
+            self._begin_trial(standing, controller.kind, NEWCOMER_MEMORY)
         controller.uses_draft = standing.is_on
         if not self._num_draft_tokens:
             self._num_draft_tokens = controller.num_speculative_tokens
@@ -100,11 +103,21 @@ class AdaptivePolicy:
             self._num_until_decision -= 1
             self._num_since_decision += 1
             if self._num_until_decision <= 0:
-                self._num_until_decision = DECISION_ROUNDS if self._decide() else SETTLED_ROUNDS
-                self._num_since_decision = 0
+                self._decide_again()
+        self._visit_of_round = self._visit
         self._set_tokens(controllers)
         num_members = len(self._members)
         self._setup = _Setup(num_sequences, num_members, self._tokens_now if num_members else 0)
+
+    def think(self) -> None:
+        """See `SpeculationPolicy.think`."""
+        if self._visit is None and self._controllers and self._num_until_decision == 1:
+            self._decide_again()
+            self._num_until_decision += 1
+
+    def _decide_again(self) -> None:
+        self._num_until_decision = DECISION_ROUNDS if self._decide() else SETTLED_ROUNDS
+        self._num_since_decision = 0
 
     def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         """See `SpeculationPolicy.end_round`."""
@@ -122,9 +135,9 @@ class AdaptivePolicy:
             self._record_cost(setup, seconds, draft_s, target_s)
         else:
             self.costs.pass_round()
-        if self._visit is not None:
-            self._visit.patience -= 1
-            self._visit.num_left -= is_clean
+        if self._visit_of_round is not None:
+            self._visit_of_round.patience -= 1
+            self._visit_of_round.num_left -= is_clean
 
     def _record_cost(self, setup: _Setup, seconds: float, draft_s: float, target_s: float) -> None:
         if not setup.num_members:
@@ -186,12 +199,12 @@ class AdaptivePolicy:
             self._standings[row, kind] = Standing()
         return self._standings[row, kind]
 
-    def _begin_trial(self, standing: Standing, kind: int) -> None:
+    def _begin_trial(self, standing: Standing, kind: int, num_remembered: float) -> None:
         standing.begin_trial()
         self._num_until_decision = 0
-        self._pools[kind].forget(TRIAL_MEMORY)
+        self._pools[kind].forget(num_remembered)
         if self._row is not None:
-            self.costs.forget(2**self._row, TRIAL_MEMORY // 4)
+            self.costs.forget(2**self._row, KEPT_CHANGES)
 
     def _decide(self) -> bool:
         """Who drafts and how many tokens; then whether to visit another number. False if nothing is open."""
@@ -199,7 +212,7 @@ class AdaptivePolicy:
         standings = {c.kind: self._standing(self._row, c.kind) for c in self._controllers}
         for kind, standing in standings.items():
             if standing.is_overdue:
-                self._begin_trial(standing, kind)
+                self._begin_trial(standing, kind, TRIAL_MEMORY)
         on = {kind for kind, standing in standings.items() if standing.is_on}
         if on:
             weighing = Weighing(self.costs.ratios(2**self._row), self._gains(), self._num_sequences)

@@ -58,6 +58,11 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
+    def think(self) -> None:
+        """The device is at work and the host is about to wait for it: what the next round's choice needs may be worked
+        out now. Not called in every round."""
+        ...
+
     def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         """The round has ended well. Not called for one that failed.
 
@@ -82,6 +87,9 @@ class FixedPolicy:
 
     def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
         self.num_chosen_tokens = max((c.num_speculative_tokens for c in controllers), default=0)
+
+    def think(self) -> None:
+        """Nothing to think about."""
 
     def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         """Nothing to learn."""

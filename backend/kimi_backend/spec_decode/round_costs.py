@@ -38,7 +38,7 @@ NEXT_STEP, NEXT_DOUBT = 0.06, 0.10
 """Likewise of each further one: low, so that it is tried."""
 FOLLOWING = MAX_SPECULATIVE_TOKENS + 1
 """Stands for a round whose draft only follows: nearly one without a draft, and measured far more often."""
-FOLLOWING_DOUBT, FOLLOWING_AHEAD_DOUBT = 0.03, 0.12
+FOLLOWING_DOUBT, FOLLOWING_AHEAD_DOUBT = 0.03, 0.1
 """How far off that may be, until rounds without a draft were seen beside others, where the engine waits for its draft;
 and where it launches ahead, so that the time without a draft is worked out of what host and target take."""
 NEIGHBOUR_DOUBT = 0.10

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-FEWEST_ROUNDS, FEWEST_AGAIN = 12, 8
+FEWEST_ROUNDS, FEWEST_AGAIN = 12, 12
 """Verifies with draft tokens before a trial may end; rounds before one may that is not the first."""
 SURENESS, LEAST_SURENESS, LEAST_AGAINST = 2.0, 0.7, 0.35
 """Standard errors that a verdict needs: at a trial's beginning, at its end, and then against the draft. What is close
 to call costs little for a while, and something for ever, most where the draft loses."""
+CLEAR = 1.5
+"""Times SURENESS; a first verdict against the draft that is so sure counts twice."""
 LONG_TRIAL = 300
 """Rounds after which a trial needs LEAST_SURENESS."""
 UNTRIED_SHARE = 0.4
@@ -80,6 +82,7 @@ class Standing:
             gain < -self._sureness(LEAST_AGAINST) * doubt * (1.0 if k == num_draft_tokens else UNTRIED_SHARE)
             for k, (gain, doubt) in enumerate(log_gains, 1)
         ):
+            is_clear = all(gain < -CLEAR * SURENESS * doubt for gain, doubt in log_gains)
             self.is_on, self.num_rounds = False, 0
-            self.num_verdicts += 1
+            self.num_verdicts += 2 if is_clear and not self.num_verdicts else 1
         return self.is_on

@@ -263,7 +263,7 @@ class OnAndOff:
 
     def __init__(self) -> None:
         self.num_chosen_tokens = 3
-        self.num_rounds = 0
+        self.num_rounds = self.num_thoughts = 0
 
     def admit(
         self, controller: SpeculationController, running: list[SpeculationController], num_sequences: int
@@ -276,6 +276,9 @@ class OnAndOff:
             controller.uses_draft = self.num_rounds % 10 < 4
             controller.num_chosen_tokens = 3 if controller.uses_draft else 0
 
+    def think(self) -> None:
+        self.num_thoughts += 1
+
     def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
         assert draft_s >= 0
 
@@ -284,7 +287,7 @@ def test_a_policy_that_lets_nobody_draft_for_a_while() -> None:
     """Those rounds are launched ahead, until it wants somebody to begin, which is one step later than in lockstep."""
     requests = [replace(r, num_speculative_tokens=3) for r in LONG]
     one = harness(requests)
-    one.core.scheduler.policy = OnAndOff()
+    policy = one.core.scheduler.policy = OnAndOff()
     began_late = set()
 
     def look(_: int) -> None:
@@ -294,6 +297,7 @@ def test_a_policy_that_lets_nobody_draft_for_a_while() -> None:
     assert texts(one) == EXPECTED[id(LONG)]
     assert len(began_late) == len(LONG)
     assert num_behind(one) > 10
+    assert policy.num_thoughts > 0.7 * policy.num_rounds, "while the device is at work"
     assert sum(accepted for outcome in one.outcomes for _, accepted in outcome.rounds) > 10
 
 

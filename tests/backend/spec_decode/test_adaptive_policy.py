@@ -184,7 +184,7 @@ def test_a_draft_that_has_become_good_is_found_out_by_those_who_start() -> None:
     """What was known before a trial ends none before it has begun."""
     simulation, _ = simulate(CPU, lambda _: 0.02, num_tokens=400)
     assert not simulation.running[0].controller.uses_draft
-    for _ in range(6):
+    for _ in range(12):
         simulation.running.clear()
         simulation.add(lambda _: 0.95)
         simulation.run(200)
@@ -277,6 +277,32 @@ def test_what_is_settled_is_seldom_weighed(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(20 * SETTLED_ROUNDS):
         simulation.round()
     assert 15 <= num_weighings <= 30
+
+
+def test_it_thinks_while_the_device_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what follows a visit or a trial's beginning is weighed between two rounds, where the device would wait."""
+    simulation = Simulation(AdaptivePolicy(), GPU, alone=0.9, noise=noisy, settling=8)
+    for _ in range(4):
+        simulation.add(lambda _: 0.7, num_expected=4)
+    policy, thinking, counts = simulation.policy, [False], [0, 0]
+    assert isinstance(policy, AdaptivePolicy)
+    weigh, think = policy._decide, policy.think
+
+    def count() -> bool:
+        counts[thinking[0]] += 1
+        return weigh()
+
+    def think_aloud() -> None:
+        thinking[0] = True
+        think()
+        thinking[0] = False
+
+    monkeypatch.setattr(policy, "_decide", count)
+    monkeypatch.setattr(policy, "think", think_aloud)
+    simulation.run(1200)
+    between, meanwhile = counts
+    assert meanwhile > 20
+    assert between < 0.35 * meanwhile
 
 
 def test_all_sequences_may_end_during_a_visit() -> None:

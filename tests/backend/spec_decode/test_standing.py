@@ -38,23 +38,30 @@ def test_another_number_of_draft_tokens_may_be_the_hope() -> None:
     assert not Standing().judge([(-0.15, 0.1), (-0.2, 0.01), (-0.3, 0.01)], 3)
 
 
+def test_a_clear_verdict_counts_twice() -> None:
+    close, clear = Standing(), Standing()
+    assert not close.judge([(-0.25, 0.1)], 1)
+    assert not clear.judge([(-0.35, 0.1)], 1)
+    assert (close.pause, clear.pause) == (FIRST_PAUSE, FIRST_PAUSE * PAUSE_GROWTH)
+
+
 def test_trials_become_seldom_until_one_succeeds() -> None:
     standing, pauses = Standing(), []
     for _ in range(12):
-        assert not standing.judge([(-1.0, 0.01)], 1)
+        assert not standing.judge([(-0.25, 0.1)], 1)
         pauses.append(standing.pause)
         standing.begin_trial()
     assert pauses[:3] == [FIRST_PAUSE, FIRST_PAUSE * PAUSE_GROWTH, FIRST_PAUSE * PAUSE_GROWTH**2]
     assert pauses[-1] == LONGEST_PAUSE
     assert standing.judge([(1.0, 0.01)], 1)
-    assert not standing.judge([(-1.0, 0.01)], 1)
+    assert not standing.judge([(-0.25, 0.1)], 1)
     assert standing.pause == FIRST_PAUSE
 
 
 def test_a_newcomer_may_begin_a_trial_before_those_that_run() -> None:
     standing = Standing()
     assert not standing.is_ready
-    standing.judge([(-1.0, 0.01)], 1)
+    standing.judge([(-0.25, 0.1)], 1)
     assert not standing.is_ready
     standing.num_rounds = FIRST_PAUSE
     assert standing.is_ready
