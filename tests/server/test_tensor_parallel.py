@@ -39,7 +39,6 @@ def test_two_ranks_of_each_model(checkpoint, server, tmp_path):
         ranks = {model: rank_pids(stubs[model]) for model in ("kimi_target", "eagle3_draft")}
         assert all(len(found) == 1 for found in ranks.values())
         assert texts(client) == expected
-        assert "no step board" in (tmp_path / "server.log").read_text()
 
         # A rank of the draft is killed: no request is lost.
         stream = client.stream(**LONG)

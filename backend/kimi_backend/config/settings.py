@@ -89,8 +89,8 @@ class ServingSettings:
     )
     step_board: str = _setting(
         "auto",
-        "With `launch_ahead`, between two processes on one GPU (not on several): whether their streams wait for each"
-        " other's steps, so that neither host has to. `auto` does it where it can. Changes speed, never text.",
+        "With `launch_ahead`, between two processes on the same GPUs: whether their streams wait for each other's"
+        " steps, so that neither host has to. `auto` does it where it can. Changes speed, never text.",
         choices=("auto", "off"),
     )
     capture_batch_sizes: str = _setting(

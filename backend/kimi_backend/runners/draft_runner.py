@@ -2,7 +2,9 @@
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ import torch
 from kimi_backend.checkpoint.progress import no_progress
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.models.eagle3_draft import Eagle3Draft
+from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.device_name import device_name
 from kimi_backend.runners.eager_proposer import EagerProposer
@@ -20,10 +23,10 @@ from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers, share
 from kimi_backend.runners.sampling_tensors import SamplingUpload, has_processors
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
-from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TokenHandle
+from kimi_backend.types.plan import DraftPlan, DraftReply, DrawnHandle, RunnerDescription, TokenHandle
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE, STATUS_OK
 
@@ -47,6 +50,7 @@ class DraftRunner:
         pretences: tuple[str, ...] = (),
         aux_buffer: AuxBuffer | None = None,
         recorder: Recorder | None = None,
+        group: TensorParallelGroup | None = None,
         peers: Peers = NO_PEERS,
     ) -> None:
         """
@@ -57,10 +61,12 @@ class DraftRunner:
             pretences: what the description says is not real.
             aux_buffer: the target's, in which a plan names a region; without one, plans bring tensors.
             recorder: makes draft steps repeatable, once `warm_up` has run; None runs every step as it comes.
+            group: the model's.
             peers: of rank 0, the others.
         """
         limits.check_positions(model.config.max_position_embeddings)
         self.peers = peers
+        self._group = group or SingleRank()
         self._model = model
         self._kernels = kernels
         self._pool = pool
@@ -175,8 +181,14 @@ class DraftRunner:
         extension, proposal = self._graphs.extension_bucket(plan), self._graphs.proposal_bucket(plan)
         if extension is None or proposal is None:
             return None
-        with self.peers.run("follow", plan, self._aux_for_peers(plan, aux)):
-            self._graphs.follow(extension, proposal, plan, plan.follow, self._region(plan, aux))
+        follow = plan.follow
+        drawn: list[Any] = [follow.drawn.output_token_ids, follow.drawn.num_accepted_tokens]
+        shared = [] if self.peers.have_both else drawn
+        with self.peers.run("follow", plan, self._aux_for_peers(plan, aux), shared):
+            if shared:
+                token_ids, accepted = share(self._group, shared)
+                follow = replace(follow, drawn=DrawnHandle(output_token_ids=token_ids, num_accepted_tokens=accepted))
+            self._graphs.follow(extension, proposal, plan, follow, self._region(plan, aux))
         return self._left(self._graphs, plan)
 
     def close(self) -> None:

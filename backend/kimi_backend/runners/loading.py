@@ -23,7 +23,7 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.opened_checkpoints import Checkpoints, memory_plan
 from kimi_backend.runners.placement import Placement, captures_steps, place
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers, share
 from kimi_backend.runners.ranks.workers import Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
@@ -185,6 +185,7 @@ def _load_draft(
         pretences=settings.pretences,
         aux_buffer=aux_buffer,
         recorder=recorder,
+        group=group,
         peers=peers,
     )
     _warm_up(runner)
@@ -210,6 +211,8 @@ def load_rank(
     """
     recorder = _recorder(settings, placement)
     ranks = recorder, group, peers
+    # What is summed first loads its kernel, which must not be while a stream waits for another process.
+    share(group, [torch.zeros(1, dtype=dtype, device=placement.device) for dtype in (torch.int32, torch.int64)])
     if role is Role.DRAFT:
         return None, _load_draft(settings, checkpoints, placement, *ranks)
     target, model = _load_target(settings, checkpoints, placement, *ranks)

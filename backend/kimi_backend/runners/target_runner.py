@@ -22,7 +22,7 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.left_tokens import as_input, left_places, resolve_left, take_left, window_rows
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers, share
 from kimi_backend.runners.sampled_rows import SampledRows
 from kimi_backend.runners.sampling_tensors import SamplingUpload, has_processors
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
@@ -263,7 +263,10 @@ class TargetRunner:
             raise InvalidRequestError("plan drawn_rows: some given, a step that is waited for takes none")
         left = resolve_left(plan, self._device)
         bucket = self._graphs.bucket_of(plan) if self._graphs is not None else None
-        with self.peers.run("verify", plan):
+        shared = [] if left is None or self.peers.have_both else [left]
+        with self.peers.run("verify", plan, shared=shared):
+            if shared:
+                (left,) = share(self._group, shared)
             if self._graphs is None or bucket is None:
                 return self._verify_eagerly(plan, None if left is None else left.clone())
             if _wants_more(plan):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kimi_backend.runners.cuda_ipc import CudaIpcError
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.serving.board_order import order_of
 from kimi_backend.serving.processes import is_alive
 from kimi_backend.serving.step_board import (
@@ -73,18 +74,19 @@ class _Watch:
 class DraftSide:
     """Of the draft's server, which makes the board."""
 
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, int], device: torch.device, peers: Peers = NO_PEERS) -> None:
         """
         Args:
             shape: of the array that the draft leaves.
             device: the draft's.
+            peers: its other ranks.
 
         Raises:
             BoardError, CudaIpcError: there is no such memory, or the device cannot wait for it.
         """
         self._own = OwnBoard(shape)
         self._board = self._own.board
-        self._order = order_of(self._board, device)
+        self._order = order_of(self._board, device, self._own.memory_handle, peers)
         self._drawn = self._board.drawn.like(device)
         self._num_steps = 0
         self._watch = _Watch(self._awaited, lambda: self._board.word(TARGET_PID), self._let_go)
@@ -152,13 +154,13 @@ class DraftSide:
         self._board.show_nothing_drawn(self._board.word(WAITED))
 
 
-def make_draft_side(shape: tuple[int, int] | None, device: torch.device) -> DraftSide | None:
+def make_draft_side(shape: tuple[int, int] | None, device: torch.device, peers: Peers = NO_PEERS) -> DraftSide | None:
     """shape: None for a runner that leaves no tokens. None where draft and target have to wait for each other's
     replies, which is logged."""
     if shape is None:
         return None
     try:
-        return DraftSide(shape, device)
+        return DraftSide(shape, device, peers)
     except (BoardError, CudaIpcError) as error:
         logger.warning("the draft is waited for in its calls: no board: %s", error)
         return None
@@ -167,9 +169,13 @@ def make_draft_side(shape: tuple[int, int] | None, device: torch.device) -> Draf
 class TargetSide:
     """Of the target's server: one draft's board at a time."""
 
-    def __init__(self, device: torch.device) -> None:
-        """device: the target's."""
-        self._device = device
+    def __init__(self, device: torch.device, peers: Peers = NO_PEERS) -> None:
+        """
+        Args:
+            device: the target's.
+            peers: its other ranks.
+        """
+        self._device, self._peers = device, peers
         self._lines: _TargetLines | None = None
         self._handle: bytes | None = None
 
@@ -181,7 +187,7 @@ class TargetSide:
         if handle is None:
             return None
         try:
-            self._lines = _TargetLines(OpenedBoard.open(handle), self._device)
+            self._lines = _TargetLines(OpenedBoard.open(handle), self._device, self._peers)
         except (BoardError, CudaIpcError) as error:
             logger.warning("the draft is waited for in its calls: its board cannot be opened: %s", error)
             return None
@@ -207,10 +213,10 @@ class TargetSide:
 class _TargetLines:
     """An open board, as the target uses it."""
 
-    def __init__(self, opened: OpenedBoard, device: torch.device) -> None:
+    def __init__(self, opened: OpenedBoard, device: torch.device, peers: Peers) -> None:
         """Raises CudaIpcError: the device cannot wait for it."""
         self._board = opened.board
-        self._order = order_of(self._board, device)
+        self._order = order_of(self._board, device, opened.memory_handle, peers)
         self._drawn = self._board.drawn.like(device)
         self._left = torch.empty_like(self._board.left, device=device)
         self._last_awaited = 0

@@ -107,14 +107,13 @@ class RunnerServer:
         self._runner = runner
         self._pb = pb_utils
         peers = getattr(runner, "peers", NO_PEERS)
-        self._has_peers = peers.count > 0
         offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer, peers)
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
         device = _device_of(self._description)
         self._receiver = AuxReceiver(device, aux_transfer, peers=peers)
         self._steps = StepsInFlight(runner)
-        self._target_side = TargetSide(device)
-        self._draft_side = make_draft_side(getattr(runner, "left_shape", None), device) if has_board else None
+        self._target_side = TargetSide(device, peers)
+        self._draft_side = make_draft_side(getattr(runner, "left_shape", None), device, peers) if has_board else None
         if self._draft_side is not None:
             self._description = dataclasses.replace(self._description, step_board=self._draft_side.handle)
 
@@ -126,9 +125,6 @@ class RunnerServer:
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
         has_board = settings.launch_ahead == "true" and settings.step_board == "auto"
-        if has_board and settings.tensor_parallel_size > 1:
-            logger.info("no step board: target and draft wait for each other's replies with tensor parallelism")
-            has_board = False
         server = cls(load(settings), pb_utils, settings.aux_transfer, has_board=has_board)
         freeze_what_is_loaded()
         return server
@@ -175,8 +171,7 @@ class RunnerServer:
         """The description; each opens before what the other offers, and says what is open."""
         description = self._description
         if description.role == "target":
-            # The other ranks would not know what a board says.
-            handle = None if self._has_peers else self._input(request, names.STEP_BOARD)
+            handle = self._input(request, names.STEP_BOARD)
             opened = self._target_side.open(None if handle is None else handle.as_numpy().tobytes())
             description = dataclasses.replace(description, step_board=opened)
         if description.role == "draft":

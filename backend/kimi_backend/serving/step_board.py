@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kimi_backend.runners.ranks.board_words import board_handle
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
 
@@ -146,6 +147,11 @@ class OwnBoard:
         leave_nothing(self.board.left)
 
     @property
+    def memory_handle(self) -> bytes:
+        """Of the memory alone (`runners.ranks.board_words`)."""
+        return board_handle(os.getpid(), self._descriptor, self.board.num_bytes)
+
+    @property
     def handle(self) -> bytes:
         """By which another process of this user opens it."""
         fields = {"process_id": os.getpid(), "descriptor": self._descriptor, "shape": self.board.shape}
@@ -162,6 +168,8 @@ class OpenedBoard:
 
     board: StepBoard
     owner_pid: int
+    memory_handle: bytes
+    """As in `OwnBoard`."""
 
     @classmethod
     def open(cls, handle: bytes) -> "OpenedBoard":
@@ -169,7 +177,8 @@ class OpenedBoard:
         try:
             fields: dict[str, Any] = json.loads(handle)
             owner_pid, (width, num_seqs) = int(fields["process_id"]), fields["shape"]
-            descriptor = os.open(f"/proc/{owner_pid}/fd/{int(fields['descriptor'])}", os.O_RDWR)
+            owners = int(fields["descriptor"])
+            descriptor = os.open(f"/proc/{owner_pid}/fd/{owners}", os.O_RDWR)
             try:
                 board = StepBoard(descriptor, (int(width), int(num_seqs)))
             finally:
@@ -178,4 +187,4 @@ class OpenedBoard:
                 raise BoardError("its process has it no more")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BoardError(str(error)) from None
-        return cls(board, owner_pid)
+        return cls(board, owner_pid, board_handle(owner_pid, owners, board.num_bytes))

@@ -241,14 +241,27 @@ def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
     assert "cannot be opened" in caplog.text
 
 
-def test_a_target_on_several_ranks_opens_no_board(make_pair: Callable[..., Pair]) -> None:
-    """Its other ranks have nothing of what a draft on one rank leaves there."""
+@pytest.mark.parametrize("draft_has_ranks", [True, False])
+def test_runners_on_several_ranks_follow_too(make_pair: Callable[..., Pair], draft_has_ranks: bool) -> None:
+    """Rank 0 shares what it found on the board: the other ranks come to the same KV, bit for bit."""
     expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
     pair = make_pair(ACCEPTING)
-    other_rank, _ = runner_pair(ACCEPTING, "mla31", EagerRecorder())
-    pair.start("kimi_target", peers=LoopbackPeers(other_rank, None))
+    other_target, other_draft = runner_pair(ACCEPTING, "mla31", EagerRecorder(), shares_buffer=False, num_regions=1)
+    peers = LoopbackPeers(other_target, None), LoopbackPeers(None, other_draft)
+    pair.start("kimi_target", peers=peers[0])
+    peers[1]._follower._opened = FoundBuffer(pair._buffers, max(pair._buffers))  # type: ignore[assignment]
+    pair.start("eagle3_draft", peers=peers[1] if draft_has_ranks else NO_PEERS)
     assert outcomes(pair.engine()) == expected
-    assert not pair.followed
+    assert sum(pair.followed) > 10
+    assert peers[0].num_shared > 10
+    assert same_kv(pair.runner("kimi_target"), other_target)
+    if draft_has_ranks:
+        assert peers[1].num_shared > 20
+        assert same_kv(pair.runner("eagle3_draft"), other_draft)
+
+
+def same_kv(left: Any, right: Any) -> bool:
+    return torch.equal(left._pool.tensor.nan_to_num(9e9), right._pool.tensor.nan_to_num(9e9))
 
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])

@@ -1,6 +1,7 @@
 """What goes through the pipe of a rank: an assignment, then steps, and questions that are answered."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypedDict
@@ -72,8 +73,12 @@ class Step:
 
     method: Method
     plan: TargetPlan | DraftPlan
-    aux: torch.Tensor | None
+    aux: torch.Tensor | None = None
     """On the host."""
+    shared: tuple[tuple[tuple[int, ...], str], ...] = ()
+    """Shapes and types of what rank 0 shares (`peers.share`)."""
+    waits: tuple[tuple[int, int], ...] = ()
+    """Offset and value of each number that the stream waits for first."""
 
     def packed(self) -> Any:
         """For `Connection.send`."""
@@ -81,7 +86,7 @@ class Step:
         if self.aux is not None:
             host = self.aux.contiguous().cpu()
             aux = host.view(torch.uint8).numpy(), str(host.dtype).removeprefix("torch.")
-        return self.method.value, codec.encode(self.plan), aux
+        return self.method.value, codec.encode(self.plan), aux, self.shared, self.waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +101,21 @@ class Question:
         return self.name, self.content
 
 
+def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """For `Step.shared`."""
+    return tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
+
+
 def unpacked(message: Any) -> Step | Question:
     """What `packed` gave."""
     if len(message) == 2:
         return Question(*message)
     method, buffer, aux = Method(message[0]), np.asarray(message[1]), message[2]
+    shared, waits = message[3:]
     plan: TargetPlan | DraftPlan
     cls: Any = _PLANS[method]
     plan = codec.decode(cls, buffer)
     if aux is None:
-        return Step(method, plan, None)
+        return Step(method, plan, None, shared, waits)
     rows, dtype = aux
-    return Step(method, plan, torch.from_numpy(rows).view(getattr(torch, dtype)))
+    return Step(method, plan, torch.from_numpy(rows).view(getattr(torch, dtype)), shared, waits)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -33,6 +33,7 @@ from kimi_backend.runners.ranks.messages import (
     Pipe,
     Question,
     Step,
+    shapes_of,
 )
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
@@ -68,6 +69,7 @@ class Workers:
         self._listener = socket.create_server(("127.0.0.1", 0))  # held from now on, so that nobody takes the port
         self._address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._is_loading, self._is_on_cpu = True, True
+        self._waits: list[tuple[int, int]] = []
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._group: TensorParallelGroup | None = None
@@ -114,11 +116,26 @@ class Workers:
                 self._leave()
             raise
 
+    @property
+    def have_both(self) -> bool:
+        """See `Peers.have_both`."""
+        return self._role == "pair"
+
     def run(
-        self, method: str, plan: TargetPlan | DraftPlan, aux: torch.Tensor | None = None
+        self,
+        method: str,
+        plan: TargetPlan | DraftPlan,
+        aux: torch.Tensor | None = None,
+        shared: Sequence[torch.Tensor] = (),
     ) -> AbstractContextManager[None]:
         """See `Peers.run`."""
-        return _Running(self, pickle.dumps(Step(Method(method), plan, aux).packed(), protocol=5))
+        waits, self._waits = tuple(self._waits), []
+        step = Step(Method(method), plan, aux, shapes_of(shared), waits)
+        return _Running(self, pickle.dumps(step.packed(), protocol=5))
+
+    def wait_before_next(self, offset: int, value: int) -> None:
+        """See `Peers.wait_before_next`."""
+        self._waits.append((offset, value))
 
     def tell(self, message: bytes) -> None:
         """Send a packed step to all."""
