@@ -8,7 +8,7 @@ import torch
 
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.ranks.follower import OPEN_BOARD
-from kimi_backend.runners.ranks.peers import Peers
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.ranks.workers import PeerError
 from kimi_backend.runners.stream_memory import StreamMemory
 from kimi_backend.serving.step_board import StepBoard, offset_of
@@ -111,7 +111,7 @@ class OrderOnRanks:
         self._own.close()
 
 
-def order_of(board: StepBoard, device: torch.device, handle: bytes, peers: Peers) -> BoardOrder:
+def order_of(board: StepBoard, device: torch.device, handle: bytes = b"", peers: Peers = NO_PEERS) -> BoardOrder:
     """
     Args:
         handle: of the board's memory, for the peers.

@@ -149,7 +149,7 @@ class OwnBoard:
     @property
     def memory_handle(self) -> bytes:
         """Of the memory alone (`runners.ranks.board_words`)."""
-        return board_handle(os.getpid(), self._descriptor, self.board.num_bytes)
+        return board_handle(os.getpid(), self._descriptor, self.board.num_bytes, self.board.word(NUMBER))
 
     @property
     def handle(self) -> bytes:
@@ -187,4 +187,4 @@ class OpenedBoard:
                 raise BoardError("its process has it no more")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BoardError(str(error)) from None
-        return cls(board, owner_pid, board_handle(owner_pid, owners, board.num_bytes))
+        return cls(board, owner_pid, board_handle(owner_pid, owners, board.num_bytes, board.word(NUMBER)))

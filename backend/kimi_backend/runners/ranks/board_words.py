@@ -3,16 +3,24 @@
 import json
 import mmap
 import os
+import sys
 
 import torch
 
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.stream_memory import StreamMemory
 
+_WORD_BYTES = 8
 
-def board_handle(process_id: int, descriptor: int, num_bytes: int) -> bytes:
-    """By which a process of this user opens the memory that another one has as a file."""
-    return json.dumps({"process_id": process_id, "descriptor": descriptor, "num_bytes": num_bytes}).encode()
+
+def board_handle(process_id: int, descriptor: int, num_bytes: int, number: int) -> bytes:
+    """By which a process of this user opens the memory that another one has as a file.
+
+    Args:
+        number: the board's own, its first word: a descriptor may be another file's by the time it is opened.
+    """
+    fields = {"process_id": process_id, "descriptor": descriptor, "num_bytes": num_bytes, "number": number}
+    return json.dumps(fields).encode()
 
 
 class BoardWords:
@@ -28,6 +36,8 @@ class BoardWords:
                 memory = mmap.mmap(descriptor, num_bytes)
             finally:
                 os.close(descriptor)
+            if int.from_bytes(memory[:_WORD_BYTES], sys.byteorder) != int(fields["number"]):
+                raise ValueError("its process has it no more")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CudaIpcError(f"the board: {error}") from None
         self._whole = torch.frombuffer(memory, dtype=torch.uint8)

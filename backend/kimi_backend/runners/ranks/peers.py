@@ -42,7 +42,7 @@ class Peers(Protocol):
 
     def wait_before_next(self, offset: int, value: int) -> None:
         """Their streams wait too, before the next step: for a number of the board that they have opened
-        (`board_words`)."""
+        (`board_words`). Forgotten when they are asked something before that."""
         ...
 
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:

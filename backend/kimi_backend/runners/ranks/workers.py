@@ -155,6 +155,7 @@ class Workers:
 
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
         """See `Peers.ask`."""
+        self._waits = []  # of a step that did not come to run; the board may be another one from now on
         with self._lock:
             for rank, (pipe, content) in enumerate(zip(self._pipes, contents, strict=True), 1):
                 try:

@@ -1,5 +1,6 @@
 """A rank's view of the board's numbers. The driver's part is replaced."""
 
+import json
 import os
 
 import numpy as np
@@ -74,10 +75,19 @@ def test_a_rank_sees_the_numbers_of_the_board() -> None:
     own.close()
 
 
-@pytest.mark.parametrize("handle", [b"", b"[]", board_handle(os.getpid(), 9999, 4096)])
+@pytest.mark.parametrize("handle", [b"", b"[]", board_handle(os.getpid(), 9999, 4096, 1)])
 def test_memory_that_is_not_there_is_said(handle: bytes) -> None:
     with pytest.raises(CudaIpcError, match="the board: "):
         BoardWords(handle, CUDA)
+
+
+def test_a_descriptor_that_is_another_board_s_is_refused() -> None:
+    one, other = OwnBoard((4, 8)), OwnBoard((4, 8))
+    handle = json.loads(one.memory_handle) | {"descriptor": json.loads(other.memory_handle)["descriptor"]}
+    with pytest.raises(CudaIpcError, match="the board: its process has it no more"):
+        BoardWords(json.dumps(handle).encode(), CUDA)
+    one.close()
+    other.close()
 
 
 def test_peers_wait_for_what_rank_0_waits_for() -> None:

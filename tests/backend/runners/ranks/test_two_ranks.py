@@ -1,6 +1,7 @@
 """Two ranks in two processes on a CPU, over gloo: one rank's texts, and what happens when one of them goes."""
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from kimi_backend.errors import CheckpointError, ConfigError
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.loading import load_draft_runner, load_pair, load_target_runner
 from kimi_backend.runners.ranks import workers as workers_module
+from kimi_backend.runners.ranks.messages import Step, unpacked
 from kimi_backend.runners.ranks.workers import PeerError, Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
@@ -176,6 +178,25 @@ def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch
         Workers(tiny_settings(tiny, tensor_parallel_size=4), "pair", end=problems.append)
     assert not is_alive(started[0].pid)
     assert not problems
+
+
+def test_what_is_waited_for_goes_with_its_board(tiny: Path) -> None:
+    """A step that is refused leaves a number of the board behind, which the next board may never reach."""
+    target = load_target_runner(tiny_settings(tiny, draft="", tensor_parallel_size=2))
+    workers, messages = target.peers, list[bytes]()
+    assert isinstance(workers, Workers)
+    try:
+        workers.tell = messages.append  # type: ignore[method-assign]
+        workers.wait_before_next(64, 5000)
+        workers.ask("open board", [b""])
+        workers.wait_before_next(64, 2)
+        for step_id in (1, 2):
+            with workers.run("verify", tiny_ranks.one_row_plan(step_id)):
+                pass
+        steps = [unpacked(pickle.loads(message)) for message in messages]
+        assert [step.waits for step in steps if isinstance(step, Step)] == [((64, 2),), ()]
+    finally:
+        target.close()
 
 
 def test_every_answer_is_read_though_one_is_a_problem(tiny: Path) -> None:
