@@ -23,8 +23,9 @@ from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, r
 
 BLOCK_BYTES = 4096
 """Exchanged at a time."""
-MOST_PROGRAMS = 256
-"""Of a call. Programs wait for other ranks', so all should run at once: an H100's multiprocessor holds two."""
+MOST_PROGRAMS = {2: 512, 4: 256, 8: 256}
+"""Of a call, by the number of ranks. Programs wait for other ranks', so all should run at once: an H100 holds four
+on each multiprocessor of 64 registers a thread, two of 128. With more programs more is on its way over NVLink."""
 EMPTY_HALF = tl.constexpr(-32768)
 """Negative zero in bfloat16 and float16, as int16: zero is sent in its place."""
 EMPTY_WORD = tl.constexpr(-1)
@@ -125,11 +126,11 @@ class Inboxes:
             dtype: int16 or int32.
             most_elements: of one call; the inboxes were made for it.
         Raises:
-            ValueError: the number of ranks is no power of two.
+            ValueError: the number of ranks is none of 2, 4 and 8.
         """
         size = len(addresses)
         self.block = BLOCK_BYTES // dtype.itemsize
-        require(size & (size - 1) == 0, "inboxes", f"{size} of them", "a power of two")
+        require(size in MOST_PROGRAMS, "inboxes", f"{size} of them", "2, 4 or 8")
         self.rank = rank
         self.size = size
         self.most_elements = most_elements
@@ -146,10 +147,10 @@ class Inboxes:
 class RankSum:
     """Sums over ranks on one device. One call at a time, in the order in which every rank makes them."""
 
-    def __init__(self, inboxes: Inboxes, most_programs: int = MOST_PROGRAMS) -> None:
+    def __init__(self, inboxes: Inboxes, most_programs: int | None = None) -> None:
         """inboxes: of int16."""
         self._inboxes = inboxes
-        self.most_programs = most_programs
+        self.most_programs = most_programs or MOST_PROGRAMS[inboxes.size]
 
     def takes(self, x: Tensor) -> bool:
         """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
@@ -168,10 +169,10 @@ class RankSum:
 class RankGather:
     """Gathers columns over ranks on one device. One call at a time, in the order in which every rank makes them."""
 
-    def __init__(self, inboxes: Inboxes, most_programs: int = MOST_PROGRAMS) -> None:
+    def __init__(self, inboxes: Inboxes, most_programs: int | None = None) -> None:
         """inboxes: of int32."""
         self._inboxes = inboxes
-        self.most_programs = most_programs
+        self.most_programs = most_programs or MOST_PROGRAMS[inboxes.size]
 
     def takes(self, x: Tensor) -> bool:
         """Whether the columns can be gathered here; the same on every rank, as x's dtype and shape are."""

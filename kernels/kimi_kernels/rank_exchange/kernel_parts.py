@@ -92,7 +92,7 @@ class RankSumInParts:
         addresses: list[int],
         most_elements: int,
         device: torch.device,
-        most_programs: int = MOST_PROGRAMS,
+        most_programs: int | None = None,
     ) -> None:
         """
         Args:
@@ -100,13 +100,13 @@ class RankSumInParts:
                 rank's first call.
             most_elements: of one call; the inboxes were made for it.
         Raises:
-            ValueError: the number of ranks is no power of two.
+            ValueError: the number of ranks is none of 2, 4 and 8.
         """
         size = len(addresses)
-        require(size & (size - 1) == 0, "inboxes", f"{size} of them", "a power of two")
+        require(size in MOST_PROGRAMS, "inboxes", f"{size} of them", "2, 4 or 8")
         self._rank = rank
         self._most_elements = most_elements
-        self.most_programs = most_programs
+        self.most_programs = most_programs or MOST_PROGRAMS[size]
         self._part_elements, self._slot_elements = _sizes(size, most_elements)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(self._slot_elements // BLOCK, dtype=torch.int32, device=device)
