@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 MOST_SENT_WHOLE: Final = {2: 1 << 20, 4: 128 << 10, 8: 32 << 10}
 """Bytes of one rank's rows up to which each rank sends them to every other one, by the number of ranks. More are summed
 in parts: each rank sends less, but twice, one after the other. Two ranks were measured (docs/performance.md): 2.6 us
-and 5.3 us a MB whole, 3.9 us and 4.2 us a MB in parts, with 256 programs. The limits of 4 and 8 ranks follow from it."""
+and 5.3 us a MB whole, 3.9 us and 4.2 us a MB in parts, with 256 programs. The limits of 4 and 8 ranks follow."""
 MOST_SUMMED_BYTES: Final = 4 << 20
 """Beyond, NCCL is about as fast."""
 MOST_GATHERED_BYTES: Final = 48 << 20
