@@ -75,7 +75,11 @@ def test_a_rank_sees_the_numbers_of_the_board() -> None:
     own.close()
 
 
-@pytest.mark.parametrize("handle", [b"", b"[]", board_handle(os.getpid(), 9999, 4096, 1)])
+@pytest.mark.parametrize(
+    "handle",
+    [b"", b"[]", board_handle(os.getpid(), 9999, 4096, 1)],
+    ids=["empty", "not an object", "no such descriptor"],
+)
 def test_memory_that_is_not_there_is_said(handle: bytes) -> None:
     with pytest.raises(CudaIpcError, match="the board: "):
         BoardWords(handle, CUDA)
