@@ -147,7 +147,10 @@ def demo_command(
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", min=1, max=7, help="Draft tokens a step.")
     ] = 3,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy: kimi-nano loops then, and gains more.")] = 1.0,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, help="0.6 is Kimi-K2's own advice; 0 is greedy: kimi-nano loops then, and gains more."),
+    ] = 0.6,
     in_process: Annotated[bool, typer.Option("--in-process", help="Without Triton Server.")] = False,
 ) -> None:
     """Show one completion with speculation and without: the same text, and how fast each came."""
