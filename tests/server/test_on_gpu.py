@@ -16,33 +16,21 @@ import pytest
 from kimi_backend.cli.serve import find_model_repository, maybe_mps
 from kimi_backend.serving.embedded_server import free_port
 from kimi_backend.serving.processes import is_alive
-from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_client import KimiClient, KimiClientError
-from support.engine_runs import generate
-from support.nano_runs import BLOCK_SIZE, MAX_MODEL_LEN, NANO, PROMPTS, nano_settings
+from support.nano_requests import MAX_TOKENS, request_fields, run_in_process, run_served
+from support.nano_runs import BLOCK_SIZE, MAX_MODEL_LEN, nano_settings
 from support.server_process import running_server, stub_pids
 from support.start_script import started
-from support.streams import control, generate_when_back, reload
+from support.streams import control, reload, wait_for_speculation
 
 pytestmark = pytest.mark.gpu
 
-MAX_TOKENS = 48
 KILLED_TOKENS = 150
 """Of a stream that is under way when a runner is killed."""
 KV_TOKENS = 16_384
 FOLLOWS = "target and draft wait for each other on the GPU"
 SHARED, SENT = "aux hidden states stay on the GPU", "aux hidden states travel as tensors"
-FIELDS = [
-    {
-        "text_input": prompt,
-        "temperature": float(i % 2),
-        "seed": i,
-        "max_tokens": MAX_TOKENS,
-        "ignore_eos": True,
-        "num_speculative_tokens": (3, 7, 1, 5)[i % 4],
-    }
-    for i, prompt in enumerate(PROMPTS)
-]
+FIELDS = request_fields((3, 7, 1, 5))
 
 
 def settings(**changes):
@@ -52,38 +40,11 @@ def settings(**changes):
 @pytest.fixture(scope="module")
 def expected():
     """Texts and accepted tokens, in process."""
-    from kimi_backend.runners.loading import load_pair
-    from kimi_backend.types.request import GenerateRequest, SamplingParams
-
-    tokenizer = load_tokenizer(str(NANO))
-    target, draft = load_pair(settings())
-    requests = [
-        GenerateRequest(
-            request_id=fields["text_input"],
-            prompt_token_ids=tuple(tokenizer.encode(fields["text_input"])),
-            sampling=SamplingParams(
-                temperature=fields["temperature"], seed=fields["seed"], max_tokens=MAX_TOKENS, ignore_eos=True
-            ),
-            num_speculative_tokens=fields["num_speculative_tokens"],
-        )
-        for fields in FIELDS
-    ]
-    outcomes = [generate(target, draft, [request])[0] for request in requests]
-    return [(outcome.token_ids, sum(accepted for _, accepted in outcome.rounds)) for outcome in outcomes]
+    return run_in_process(settings(), FIELDS)
 
 
 def served(client):
-    """All of them together."""
-    streams = [client.stream(**fields, return_token_ids=True) for fields in FIELDS]
-    results = [stream.result() for stream in streams]
-    return [(list(r.token_ids), r.speculation["num_accepted_draft_tokens"]) for r in results]
-
-
-def wait_for_speculation(client):
-    deadline = time.monotonic() + 60
-    while generate_when_back(client, text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
-        assert time.monotonic() < deadline, "speculation stayed off"
-        time.sleep(0.1)
+    return run_served(client, FIELDS)
 
 
 @pytest.mark.parametrize("mps", ["auto", "off"])

@@ -3,20 +3,16 @@
 import logging
 import os
 import signal
-import time
 
 import pytest
 import torch
 
-from kimi_backend.runners.loading import load_pair
-from kimi_backend.text.tokenizer import load_tokenizer
-from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_client import KimiClient, KimiClientError
-from support.engine_runs import generate
-from support.nano_runs import NANO, PROMPTS, nano_settings
+from support.nano_requests import MAX_TOKENS, request_fields, run_in_process, run_served
+from support.nano_runs import nano_settings
 from support.rank_processes import rank_pids, wait_until_gone
 from support.server_process import running_server, stub_pids
-from support.streams import control, generate_when_back, reload
+from support.streams import control, reload, wait_for_speculation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,21 +21,10 @@ pytestmark = [
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS = 48
 KILLED_TOKENS = 400
 SHARED = "aux hidden states stay on the GPU"
 FOLLOWS = "target and draft wait for each other on the GPU"
-FIELDS = [
-    {
-        "text_input": prompt,
-        "temperature": float(i % 2),
-        "seed": i,
-        "max_tokens": MAX_TOKENS,
-        "ignore_eos": True,
-        "num_speculative_tokens": (3, 2, 1, 3)[i % 4],
-    }
-    for i, prompt in enumerate(PROMPTS)
-]
+FIELDS = request_fields((3, 2, 1, 3))
 
 
 def settings(**changes):
@@ -51,35 +36,11 @@ def settings(**changes):
 @pytest.fixture(scope="module")
 def expected():
     """Accepted draft tokens on one GPU in process, one request after another."""
-    tokenizer = load_tokenizer(str(NANO))
-    target, draft = load_pair(settings(tensor_parallel_size=1))
-    requests = [
-        GenerateRequest(
-            request_id=fields["text_input"],
-            prompt_token_ids=tuple(tokenizer.encode(fields["text_input"])),
-            sampling=SamplingParams(
-                temperature=fields["temperature"], seed=fields["seed"], max_tokens=MAX_TOKENS, ignore_eos=True
-            ),
-            num_speculative_tokens=fields["num_speculative_tokens"],
-        )
-        for fields in FIELDS
-    ]
-    outcomes = [generate(target, draft, [request])[0] for request in requests]
-    return sum(accepted for outcome in outcomes for _, accepted in outcome.rounds)
+    return num_accepted(run_in_process(settings(tensor_parallel_size=1), FIELDS))
 
 
 def served(client):
-    """All of them together."""
-    streams = [client.stream(**fields, return_token_ids=True) for fields in FIELDS]
-    results = [stream.result() for stream in streams]
-    return [(list(r.token_ids), r.speculation["num_accepted_draft_tokens"]) for r in results]
-
-
-def wait_for_speculation(client):
-    deadline = time.monotonic() + 60
-    while generate_when_back(client, text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
-        assert time.monotonic() < deadline, "speculation stayed off"
-        time.sleep(0.1)
+    return run_served(client, FIELDS)
 
 
 def num_accepted(results):

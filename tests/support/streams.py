@@ -46,3 +46,11 @@ def generate_when_back(client: KimiClient, within_s: float = 60, **fields: Any) 
             if time.monotonic() > deadline:
                 raise
             time.sleep(2 * POLL_S)
+
+
+def wait_for_speculation(client: KimiClient, within_s: float = 60) -> None:
+    """Until a completion comes that was speculated on."""
+    deadline = time.monotonic() + within_s
+    while generate_when_back(client, text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
+        assert time.monotonic() < deadline, "speculation stayed off"
+        time.sleep(POLL_S)
