@@ -245,8 +245,8 @@ def test_regret_is_bounded_whatever_rounds_cost(
     noise: float,
     seed: int,
 ) -> None:
-    """Learning included. Of 400 such tables the median was 1.01 of the best fixed k's time, the worst 1.13; 8 took more
-    than 1.04 of the time without a draft, the worst 1.07."""
+    """Learning included. Of 400 such tables the median was 1.01 of the best fixed k's time, the worst 1.15; 7 took more
+    than 1.04 of the time without a draft, the worst 1.05."""
     costs = Costs(lambda b, k: 1 + sum(steps[:k]), lambda b, k: draft[0] + draft[1] * k)
     _, seconds = simulate(
         costs,
@@ -257,7 +257,7 @@ def test_regret_is_bounded_whatever_rounds_cost(
         seed=seed,
     )
     times = fixed_times(costs, lambda _: rate, num_sequences, limit=limit)
-    assert seconds < 1.09 * times[0], "hardly slower than without a draft"
+    assert seconds < 1.07 * times[0], "hardly slower than without a draft"
     assert seconds < 1.2 * min(times)
 
 
