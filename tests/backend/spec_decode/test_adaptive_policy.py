@@ -257,7 +257,7 @@ def test_regret_is_bounded_whatever_rounds_cost(
         seed=seed,
     )
     times = fixed_times(costs, lambda _: rate, num_sequences, limit=limit)
-    assert seconds < 1.07 * times[0], "hardly slower than without a draft"
+    assert seconds < 1.04 * times[0], "never slower than without a draft"
     assert seconds < 1.2 * min(times)
 
 
