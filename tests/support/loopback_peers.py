@@ -46,6 +46,8 @@ class LoopbackPeers:
         """By method."""
         self.num_shared = 0
         """Tensors that only rank 0 had."""
+        self.problems: list[Exception] = []
+        """Of the other rank, which would have ended; an engine only sees a runner that fails, and goes on without."""
 
     def run(
         self,
@@ -60,7 +62,11 @@ class LoopbackPeers:
         packed = Step(Method(method), plan, aux, shapes_of(shared)).packed()
         step = unpacked(pickle.loads(pickle.dumps(packed)))
         assert isinstance(step, Step)
-        self._follower.run(step)
+        try:
+            self._follower.run(step)
+        except Exception as error:
+            self.problems.append(error)
+            raise
         return nullcontext()
 
     def wait_before_next(self, offset: int, value: int) -> None:

@@ -252,6 +252,7 @@ def test_runners_on_several_ranks_follow_too(make_pair: Callable[..., Pair], dra
     peers[1]._follower._opened = FoundBuffer(pair._buffers, max(pair._buffers))  # type: ignore[assignment]
     pair.start("eagle3_draft", peers=peers[1] if draft_has_ranks else NO_PEERS)
     assert outcomes(pair.engine()) == expected
+    assert not peers[0].problems and not peers[1].problems
     assert sum(pair.followed) > 10
     assert peers[0].num_shared > 10
     assert same_kv(pair.runner("kimi_target"), other_target)

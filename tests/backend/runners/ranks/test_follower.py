@@ -64,6 +64,7 @@ def test_every_kind_of_step_leaves_the_same_kv(captures: bool, k: int, expected:
     for request in plain_requests(6, k):
         harness.add(request)
     harness.run(each_step=lambda _: assert_same_pools(pairs))
+    assert not peers.problems
     assert expected <= set(peers.steps), peers.steps
     left = [pair[1].left_tokens for pair in pairs]
     assert not captures or torch.equal(left[0], left[1])  # type: ignore[arg-type]
@@ -71,11 +72,12 @@ def test_every_kind_of_step_leaves_the_same_kv(captures: bool, k: int, expected:
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_every_sampling_feature(captures: bool) -> None:
-    pairs, _ = two_ranks(captures=captures)
+    pairs, peers = two_ranks(captures=captures)
     harness = EngineHarness(*pairs[0], SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64))
     for request in random_requests(random.Random(3), 16, pairs[0][0].describe().vocab_size):
         harness.add(request)
     harness.run(each_step=lambda _: assert_same_pools(pairs))
+    assert not peers.problems
 
 
 def test_a_bad_plan_fails_before_anybody_is_told() -> None:
