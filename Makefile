@@ -4,9 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # A pip requirement, such as torch==2.11.0. Without it scripts/choose_torch.py chooses what fits.
 TORCH ?=
+# What `make check` runs: the command line, the client, configuration, and the engine over scripted and real models.
+SMOKE := tests/backend/cache tests/backend/cli tests/backend/config tests/backend/engine/test_engine.py \
+	tests/backend/engine/test_real_models.py tests/backend/models/test_eagle3_drafts.py tests/backend/scheduler \
+	tests/backend/types tests/client tests/docs
 STAMP := $(VENV)/.installed
 
-.PHONY: demo drafts setup lint fmt test test-gpu generated clean
+.PHONY: demo drafts setup lint fmt check test soak test-gpu generated clean
 
 setup: $(STAMP)  ## make the virtual environment and install everything the tests need
 
@@ -34,9 +38,15 @@ lint: $(STAMP)  ## formatting, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(STAMP)  ## everything that runs on a CPU
+check: lint  ## in a minute: lint, types, and the tests that most mistakes fail
+	$(BIN)/pytest -q -n $(or $(JOBS),2) $(SMOKE)
+
+test: $(STAMP)  ## everything that runs on a CPU, but for soak tests
 	$(BIN)/pytest -n $(or $(JOBS),2) --ignore=tests/server
 	$(BIN)/pytest tests/server
+
+soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
+	$(BIN)/pytest -m soak tests/server
 
 test-gpu:  ## on a CUDA host, with its own torch and triton; needs no virtual environment
 	PYTHONPATH=backend:kernels:client $(PYTHON) -m pytest -m gpu -p no:cacheprovider

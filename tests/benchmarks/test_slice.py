@@ -196,7 +196,6 @@ def test_a_draft_is_named_by_its_settings() -> None:
     assert draft_of({"draft_quantization": "fp8", "draft_head_quantization": "int4"}) == "fp8, its head int4"
 
 
-@pytest.mark.slow
 def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/slice.py", "--preset", "tiny", "--layers", "2,3", "--batches", "1,2"]
     done = subprocess.run(

@@ -6,8 +6,6 @@ import signal
 import threading
 import time
 
-import pytest
-
 from kimi_client import KimiClient, KimiClientError, RequestCancelled, ServerBusy, ServerFailed
 from support.server_process import gauge, running_server, serving_settings, stub_pids
 from support.streams import control, generate_when_back
@@ -78,7 +76,6 @@ class Reader(threading.Thread):
             self.problems.append(f"request {index}: {text!r} instead of {expected!r}")
 
 
-@pytest.mark.slow
 def test_no_text_is_wrong_and_nothing_is_left(checkpoint, tmp_path):
     stop = threading.Event()
     with running_server(serving_settings(checkpoint), tmp_path) as server:
