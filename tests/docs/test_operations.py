@@ -1,4 +1,4 @@
-"""docs/operations.md and docs/metrics.md name what exists: variables, settings, metrics, commands, flags, files."""
+"""The pages for operators name what exists: variables, settings, metrics, commands, flags, files."""
 
 import dataclasses
 import re
@@ -11,7 +11,7 @@ from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.serving.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/operations.md", "docs/metrics.md", "docs/decisions/0010-metrics.md")
+PAGES = ("docs/operations.md", "docs/troubleshooting.md", "docs/metrics.md", "docs/decisions/0010-metrics.md")
 SETTINGS = {f.name for f in dataclasses.fields(ServingSettings)}
 
 
