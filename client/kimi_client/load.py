@@ -77,6 +77,16 @@ class LoadResult:
         }
 
 
+def join_results(results: Sequence[LoadResult]) -> LoadResult:
+    """Loads that ran one after the other, as one."""
+    return LoadResult(
+        concurrency=results[0].concurrency,
+        wall_s=sum(result.wall_s for result in results),
+        requests=tuple(request for result in results for request in result.requests),
+        errors=tuple(error for result in results for error in result.errors),
+    )
+
+
 def _percentiles(values_s: Sequence[float]) -> dict[str, float] | None:
     if not values_s:
         return None

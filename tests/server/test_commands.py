@@ -108,6 +108,7 @@ def test_bench_compares_with_no_speculation(url, tmp_path, generator):
         "--seed=1",
         "--concurrency=2",
         "--compare-no-spec",
+        "--repeats=2",
         f"--load-generator={generator}",
         "--json",
     )
@@ -115,6 +116,8 @@ def test_bench_compares_with_no_speculation(url, tmp_path, generator):
     report = json.loads(done.stdout)
     assert report["load_generator"] == generator
     assert report["texts_equal"] is True
+    assert (report["comparison"]["pairs"], report["comparison"]["verdict"]) == (2, "undecided")
+    assert report["speculative"]["requests"] == 8
     assert report["plain"]["speculation"] is None
     assert report["speculative"]["speculation"]["acceptance_length"] >= 1
     for name in ("first_token_ms", "inter_token_ms", "inter_chunk_ms", "request_ms"):

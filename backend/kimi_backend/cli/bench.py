@@ -32,7 +32,18 @@ def bench_command(
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at the end-of-sequence token.")] = False,
     num_requests: Annotated[int | None, typer.Option(min=1, help="By default one a prompt.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests that run together.")] = 16,
-    compare_no_spec: Annotated[bool, typer.Option(help="Run again without speculation; server only.")] = False,
+    compare_no_spec: Annotated[
+        bool, typer.Option("--compare-no-spec", help="In turns with speculation and without; server only.")
+    ] = False,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Runs of the load, of each side; by default 1, in comparisons 8 or more; server only."
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds after which a comparison begins no run beyond those it needs.")
+    ] = 120.0,
     load_generator: Annotated[str, typer.Option(help="auto, perf_analyzer or own; server only.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the result; server only.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
@@ -87,7 +98,26 @@ def bench_command(
     if checkpoint is not None or draft is not None:
         raise InvalidRequestError("--checkpoint and --draft go with --in-process; a server has its own")
     fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "draft_sampling": draft_sampling}
-    _bench_server(url, prompts, fields, concurrency, num_requests, compare_no_spec, load_generator, plot, as_json)
+    from kimi_backend.cli.bench_server import ServerLoad, bench, print_table, write_plot
+    from kimi_backend.cli.prompt_file import read_prompts
+
+    requests = read_prompts(prompts)
+    num_requests = len(requests) if num_requests is None else num_requests
+    load = ServerLoad(
+        url=url,
+        prompts=requests,
+        fields={name: value for name, value in fields.items() if value is not None},
+        concurrency=min(concurrency, num_requests),  # perf_analyzer refuses more streams than requests
+        num_requests=num_requests,
+        load_generator=load_generator,
+    )
+    report = bench(load, compare_no_spec=compare_no_spec, repeats=repeats, limit_s=time_limit)
+    if plot is not None:
+        write_plot(report, plot)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        print_table(report)
 
 
 def _bench_in_process(
@@ -116,36 +146,3 @@ def _bench_in_process(
         typer.echo(json.dumps(report))
     else:
         print_report(report)
-
-
-def _bench_server(
-    url: str,
-    prompts: Path | None,
-    fields: dict[str, Any],
-    concurrency: int,
-    num_requests: int | None,
-    compare_no_spec: bool,
-    load_generator: str,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
-    from kimi_backend.cli.bench_server import bench, print_table, write_plot
-    from kimi_backend.cli.prompt_file import read_prompts
-
-    requests = read_prompts(prompts)
-    num_requests = len(requests) if num_requests is None else num_requests
-    report = bench(
-        url,
-        requests,
-        {name: value for name, value in fields.items() if value is not None},
-        concurrency=min(concurrency, num_requests),  # perf_analyzer refuses more streams than requests
-        num_requests=num_requests,
-        compare_no_spec=compare_no_spec,
-        load_generator=load_generator,
-    )
-    if plot is not None:
-        write_plot(report, plot)
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        print_table(report)

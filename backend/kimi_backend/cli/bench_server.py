@@ -1,57 +1,125 @@
 """`kimi bench` against a running server: a load, a table, JSON, and a plot."""
 
 import asyncio
+import uuid
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kimi_backend.cli.comparison import MIN_PAIRS, compare, spread
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer, run_perf_analyzer
-from kimi_backend.errors import InvalidRequestError
-from kimi_client.load import LoadResult, run_load
+from kimi_backend.errors import InvalidRequestError, KimiError
+from kimi_client.load import LoadResult, join_results, run_load
 
 
-def bench(
-    url: str,
-    prompts: list[dict[str, Any]],
-    fields: dict[str, Any],
-    *,
-    concurrency: int,
-    num_requests: int,
-    compare_no_spec: bool,
-    load_generator: str = "auto",
-) -> dict[str, Any]:
-    """Run the load, twice with `compare_no_spec`, and return everything measured.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """The load of a run."""
+
+    url: str
+    prompts: list[dict[str, Any]]
+    fields: dict[str, Any]
+    """Sampling fields of every request; its `seed` is raised by one from request to request."""
+    concurrency: int
+    num_requests: int
+    load_generator: str = "auto"
+    """perf_analyzer, own, or auto: the former where it is installed."""
+
+    def requests(self, number: int, **more: Any) -> list[dict[str, Any]]:
+        fields = self.fields | more
+        seed = fields.get("seed")
+        seeds = ({} if seed is None else {"seed": seed + i} for i in range(number))
+        return [{**self.prompts[i % len(self.prompts)], **fields, **each} for i, each in enumerate(seeds)]
+
+
+class _Runner:
+    """Runs a load again and again, and keeps what each run measured."""
+
+    def __init__(self, load: ServerLoad, progress: Progress) -> None:
+        self._load, self._progress = load, progress
+        self._program = _choose(load.load_generator)
+        self._task = progress.add_task("")
+        self.results: dict[str, list[LoadResult]] = {}
+        self.texts: list[list[str]] = []
+
+    @property
+    def load_generator(self) -> str:
+        return "own" if self._program is None else "perf_analyzer"
+
+    def warm_up(self, name: str) -> None:
+        """A short load like the one to come, which is not kept."""
+        self._send(name, self._load.requests(self._load.concurrency, **_side(name)), "warming up")
+
+    def run(self, name: str) -> float:
+        """The load once; its output tokens a second.
+
+        Each run has a cache salt of its own: it finds prompts of its own requests in the cache, and no earlier run's.
+        """
+        kept = self.results.setdefault(name, [])
+        requests = self._load.requests(self._load.num_requests, cache_salt=uuid.uuid4().hex, **_side(name))
+        kept.append(self._send(name, requests, f"run {len(kept) + 1}"))
+        self.texts.append(sorted(request.completion.text for request in kept[-1].requests))
+        if not kept[-1].requests:
+            raise KimiError(f"no request of the load came to its end: {kept[-1].errors[0]}")
+        return kept[-1].output_tokens_per_second
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """All runs of a side: percentiles over their requests together, the median speed of a run."""
+        results = self.results[name]
+        speeds = spread([result.output_tokens_per_second for result in results])
+        return {
+            **join_results(results).summary(),
+            "runs": len(results),
+            "output_tokens_per_second": round(speeds.median, 2),
+            "output_tokens_per_second_range": [round(speeds.low, 2), round(speeds.high, 2)],
+        }
+
+    def _send(self, name: str, requests: list[dict[str, Any]], what: str) -> LoadResult:
+        load = self._load
+        self._progress.reset(self._task, total=len(requests), description=f"{name}, {what}")
+        if self._program is not None:
+            result = run_perf_analyzer(self._program, load.url, requests, min(load.concurrency, len(requests)))
+            self._progress.advance(self._task, len(requests))
+            return result
+        advance = partial(self._progress.advance, self._task)
+        return asyncio.run(run_load(load.url, requests, load.concurrency, advance))
+
+
+def _side(name: str) -> dict[str, Any]:
+    return {"num_speculative_tokens": 0} if name == "plain" else {}
+
+
+def bench(load: ServerLoad, *, compare_no_spec: bool, repeats: int | None, limit_s: float) -> dict[str, Any]:
+    """Warm up, run the load, in comparisons in turns with speculation and without, and return everything measured.
 
     Args:
-        load_generator: perf_analyzer, own, or auto: the former where it is installed.
-        fields: sampling fields of every request; its `seed` is raised by one from request to request. Without one the
-            server draws each request's, but for a comparison, whose two texts need the same: there it is 0.
+        repeats: runs of each side, at least; None: one, or in comparisons as many as a verdict needs.
+        limit_s: no run beyond those begins later.
     """
-    if compare_no_spec:
-        fields = {"seed": 0, **fields}
-    runs = {"speculative": fields}
-    if compare_no_spec:
-        runs["plain"] = {**fields, "num_speculative_tokens": 0}
-    program = _choose(load_generator)
-    results = {}
-    for name, run in runs.items():
-        requests = _requests(prompts, run, num_requests)
-        if program is not None:
-            results[name] = run_perf_analyzer(program, url, requests, concurrency)
-        else:
-            results[name] = _run(url, requests, concurrency, name)
-    report: dict[str, Any] = {name: result.summary() for name, result in results.items()}
-    report["load_generator"] = "own" if program is None else "perf_analyzer"
-    if compare_no_spec:
-        texts = [[r.completion.text for r in result.requests] for result in results.values()]
-        report["texts_equal"] = sorted(texts[0]) == sorted(texts[1])
-        report["speedup"] = round(
-            results["speculative"].output_tokens_per_second / results["plain"].output_tokens_per_second, 3
-        )
-    return report
+    if compare_no_spec and load.fields.get("seed") is None:
+        load = replace(load, fields=load.fields | {"seed": 0})  # both texts need the same seeds
+    sides = ("speculative", "plain") if compare_no_spec else ("speculative",)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        runner = _Runner(load, progress)
+        for name in sides:
+            runner.warm_up(name)
+        if not compare_no_spec:
+            for _ in range(repeats or 1):
+                runner.run("speculative")
+            return {"speculative": runner.summary("speculative"), "load_generator": runner.load_generator}
+        comparison = compare(runner.run, min_pairs=repeats or MIN_PAIRS, limit_s=limit_s)
+    return {
+        **{name: runner.summary(name) for name in sides},
+        "load_generator": runner.load_generator,
+        "texts_equal": all(texts == runner.texts[0] for texts in runner.texts),
+        "comparison": comparison.as_json(),
+    }
 
 
 def _choose(load_generator: str) -> str | None:
@@ -68,21 +136,6 @@ def _choose(load_generator: str) -> str | None:
     return program
 
 
-def _requests(prompts: list[dict[str, Any]], fields: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    requests = []
-    for i in range(number):
-        seed = {} if fields.get("seed") is None else {"seed": fields["seed"] + i}
-        requests.append({**prompts[i % len(prompts)], **fields, **seed})
-    return requests
-
-
-def _run(url: str, requests: list[dict[str, Any]], concurrency: int, name: str) -> LoadResult:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(name, total=len(requests))
-        return asyncio.run(run_load(url, requests, concurrency, lambda: progress.advance(task)))
-
-
 def print_table(report: dict[str, Any]) -> None:
     """The report as a table on stderr, one column a run."""
     runs = [name for name in ("speculative", "plain") if name in report]
@@ -90,8 +143,8 @@ def print_table(report: dict[str, Any]) -> None:
     table.add_column("")
     for name in runs:
         table.add_column(name, justify="right")
-    for key in ("output_tokens_per_second", "requests_per_second", "errors"):
-        table.add_row(key, *(str(report[name][key]) for name in runs))
+    for key in ("runs", "output_tokens_per_second", "output_tokens_per_second_range", "errors"):
+        table.add_row(key, *(_shown(report[name][key]) for name in runs))
     for key in ("first_token_ms", "inter_token_ms", "inter_chunk_ms", "request_ms"):
         for percentile in ("p50", "p90", "p99"):
             cells = [(report[name][key] or {}).get(percentile, "-") for name in runs]
@@ -104,8 +157,12 @@ def print_table(report: dict[str, Any]) -> None:
         table.add_row(row, *(str((report[name].get("policy") or {}).get(key, "-")) for name in runs))
     console = Console(stderr=True)
     console.print(table)
-    if "speedup" in report:
-        console.print(f"speed-up {report['speedup']}x, texts equal: {report['texts_equal']}")
+    if "comparison" in report:
+        console.print(f"{report['comparison']['sentence']}; texts equal: {report['texts_equal']}")
+
+
+def _shown(value: Any) -> str:
+    return " to ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def write_plot(report: dict[str, Any], path: Path) -> None:

@@ -1,5 +1,6 @@
-"""`kimi demo`: one prompt with speculation and without, side by side, ending with one line of JSON."""
+"""`kimi demo`: one prompt with speculation and without, shown, then measured in turns; ends with a line of JSON."""
 
+import itertools
 import json
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kimi_backend.cli.comparison import Comparison, Verdict, compare, spread
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.serving.responses import speculation_json
@@ -22,6 +24,8 @@ from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDel
 PROMPT = "def fibonacci(n):\n    "
 DEMO_MODEL_LEN = 1024
 SEED = 1
+MEASURE_S = 45.0
+"""Measuring goes on so long where the verdict does not stand after the first pairs."""
 
 _console = Console(stderr=True, highlight=False)
 
@@ -37,8 +41,10 @@ class DemoRun:
     """Verifies by the draft tokens they carried."""
 
 
-Generate = Callable[[str, int, int, float], DemoRun]
-"""generate(prompt, max_tokens, num_speculative_tokens, temperature), writing the text to stdout as it comes."""
+Show = Callable[[str], None] | None
+"""Gets the text as it comes; None where nobody watches."""
+Generate = Callable[[str, int, int, float, Show], DemoRun]
+"""generate(prompt, max_tokens, num_speculative_tokens, temperature, show)."""
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, bool]:
@@ -78,11 +84,12 @@ def through_server(settings: ServingSettings) -> Iterator[Generate]:
                 server.wait_until_ready()
             client = KimiClient(f"localhost:{server.ports.grpc}")
 
-            def generate(prompt: str, max_tokens: int, k: int, temperature: float) -> DemoRun:
+            def generate(prompt: str, max_tokens: int, k: int, temperature: float, show: Show) -> DemoRun:
                 fields = {"max_tokens": max_tokens, "num_speculative_tokens": k, "seed": SEED}
                 with client.stream(text_input=prompt, temperature=temperature, **fields) as stream:
                     for chunk in stream:
-                        _write(chunk.text)
+                        if show:
+                            show(chunk.text)
                     done = stream.result()
                 speed = done.num_output_tokens / done.statistics["total_time_s"]
                 return DemoRun(done.text, speed, done.speculation, done.statistics["num_draft_tokens_histogram"])
@@ -100,11 +107,12 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
     from kimi_backend.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(settings.tokenizer or settings.checkpoint)
+    numbers = itertools.count()
     with local_engine(settings, tokenizer) as engine:
 
-        def generate(prompt: str, max_tokens: int, k: int, temperature: float) -> DemoRun:
+        def generate(prompt: str, max_tokens: int, k: int, temperature: float, show: Show) -> DemoRun:
             request = GenerateRequest(
-                request_id=f"demo-{k}",
+                request_id=f"demo-{next(numbers)}",
                 prompt_token_ids=tuple(tokenizer.encode(prompt)),
                 sampling=SamplingParams(max_tokens=max_tokens, seed=SEED, temperature=temperature),
                 num_speculative_tokens=k,
@@ -113,7 +121,8 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
 
             def sink(delta: TokenDelta) -> None:
                 deltas.append(delta)
-                _write(delta.text)
+                if show:
+                    show(delta.text)
                 if delta.finish_reason is not None:
                     done.set()
 
@@ -132,7 +141,7 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
 def run_demo(
     *, prompt: str, max_tokens: int, num_speculative_tokens: int, temperature: float, is_in_process: bool
 ) -> int:
-    """Show both completions and how they compare. Returns the exit code: 0 when the texts are equal."""
+    """Show both completions, then measure them in turns. Returns the exit code: 0 when all texts are equal."""
     with tempfile.TemporaryDirectory(prefix="kimi_demo_") as folder:
         checkpoint, is_random = find_checkpoint(Path(folder))
         if is_random:
@@ -145,46 +154,56 @@ def run_demo(
             num_speculative_tokens=num_speculative_tokens,
             speculation_policy="fixed",  # to show what drafting does, also where it does not pay
         )
-        runs = {}
+        drafted = {"speculative": num_speculative_tokens, "plain": 0}
+        runs: dict[str, list[DemoRun]] = {name: [] for name in drafted}
         with (in_process if is_in_process else through_server)(settings) as generate:
-            _console.rule("warming up")
-            generate(prompt, 8, num_speculative_tokens, temperature)
-            _write("\n")
-            for name, k in (("speculative", num_speculative_tokens), ("plain", 0)):
+            with _console.status("warming up ..."):
+                for k in drafted.values():
+                    generate(prompt, max_tokens, k, temperature, None)
+            for name, k in drafted.items():
                 _console.rule(f"{name}, k = {k}, temperature {temperature:g}")
                 _write(prompt)
-                runs[name] = generate(prompt, max_tokens, k, temperature)
+                runs[name].append(generate(prompt, max_tokens, k, temperature, _write))
                 _write("\n")
-    return _report(runs)
+
+            def measure(name: str) -> float:
+                runs[name].append(generate(prompt, max_tokens, drafted[name], temperature, None))
+                return runs[name][-1].tokens_per_second
+
+            _console.rule("both again, in turns")
+            with _console.status("measuring ...") as status:
+                comparison = compare(
+                    measure,
+                    limit_s=MEASURE_S,
+                    on_pair=lambda c: status.update(f"measuring: {c.speedup.median:.2f} x after {len(c.plain)} pairs"),
+                )
+    return _report(runs["speculative"][0], comparison, len({run.text for each in runs.values() for run in each}) == 1)
 
 
-def _report(runs: dict[str, DemoRun]) -> int:
-    speculative, plain = runs["speculative"], runs["plain"]
-    is_equal = speculative.text == plain.text
+def _report(speculative: DemoRun, comparison: Comparison, is_equal: bool) -> int:
     acceptance = speculative.speculation or {}
     per_position = acceptance.get("acceptance_per_position", [])
     table = Table(title=f"texts are {'equal' if is_equal else 'DIFFERENT'}")
     for column in ("", "speculative", "plain"):
         table.add_column(column, justify="right")
-    table.add_row("tokens/s", f"{speculative.tokens_per_second:.1f}", f"{plain.tokens_per_second:.1f}")
+    speeds = (spread(comparison.speculative), spread(comparison.plain))
+    table.add_row("tokens/s, median", *(f"{speed.median:.1f}" for speed in speeds))
+    table.add_row("interval", *(f"{speed.low:.1f} to {speed.high:.1f}" for speed in speeds))
     table.add_row("acceptance length", f"{acceptance.get('mean_acceptance_length') or 1:.2f}", "1.00")
     for position, rate in enumerate(per_position, 1):
         table.add_row(f"accepted at position {position}", "-" if rate is None else f"{rate:.0%}", "")
     shares = policy_shares(speculative.num_draft_tokens_histogram)
     table.add_row("verifies with k = 0, 1, …", shares, "100%")
     _console.print(table)
-    if speculative.tokens_per_second < plain.tokens_per_second:
-        _console.print(
-            "Speculation was slower here: a step of so small a target takes little more than the draft and the calls"
-            " between the processes (demo/README.md, Speed on a CPU). A server on a CPU finds that out and leaves the"
-            " draft alone then (setting speculation_policy); this demo always drafts."
-        )
+    _console.print(comparison.sentence())
+    if comparison.verdict is Verdict.SLOWER:
+        _console.print("A server that chooses k by itself (setting speculation_policy) leaves the draft alone then.")
     summary = {
         "texts_equal": is_equal,
         "acceptance_length": acceptance.get("mean_acceptance_length"),
         "acceptance_per_position": per_position,
         "num_draft_tokens_histogram": speculative.num_draft_tokens_histogram,
-        "tokens_per_second": {name: round(run.tokens_per_second, 2) for name, run in runs.items()},
+        **comparison.as_json(),
     }
     _write(json.dumps(summary) + "\n")
     return 0 if is_equal else 1
