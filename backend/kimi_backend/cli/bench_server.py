@@ -144,7 +144,8 @@ def print_table(report: dict[str, Any]) -> None:
     for name in runs:
         table.add_column(name, justify="right")
     for key in ("runs", "output_tokens_per_second", "output_tokens_per_second_range", "errors"):
-        table.add_row(key, *(_shown(report[name][key]) for name in runs))
+        label = "  interval" if key.endswith("_range") else key
+        table.add_row(label, *(_shown(report[name][key]) for name in runs))
     for key in ("first_token_ms", "inter_token_ms", "inter_chunk_ms", "request_ms"):
         for percentile in ("p50", "p90", "p99"):
             cells = [(report[name][key] or {}).get(percentile, "-") for name in runs]
