@@ -58,7 +58,7 @@ def test_perf_analyzer(readme_server):
 
 
 def test_bench(readme_server):
-    report = json.loads(run([*command(".venv/bin/kimi bench"), "--json"]))
+    report = json.loads(run([*command(".venv/bin/kimi bench"), "--json", "--repeats=1"]))
     assert report["texts_equal"]
 
 
