@@ -72,7 +72,7 @@ def test_the_asyncio_client_cancels_and_times_out(client, url, server):
                 stream.cancel()
             with pytest.raises(RequestCancelled):
                 await stream.result()
-            with pytest.raises(RequestTimedOut):
+            with pytest.raises(RequestTimedOut, match=r"after 0\.3 s"):
                 await connected.generate(text_input="tell", timeout_s=0.3, **LONG)
             with pytest.raises(InvalidRequest, match="top_p"):
                 await connected.generate(text_input="tell", top_p=3.0)

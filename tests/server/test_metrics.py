@@ -121,9 +121,9 @@ def test_cancellations_and_refusals_are_counted_by_reason(watch, client):
     stream = client.stream(text_input="tell", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True)
     next(iter(stream))
     stream.cancel()
-    with pytest.raises(RequestTimedOut):
+    with pytest.raises(RequestTimedOut, match=r"after 0\.15 s"):
         client.generate(text_input="tell", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True, timeout_s=0.15)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match="temperature"):
         client.generate(text_input="hi", temperature=-1.0)
     watch.until(1, "kimi_requests_cancelled_total", reason="client")
     watch.until(1, "kimi_requests_cancelled_total", reason="deadline")

@@ -16,7 +16,7 @@ import pytest
 from kimi_backend.cli.serve import find_model_repository, maybe_mps
 from kimi_backend.serving.embedded_server import free_port
 from kimi_backend.serving.processes import is_alive
-from kimi_client import KimiClient, KimiClientError
+from kimi_client import KimiClient, ServerFailed
 from support.nano_requests import MAX_TOKENS, request_fields, run_in_process, run_served
 from support.nano_runs import BLOCK_SIZE, MAX_MODEL_LEN, nano_settings
 from support.server_process import running_server, stub_pids
@@ -110,7 +110,7 @@ def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path, mps):
                 assert [stream.result().num_output_tokens for stream in streams] == [KILLED_TOKENS] * len(streams)
             else:
                 for stream in streams:
-                    with pytest.raises(KimiClientError):
+                    with pytest.raises(ServerFailed):
                         stream.result()
             assert time.monotonic() - start < 8
             reload(server, model)
@@ -150,7 +150,7 @@ def test_killed_runners_come_back_and_share_again(tmp_path, expected, mps):
             if model == "eagle3_draft":
                 assert stream.result().num_output_tokens == KILLED_TOKENS
             else:
-                with pytest.raises(KimiClientError):
+                with pytest.raises(ServerFailed):
                     stream.result()
             opened = (tmp_path / "server.log").read_text().count(SHARED)
             reload(server, model)

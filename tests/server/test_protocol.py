@@ -73,5 +73,5 @@ def test_bytes_that_are_no_plan_are_refused(client, model, plan):
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
 def test_a_request_for_nothing_is_refused(client, model):
-    with pytest.raises(InferenceServerException):
+    with pytest.raises(InferenceServerException, match="PLAN and DESCRIBE is needed, none was given"):
         client.infer(model, [])

@@ -127,7 +127,7 @@ def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):
             next(iter(stream))
         running.process.send_signal(signal.SIGTERM)
         for stream in streams:
-            with pytest.raises(RequestCancelled):
+            with pytest.raises(RequestCancelled, match="shutting down"):
                 stream.result()
     _assert_stops_cleanly(running)
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from kimi_client import KimiClient, KimiClientError
+from kimi_client import KimiClient, ServerFailed
 from support.nano_requests import MAX_TOKENS, request_fields, run_in_process, run_served
 from support.nano_runs import nano_settings
 from support.rank_processes import rank_pids, wait_until_gone
@@ -65,7 +65,7 @@ def test_killed_ranks(tmp_path):
             if model == "eagle3_draft":
                 assert stream.result().num_output_tokens == KILLED_TOKENS
             else:
-                with pytest.raises(KimiClientError):
+                with pytest.raises(ServerFailed):
                     stream.result()
             wait_until_gone([stub])
             logger.info("its process has ended")

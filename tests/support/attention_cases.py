@@ -2,7 +2,7 @@
 slot that no token owns, huge ids in block-table entries that no token needs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,17 @@ def paged_case(
         max_seq_len=max(seq_lens, default=0),
     )
     return PagedCase(batch, slots, num_blocks * block_size, block_size)
+
+
+def with_a_key_to_spare(case: PagedCase) -> PagedCase:
+    """The case with sequences one token shorter than what its cache holds: a row may see one key too many, which is a
+    token of its own sequence and not NaN."""
+    return replace(case, batch=see_more_keys(case.batch, -1))
+
+
+def see_more_keys(batch: AttentionBatch, count: int) -> AttentionBatch:
+    """Each row of each sequence sees so many keys more, or fewer: what a wrong causal bound in a kernel does."""
+    return replace(batch, seq_lens=batch.seq_lens + count)
 
 
 def random_contents(seq_lens: Sequence[int], *width: int, seed: int = 0) -> list[Tensor]:

@@ -8,6 +8,13 @@ import numpy as np
 from kimi_backend.engine.engine import Engine
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import DraftSampling, FinishReason, GenerateRequest, SamplingParams
+from support.check_errors import (
+    PoisonSpreadError,
+    RejectedDraftError,
+    WrongCountsError,
+    WrongTextError,
+    WrongTokensError,
+)
 from support.engine_runs import EngineHarness, Outcome, generate
 from support.letter_tokenizer import LetterTokenizer
 from support.plain_decoding import decode_plainly
@@ -23,10 +30,16 @@ SCRIPT = LogitScript(VOCAB)
 POISON = 7
 
 
-def check_tokens(num_requests: int = 40) -> None:
+def check_tokens(num_requests: int = 40, *, checks_slots: bool = True) -> None:
     """Every request gets the tokens of plain decoding, with small blocks, chunks and prefix hits.
 
     The second half continues what the first half got, as a conversation does, so it finds blocks of output too.
+
+    Args:
+        checks_slots: False leaves the tokens alone to tell that something is wrong; the models read whatever is there.
+
+    Raises:
+        StaleSlotError, AuxMismatchError, WrongTokensError, WrongCountsError: whichever is seen first.
     """
     sizes = {"block_size": 2, "max_model_len": MAX_LEN}
     harness = EngineHarness(
@@ -36,6 +49,9 @@ def check_tokens(num_requests: int = 40) -> None:
         EOS,
     )
     requests = random_requests(random.Random(1), num_requests, VOCAB, longest_prompt=12, longest_output=20)
+    for model in (harness.core._target, harness.core._draft):
+        assert isinstance(model, ScriptedTarget | ScriptedDraft)
+        model.checks_slots = checks_slots
     beginnings = [harness.add(request) for request in requests]
     harness.run()
     continued = [
@@ -48,19 +64,25 @@ def check_tokens(num_requests: int = 40) -> None:
     all_requests = [outcome.request for outcome in harness.outcomes]
     expected = decode_plainly(SCRIPT, all_requests, eos_token_ids=EOS, max_model_len=MAX_LEN)
     for outcome, tokens in zip(harness.outcomes, expected, strict=True):
-        assert outcome.token_ids == tokens, outcome.request
+        if outcome.token_ids != tokens:
+            raise WrongTokensError(f"{outcome.request}: {outcome.token_ids}, plain decoding gives {tokens}")
         check_identities(outcome)
 
 
 def check_identities(outcome: Outcome) -> None:
-    """completion_tokens = 1 + Σ(accepted + 1) − truncated; one end."""
+    """completion_tokens = 1 + Σ(accepted + 1) − truncated; one end. Raises WrongCountsError."""
     first, *rest = outcome.steps
     truncated = sum(step.num_accepted + 1 - len(step.token_ids) for step in outcome.steps)
-    assert first.num_draft_tokens == 0
-    assert len(outcome.token_ids) == 1 + sum(step.num_accepted + 1 for step in rest) - truncated
-    assert len(outcome.finishes) == 1
-    assert outcome.steps[-1].finish is not None
-    assert outcome.sequence.target_len <= outcome.sequence.num_tokens
+    identities = {
+        "no draft token in the first step": first.num_draft_tokens == 0,
+        "tokens": len(outcome.token_ids) == 1 + sum(step.num_accepted + 1 for step in rest) - truncated,
+        "one end": len(outcome.finishes) == 1,
+        "the end in the last step": outcome.steps[-1].finish is not None,
+        "KV of known tokens alone": outcome.sequence.target_len <= outcome.sequence.num_tokens,
+    }
+    broken = [name for name, holds in identities.items() if not holds]
+    if broken:
+        raise WrongCountsError(f"{outcome.request}: {', '.join(broken)}")
 
 
 def check_equal_draft_is_always_accepted(num_requests: int = 60) -> None:
@@ -74,11 +96,21 @@ def check_equal_draft_is_always_accepted(num_requests: int = 60) -> None:
     outcomes = generate(ScriptedTarget(describe("target", SCRIPT, num_blocks=4000), SCRIPT), draft, requests, None, EOS)
     rounds = [r for outcome in outcomes for r in outcome.rounds]
     assert len(rounds) > num_requests
-    assert all(accepted == drafted for drafted, accepted in rounds), rounds
+    check_all_accepted(rounds)
+
+
+def check_all_accepted(rounds: list[tuple[int, int]]) -> None:
+    """rounds: (drafted, accepted) of each. Raises RejectedDraftError."""
+    if any(accepted != drafted for drafted, accepted in rounds):
+        raise RejectedDraftError(f"(drafted, accepted) {rounds}")
 
 
 def check_poison_stays_alone() -> None:
-    """A row of NaN ends its own sequence with an error; the others get what they would get without it."""
+    """A row of NaN ends its own sequence with an error; the others get what they would get without it.
+
+    Raises:
+        PoisonSpreadError: it is not so.
+    """
     script = LogitScript(VOCAB, nan_token_id=POISON)
     requests = [
         GenerateRequest(
@@ -99,14 +131,19 @@ def check_poison_stays_alone() -> None:
             continue
         # The token after the poison cannot be drawn, unless the poison was the last token anyway.
         is_poisoned = tokens[-1] == POISON and len(tokens) < 12
-        assert outcome.token_ids == tokens
-        assert outcome.finishes[0].reason is (FinishReason.ERROR if is_poisoned else FinishReason.LENGTH)
+        reason = FinishReason.ERROR if is_poisoned else FinishReason.LENGTH
+        if (outcome.token_ids, outcome.finishes[0].reason) != (tokens, reason):
+            raise PoisonSpreadError(f"{outcome.request}: {outcome.token_ids} {outcome.finishes}, {tokens} {reason}")
         num_failed += is_poisoned
     assert 3 < num_failed < 37
 
 
 def check_stop_strings() -> None:
-    """Through the threaded engine: the text ends before the stop string, with one final delta and right counts."""
+    """Through the threaded engine: the text ends before the stop string, with one final delta and right counts.
+
+    Raises:
+        WrongTextError, WrongCountsError: of what the client was sent.
+    """
     engine = Engine(
         ScriptedTarget(describe("target", SCRIPT), SCRIPT),
         ScriptedDraft(describe("draft", SCRIPT), SCRIPT, 1.0),
@@ -129,8 +166,10 @@ def check_stop_strings() -> None:
         client.check()
     for stop, client in zip(stops, clients, strict=True):
         cut, final = plain.text.index(stop), client.deltas[-1]
-        assert client.text == plain.text[:cut]
-        assert client.token_ids == plain.token_ids[: cut + 3]
+        if client.text != plain.text[:cut]:
+            raise WrongTextError(f"{client.text!r}, up to {stop!r} it is {plain.text[:cut]!r}")
         assert (final.finish_reason, final.matched_stop) == (FinishReason.STOP, stop)
         assert final.stats is not None
-        assert final.stats.num_output_tokens == cut + 3
+        counts = (client.token_ids, final.stats.num_output_tokens)
+        if counts != (plain.token_ids[: cut + 3], cut + 3):
+            raise WrongCountsError(f"{counts}, up to {stop!r} there are {cut + 3} tokens")

@@ -1,4 +1,4 @@
-"""Random mixture-of-experts layers and the comparison of one kernel set's result with the reference's."""
+"""Random mixture-of-experts layers."""
 
 import torch
 from torch import Tensor
@@ -36,9 +36,3 @@ def random_choices(num_tokens: int, num_experts: int, top_k: int, device: str = 
 def expected_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, first_expert: int = 0) -> Tensor:
     """The reference's result in float32. `experts` are packed by the reference."""
     return reference.moe_experts(x.float(), ids, weights, experts, first_expert)
-
-
-def relative_error(out: Tensor, expected: Tensor) -> float:
-    """norm(out - expected) / norm(expected); NaN if anything is not a number."""
-    difference = torch.linalg.vector_norm(out.double() - expected.double())
-    return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-30))

@@ -5,6 +5,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from support.check_errors import StaleSlotError
 from support.scripted_logits import ROOT, Hashes, mix
 
 
@@ -15,10 +16,6 @@ class SlotKind(IntEnum):
     """A verify row behind the last accepted one."""
     PROVISIONAL = 3
     """A row of the draft's single-row steps."""
-
-
-class StaleSlotError(AssertionError):
-    """A sequence read a slot that its own prefix did not write."""
 
 
 class SlotStore:
@@ -37,8 +34,13 @@ class SlotStore:
         blocks = np.take_along_axis(block_table.astype(np.int64), positions // self.block_size, axis=1)
         return blocks * self.block_size + positions % self.block_size
 
-    def read_prefixes(self, block_table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> Hashes:
+    def read_prefixes(
+        self, block_table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], *, checks: bool = True
+    ) -> Hashes:
         """[S] hash stored in the last slot of each prefix (ROOT for an empty one), after checking every slot of it.
+
+        Args:
+            checks: False leaves the checks out.
 
         Raises:
             StaleSlotError: a slot is not a valid row of this very prefix.
@@ -50,15 +52,21 @@ class SlotStore:
         is_read = np.arange(longest) < lengths[:, None]
         positions = np.where(is_read, np.arange(longest), 0)
         slots = self.slots(block_table, positions)
+        if checks:
+            self._check_prefixes(is_read, slots, positions)
+        has_prefix = lengths > 0
+        last[has_prefix] = self.hashes[slots[has_prefix, lengths[has_prefix] - 1]]
+        return last
+
+    def _check_prefixes(
+        self, is_read: npt.NDArray[np.bool_], slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> None:
         self._check(is_read & (self.kinds[slots] != SlotKind.VALID), slots, positions, "its row is not valid")
         self._check(is_read & (self.positions[slots] != positions), slots, positions, "it holds another position")
         chained = mix(self.hashes[slots[:, :-1]], self.token_ids[slots[:, 1:]]) == self.hashes[slots[:, 1:]]
         broken = np.zeros_like(is_read)
         broken[:, 1:] = is_read[:, 1:] & ~chained
         self._check(broken, slots, positions, "it continues another prefix")
-        has_prefix = lengths > 0
-        last[has_prefix] = self.hashes[slots[has_prefix, lengths[has_prefix] - 1]]
-        return last
 
     def write(
         self,

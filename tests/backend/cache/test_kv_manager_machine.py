@@ -1,11 +1,19 @@
 """Any interleaving of sequences over small pools: what a block holds is what its finder believes it holds."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kimi_backend.cache.kv_manager import KvManager, SequenceBlocks
 
@@ -25,7 +33,10 @@ class Running:
 class KvManagerMachine(RuleBasedStateMachine):
     """Tokens come from an alphabet of two, so that prefixes collide often."""
 
-    @initialize(num_target=st.integers(2, 12), num_draft=st.integers(2, 12))
+    num_draft_hits: ClassVar[int] = 0
+    """Blocks that were found in both pools, over all examples."""
+
+    @initialize(num_target=st.integers(2, 30), num_draft=st.integers(2, 30))
     def create(self, num_target: int, num_draft: int) -> None:
         self.kv = KvManager(block_size=SIZE, num_target_blocks=num_target, num_draft_blocks=num_draft)
         self.running: list[Running] = []
@@ -47,13 +58,25 @@ class KvManagerMachine(RuleBasedStateMachine):
         )
         if blocks is None:
             return
+        self.check_hit(blocks, token_ids, salt)
+
+    @precondition(lambda self: bool(self.running))
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=3, max_size=5), uses_draft=st.booleans())
+    def continue_another(self, data: st.DataObject, more: list[int], uses_draft: bool) -> None:
+        """A newcomer that begins with all that another one has, as the next turn of a conversation does."""
+        other = data.draw(st.sampled_from(self.running))
+        self.advance_one(other, more, 0)
+        self.start([*other.tokens, *more], other.salt, uses_draft)
+
+    def check_hit(self, blocks: SequenceBlocks, token_ids: list[int], salt: str | None) -> None:
         hit = blocks.num_cached_tokens
         assert hit <= len(token_ids) - 1
         running = Running(list(token_ids), salt, blocks, hit, hit)
         for block in range(hit // SIZE):
             end = (block + 1) * SIZE
             assert self.target_content[blocks.target_ids[block]] == (salt, tuple(token_ids[:end]))
-            if uses_draft:
+            if blocks.uses_draft:
+                type(self).num_draft_hits += 1
                 assert self.draft_content[blocks.draft_ids[block]] == (salt, tuple(token_ids[: end + 1]))
         self.running.append(running)
 
@@ -61,12 +84,14 @@ class KvManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=4), rejected=st.integers(0, 3))
     def advance(self, data: st.DataObject, more: list[int], rejected: int) -> None:
         """Write KV for all tokens and for some rejected ones behind them, then publish what is valid."""
-        running = data.draw(st.sampled_from(self.running))
+        self.advance_one(data.draw(st.sampled_from(self.running)), [*more, data.draw(st.integers(0, 1))], rejected)
+
+    def advance_one(self, running: Running, more: list[int], rejected: int) -> None:
         slots = len(running.tokens) + rejected
         if not self.kv.grow(running.blocks, slots, slots):
             return
         self.write(running, len(running.tokens), rejected)
-        running.tokens += [*more, data.draw(st.integers(0, 1))]
+        running.tokens += more
         self.kv.publish(running.blocks, np.array(running.tokens, np.int32), running.target_len, running.draft_len)
 
     def write(self, running: Running, valid: int, rejected: int) -> None:
@@ -99,7 +124,8 @@ class KvManagerMachine(RuleBasedStateMachine):
         self.kv.drop_draft(running.blocks)
         running.draft_len = 0
 
-    @rule(num_blocks=st.integers(2, 12))
+    @precondition(lambda self: len(self.running) > 4)
+    @rule(num_blocks=st.integers(2, 30))
     def lose_the_draft(self, num_blocks: int) -> None:
         for running in self.running:
             self.kv.drop_draft(running.blocks)
@@ -121,5 +147,8 @@ class KvManagerMachine(RuleBasedStateMachine):
             assert holders == {b: pool.ref_count(b) for b in range(pool.num_blocks) if pool.ref_count(b)}
 
 
-TestKvManagerMachine = KvManagerMachine.TestCase
-TestKvManagerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_blocks_of_both_pools() -> None:
+    run_state_machine_as_test(
+        KvManagerMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+    )
+    assert KvManagerMachine.num_draft_hits > 10

@@ -162,7 +162,7 @@ def test_a_failed_draft_publishes_nothing() -> None:
     one.core.kv.prefix_cache.publish_draft = lambda key, block: published.append(block)  # type: ignore[method-assign]
     one.step()
     assert one.core._unread is not None
-    assert published == []
+    assert published == [], "published before anybody knows them"
     one.step()
     assert len(published) >= 20
 
@@ -295,7 +295,7 @@ def run_with_restarts() -> EngineHarness:
 def test_sequences_that_start_again_between_draft_and_verify() -> None:
     one = run_with_restarts()
     assert texts(one) == EXPECTED[id(PLAIN)]
-    assert one.core.is_speculating
+    assert one.core.is_speculating, "the draft is lost"
     assert one.core.scheduler.num_preemptions > 5
 
 
@@ -307,7 +307,7 @@ def test_a_status_that_is_given_to_whoever_has_the_sequence_now(monkeypatch: pyt
         return [(item, its_status) for item, its_status in pairs if item.sequence.uses_draft]
 
     monkeypatch.setattr(UnreadDraft, "still_there", planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="the draft is lost"):
         test_sequences_that_start_again_between_draft_and_verify()
 
 
@@ -321,7 +321,7 @@ def test_draft_rows_that_count_before_anybody_knows_them(monkeypatch: pytest.Mon
         return of(cls, tokens, work)
 
     monkeypatch.setattr(UnreadDraft, "of", classmethod(planted))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="published before anybody knows them"):
         test_a_failed_draft_publishes_nothing()
 
 

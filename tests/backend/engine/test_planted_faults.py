@@ -15,13 +15,20 @@ from kimi_backend.engine.emitter import Emitter
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
 from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder
-from kimi_backend.scheduler.scheduler import Scheduler
-from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.text.stop_strings import StopMatch, StopStringMatcher
 from kimi_backend.types.plan import AuxHandle, DraftPlan, Int32Array
 from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
 from support import scripted_models
+from support.check_errors import (
+    AuxMismatchError,
+    PoisonSpreadError,
+    RejectedDraftError,
+    StaleSlotError,
+    WrongCountsError,
+    WrongTextError,
+    WrongTokensError,
+)
 from support.engine_checks import (
     check_equal_draft_is_always_accepted,
     check_poison_stays_alone,
@@ -81,14 +88,16 @@ def test_accepting_one_token_too_many(monkeypatch: Patch) -> None:
         return replace(verified, num_accepted_tokens=accepted, output_token_ids=tokens)
 
     monkeypatch.setattr(scripted_models, "verify_draft_tokens", planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AuxMismatchError, match="not that of its own prefix"):
         check_tokens()
+    with pytest.raises(WrongTokensError):
+        check_tokens(checks_slots=False)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_wrong_noise_index_in_the_target(monkeypatch: Patch, shift: int) -> None:
     plant_sampling(monkeypatch, lambda rows: replace(rows, token_index=rows.token_index + shift), of_draft=False)
-    with pytest.raises(AssertionError):
+    with pytest.raises(WrongTokensError):
         check_tokens()
 
 
@@ -96,13 +105,13 @@ def test_a_wrong_noise_index_in_the_target(monkeypatch: Patch, shift: int) -> No
 def test_a_wrong_noise_index_in_the_draft(monkeypatch: Patch, shift: int) -> None:
     plant_sampling(monkeypatch, lambda rows: replace(rows, token_index=rows.token_index + shift), of_draft=True)
     check_tokens()
-    with pytest.raises(AssertionError):
+    with pytest.raises(RejectedDraftError):
         check_equal_draft_is_always_accepted()
 
 
 def test_noise_by_the_drafts_own_token_ids(monkeypatch: Patch) -> None:
     plant_sampling(monkeypatch, lambda rows: rows, of_draft=True, keep_map=False)
-    with pytest.raises(AssertionError):
+    with pytest.raises(RejectedDraftError):
         check_equal_draft_is_always_accepted()
 
 
@@ -110,14 +119,14 @@ def test_penalties_without_the_windows_prefix(monkeypatch: Patch) -> None:
     plant_sampling(
         monkeypatch, lambda rows: replace(rows, window_len=torch.zeros_like(rows.window_len)), of_draft=False
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises(WrongTokensError):
         check_tokens()
 
 
 def test_penalty_counts_that_forget_a_token(monkeypatch: Patch) -> None:
     add_output = PenaltyCounts.add_output
     monkeypatch.setattr(PenaltyCounts, "add_output", lambda self, ids: add_output(self, list(ids)[1:]))
-    with pytest.raises(AssertionError):
+    with pytest.raises(WrongTokensError):
         check_tokens()
 
 
@@ -132,7 +141,7 @@ def test_publishing_a_block_up_to_its_written_length(monkeypatch: Patch) -> None
 
     monkeypatch.setattr(KvManager, "publish", planted)
     monkeypatch.setattr("kimi_backend.engine.core.EngineCore._publish", _publish_always)
-    with pytest.raises(AssertionError, match="of the plan reads slot"):
+    with pytest.raises(StaleSlotError, match=r"^target: .* its row is not valid"):
         check_tokens()
 
 
@@ -155,7 +164,7 @@ def test_a_draft_key_without_the_successor(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(PrefixCache, "publish_draft", lambda self, key, block: publish_draft(self, cut(key), block))
     monkeypatch.setattr(PrefixCache, "find_draft", lambda self, keys: find_draft(self, [cut(key) for key in keys]))
-    with pytest.raises(AssertionError, match=r"aux hidden state is not that of its own prefix|continues another"):
+    with pytest.raises((AuxMismatchError, StaleSlotError), match=r"^draft: "):
         check_tokens()
 
 
@@ -185,31 +194,33 @@ def test_skipping_the_extension_over_accepted_rows(monkeypatch: Patch) -> None:
         return changed
 
     plant_draft_plan(monkeypatch, skip)
-    with pytest.raises(AssertionError):
+    with pytest.raises(StaleSlotError, match=r"^draft: .* its row is not valid"):
         check_tokens()
 
 
 def test_aux_hidden_states_of_the_next_position(monkeypatch: Patch) -> None:
     plant_draft_plan(monkeypatch, lambda work: work, aux_shift=1)
-    with pytest.raises(AssertionError, match="aux hidden state is not that of its own prefix"):
+    with pytest.raises(AuxMismatchError, match="not that of its own prefix"):
         check_tokens()
 
 
 def test_a_prefix_hit_of_the_target_alone(monkeypatch: Patch) -> None:
     """The draft follows the target's hit although its own blocks are missing."""
-    start = Scheduler._start
+    take_cached = KvManager._take_cached
 
-    def planted(self: Scheduler, sequence: Sequence) -> bool:
-        if not start(self, sequence):
-            return False
-        assert sequence.blocks is not None
-        hit = len(self.kv.prefix_cache.find_target(sequence.blocks.chain.keys)) * self.kv.block_size
-        sequence.target_len = max(sequence.target_len, min(hit, sequence.num_tokens - 1))
-        sequence.draft_len = sequence.target_len if sequence.uses_draft else 0
-        return True
+    def planted(self: KvManager, blocks: SequenceBlocks, token_ids: Int32Array) -> None:
+        take_cached(self, blocks, token_ids)
+        if self.draft_pool is None or not blocks.uses_draft:
+            return
+        keys = blocks.chain.keys[: (len(token_ids) - 1) // self.block_size]
+        more = self.prefix_cache.find_target(keys)[len(blocks.target_ids) :]
+        self.target_pool.share(more)
+        blocks.target_ids += more
+        blocks.draft_ids += self.draft_pool.allocate(len(more))
+        blocks.num_cached_tokens = len(blocks.target_ids) * self.block_size
 
-    monkeypatch.setattr(Scheduler, "_start", planted)
-    with pytest.raises(AssertionError):
+    monkeypatch.setattr(KvManager, "_take_cached", planted)
+    with pytest.raises(StaleSlotError, match=r"^draft: .* its row is not valid"):
         check_tokens()
 
 
@@ -237,7 +248,7 @@ def test_a_leaked_stop_text(monkeypatch: Patch) -> None:
         return (text if match is None else ""), match
 
     monkeypatch.setattr(StopStringMatcher, "push", planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(WrongTextError):
         check_stop_strings()
 
 
@@ -249,7 +260,7 @@ def test_tokens_behind_a_stop_string_that_count(monkeypatch: Patch) -> None:
         return replace(update, num_tokens=len(output.token_ids)), output.token_ids
 
     monkeypatch.setattr(RequestOutput, "_push_text", planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(WrongCountsError):
         check_stop_strings()
 
 
@@ -268,5 +279,5 @@ def test_a_nan_row_that_poisons_its_neighbours(monkeypatch: Patch) -> None:
         )
 
     monkeypatch.setattr(scripted_models, "sample_tokens", planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(PoisonSpreadError):
         check_poison_stays_alone()

@@ -8,11 +8,13 @@ import pytest
 
 from kimi_backend.config.draft_config import DraftOverrides
 from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.plan_checks import PlanChecker
 from kimi_backend.runners.sampled_rows import SampledRows
-from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.plan import AuxHandle, DraftPlan, TargetPlan
+from kimi_backend.types.plan import DraftPlan, TargetPlan
 from kimi_backend.types.request import DraftSampling, GenerateRequest
+from support.check_errors import RejectedDraftError, WrongTokensError
+from support.engine_checks import check_all_accepted
 from support.engine_runs import generate
 from support.markov_models import markov_draft, markov_draft_config, markov_target
 from support.random_requests import random_requests
@@ -53,13 +55,14 @@ def requests(k: int) -> list[GenerateRequest]:
 def check_tokens(target: OwnedRunner, draft: DraftRunner) -> None:
     plain = [outcome.token_ids for outcome in generate(target.runner, None, requests(0), SETTINGS)]
     fast = [outcome.token_ids for outcome in generate(target.runner, draft, requests(4), SETTINGS)]
-    assert plain == fast
+    if plain != fast:
+        raise WrongTokensError(f"{plain} without speculation, {fast} with it")
 
 
 def check_acceptance(target: OwnedRunner, draft: DraftRunner) -> None:
     rounds = [r for outcome in generate(target.runner, draft, requests(4), SETTINGS) for r in outcome.rounds]
     assert len(rounds) > 10
-    assert all(accepted == drafted for drafted, accepted in rounds), rounds
+    check_all_accepted(rounds)
 
 
 def test_without_a_fault_both_checks_pass(target: OwnedRunner, draft: DraftRunner) -> None:
@@ -80,7 +83,7 @@ def test_a_wrong_noise_index_in_the_target(
 
     monkeypatch.setattr(SampledRows, "of", planted)
     check_tokens(target, draft)
-    with pytest.raises(AssertionError):
+    with pytest.raises(RejectedDraftError):
         check_acceptance(target, draft)
 
 
@@ -88,14 +91,15 @@ def test_a_wrong_noise_index_in_the_target(
 def test_a_wrong_noise_index_in_the_draft(
     monkeypatch: Patch, target: OwnedRunner, draft: DraftRunner, shift: int
 ) -> None:
-    draft_plan = PlanBuilder.draft_plan
+    """Behind the plan's checks, which refuse an index below the sequence's length."""
+    check_draft = PlanChecker.check_draft
 
-    def planted(self: PlanBuilder, step_id: int, work: list[DraftWork], aux: AuxHandle) -> DraftPlan:
-        plan = draft_plan(self, step_id, work, aux)
-        return replace(plan, output_index=plan.output_index + shift)
+    def planted(self: PlanChecker, plan: DraftPlan, num_aux_rows: int) -> None:
+        check_draft(self, plan, num_aux_rows)
+        np.add(plan.output_index, shift, out=plan.output_index)
 
-    monkeypatch.setattr(PlanBuilder, "draft_plan", planted)
-    with pytest.raises(AssertionError):
+    monkeypatch.setattr(PlanChecker, "check_draft", planted)
+    with pytest.raises(RejectedDraftError):
         check_acceptance(target, draft)
 
 
@@ -107,5 +111,5 @@ def test_penalties_without_the_windows_prefix(monkeypatch: Patch, target: OwnedR
         return replace(rows, window_len=np.zeros_like(rows.window_len))
 
     monkeypatch.setattr(SampledRows, "of", planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(WrongTokensError):
         check_tokens(target, draft)

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from kimi_backend.engine.steps_ahead import StepsAhead, TargetStep
+from kimi_backend.engine.commit import Commit, commit_step
+from kimi_backend.engine.steps_ahead import StepsAhead
+from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness, FakeClock, Outcome
 from support.plain_decoding import decode_plainly
@@ -153,8 +156,14 @@ def test_who_ends_is_in_one_step_too_many_and_gets_no_token_of_it() -> None:
 
 def test_a_token_of_one_step_too_many_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: whoever has left is treated as if he were there."""
-    monkeypatch.setattr(TargetStep, "still_there", property(lambda self: [True] * len(self.blocks)))
-    with pytest.raises(AssertionError):
+
+    def planted(
+        batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: float, still_there: list[bool]
+    ) -> Commit:
+        return commit_step(batch, plan, reply, time_s, [True] * len(still_there))
+
+    monkeypatch.setattr("kimi_backend.engine.core.commit_step", planted)
+    with pytest.raises(AssertionError, match="got an output after its last"):
         test_who_ends_is_in_one_step_too_many_and_gets_no_token_of_it()
 
 

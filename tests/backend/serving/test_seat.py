@@ -50,7 +50,7 @@ def test_a_process_that_dies_leaves_the_seat(tmp_path: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "taken\n"
         seat = Seat(path)
-        with pytest.raises(ModelUnavailableError):
+        with pytest.raises(ModelUnavailableError, match="another"):
             seat.take(0.05)
         holder.kill()
     seat.take(5)

@@ -21,7 +21,7 @@ def test_what_either_raises_is_raised_and_the_thread_lives_on() -> None:
     side = SideThread("side")
     with pytest.raises(ZeroDivisionError), side.running(lambda: 1 // 0):  # type: ignore[arg-type, return-value]
         pass
-    with pytest.raises(KeyError), side.running(lambda: None):
-        raise KeyError
+    with pytest.raises(KeyError, match="the caller's"), side.running(lambda: None):
+        raise KeyError("the caller's")
     with side.running(lambda: None):
         pass

@@ -110,7 +110,7 @@ def test_a_step_that_was_not_launched_goes_again_with_its_tokens(monkeypatch: py
 
     monkeypatch.setattr(one.target, "launch", declining)
     one.harness.run()
-    assert one.texts() == EXPECTED
+    assert one.texts() == EXPECTED, "other tokens"
     assert one.calls.count([names.STEP, names.NEXT_PLAN]) > 3
     assert one.calls.count([names.PLAN, names.NEXT_PLAN]) > 5
 
@@ -118,7 +118,7 @@ def test_a_step_that_was_not_launched_goes_again_with_its_tokens(monkeypatch: py
 def test_a_wrong_token_shows_where_a_step_goes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: it is sent with the placeholder of its plan."""
     monkeypatch.setattr(np, "maximum", lambda values, least: np.zeros_like(values))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="other tokens"):
         test_a_step_that_was_not_launched_goes_again_with_its_tokens(monkeypatch)
 
 

@@ -58,7 +58,7 @@ def assert_follows(token_ids: torch.Tensor, probabilities: torch.Tensor) -> None
         cells.append((observed[is_rare].sum()[None], expected[is_rare].sum()[None]))
     statistic = sum(((o - e) ** 2 / e).sum().item() for o, e in cells)
     freedom = sum(o.numel() for o, _ in cells) - 1
-    assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 5
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 5, "the draws do not follow the distribution"
 
 
 LOGITS = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(11)) * 2
@@ -97,5 +97,5 @@ def test_every_combination_of_processors(names: tuple[str, ...]) -> None:
 
 def test_a_wrong_distribution_would_be_seen() -> None:
     case = SequenceCase(temperature=1.0, seed=5)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="do not follow the distribution"):
         assert_follows(draws(LOGITS, case), target_probabilities(LOGITS, SequenceCase(temperature=1.05)))
