@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kimi_client.aio import AsyncKimiClient
+from kimi_openai.chat_page import show_chat_page
 from kimi_openai.connection import ClientLeft, read_body
 from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
 from kimi_openai.generation import Generation
@@ -38,8 +39,10 @@ class Endpoint:
 
     def make_app(self) -> Starlette:
         """The application; it connects when its server starts it."""
+        page = [Route("/", show_chat_page)] if self._settings.has_chat_page else []
         return Starlette(
             routes=[
+                *page,
                 Route("/health", self.health),
                 Route("/v1/models", self._guarded(self.list_models)),
                 Route("/v1/models/{name:path}", self._guarded(self.show_model)),

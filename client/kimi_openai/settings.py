@@ -13,3 +13,5 @@ class EndpointSettings:
     """What clients must send as a bearer token; empty asks for none."""
     splits_thinking: bool = False
     """The chat template opens replies with <think>: what comes before </think> is sent as `reasoning_content`."""
+    has_chat_page: bool = True
+    """`/` answers with a chat page for browsers."""

@@ -16,7 +16,9 @@ API_KEY_VARIABLE = "KIMI_API_KEY"
 _ENDS_WITHIN_S = 5.0
 
 
-def run_endpoint(*, url: str, host: str, port: int, model_names: Sequence[str], splits_thinking: bool) -> None:
+def run_endpoint(
+    *, url: str, host: str, port: int, model_names: Sequence[str], splits_thinking: bool, has_chat_page: bool
+) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
@@ -36,6 +38,7 @@ def run_endpoint(*, url: str, host: str, port: int, model_names: Sequence[str], 
         model_names=tuple(model_names),
         api_key=os.environ.get(API_KEY_VARIABLE, ""),
         splits_thinking=splits_thinking,
+        has_chat_page=has_chat_page,
     )
     with client_errors():
         kimi_openai.serve(settings, host=host, port=port, say=Console(stderr=True, highlight=False).print)

@@ -79,11 +79,19 @@ def openai_command(
     split_thinking: Annotated[
         bool, typer.Option("--split-thinking", help="Send what comes before </think> as reasoning_content.")
     ] = False,
+    chat_page: Annotated[bool, typer.Option(help="Answer / with a chat page for browsers.")] = True,
 ) -> None:
     """An OpenAI-compatible HTTP endpoint in front of a running server. KIMI_API_KEY sets a key. See docs/openai.md."""
     from kimi_backend.cli.openai_endpoint import run_endpoint
 
-    run_endpoint(url=url, host=host, port=port, model_names=model_name or ["kimi"], splits_thinking=split_thinking)
+    run_endpoint(
+        url=url,
+        host=host,
+        port=port,
+        model_names=model_name or ["kimi"],
+        splits_thinking=split_thinking,
+        has_chat_page=chat_page,
+    )
 
 
 def _sampling(**fields: Any) -> dict[str, Any]:

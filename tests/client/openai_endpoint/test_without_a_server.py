@@ -51,7 +51,7 @@ def test_models(endpoint):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", "/v1/chat", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/completions", 405),
