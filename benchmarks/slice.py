@@ -2,10 +2,15 @@
 
     PYTHONPATH=kernels:backend python benchmarks/slice.py --out results
     PYTHONPATH=kernels:backend python benchmarks/slice.py --layers 5 --batches 1,16 --prompts 1024 --profile 1,16
+    PYTHONPATH=kernels:backend python benchmarks/slice.py --rank-of 8 --layers 5,21 --prompts 1024
 
 Weights are random and made on the GPU, routing is uniform, draft tokens are accepted at random with a mean length:
 the time of a round is real, its text means nothing. Each case runs through the engine in this process, then its steady
 rounds run again without the engine. The floor comes from the read bandwidth of the same run.
+
+With --rank-of N the GPU runs what one of N does: its slices of all weights, and the sums and gathers over ranks without
+the other ranks, in which nothing crosses NVLink (`slice_suite.one_of_ranks`); --pause-us says how much longer each
+takes. With `--set tensor_parallel_size=2` two GPUs have the shapes of N, and their sums are real.
 """
 
 import argparse
@@ -71,11 +76,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
     parser.add_argument("--acceptance", type=float, default=3.0, help="mean tokens a round and sequence")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
-    parser.add_argument("--profile", type=numbers, default=[], metavar="BATCHES", help="of these, GPU time by kernel")
+    parser.add_argument(
+        "--profile", type=numbers, metavar="BATCHES", help="of these, GPU time by kernel; with --rank-of, of all"
+    )
+    parser.add_argument("--rank-of", type=int, default=1, metavar="N", help="what one of N GPUs runs")
+    parser.add_argument("--pause-us", type=float, default=0.0, help="with --rank-of: for each collective's way")
     parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
     parser.add_argument("--tables", type=Path, nargs="+", metavar="JSON", help="only print what these runs measured")
     parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.served and options.rank_of > 1:
+        parser.error("--rank-of runs in this process, without --served")
+    if options.profile is None:
+        options.profile = options.batches if options.rank_of > 1 else []
+    return options
 
 
 def print_tables(paths: list[Path], out: Path | None) -> None:
@@ -114,18 +128,17 @@ def measure_depth(
     options: argparse.Namespace, folder: Path, num_layers: int, ceilings: Ceilings | None, document: dict[str, Any]
 ) -> None:
     """Load one slice, measure all its cases, and give its memory back."""
-    from kimi_backend.runners.loading import load_pair
-
     settings = slice_settings(options, folder, num_layers)
+    is_alone = options.rank_of > 1 and settings.tensor_parallel_size == 1
     started = time.perf_counter()
-    models = load_pair(settings)
+    models = load_models(settings, options.rank_of if is_alone else 1, options.pause_us)
     print(f"{num_layers} layers loaded in {time.perf_counter() - started:.1f} s; {', '.join(settings.pretences)}")
     document["pretences"] = list(settings.pretences)
     document["settings"] = settings_that_differ(settings)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     for case in cases(options):
-        about = {"preset": options.preset.value, "num_layers": num_layers}
+        about = {"preset": name_of(options), "num_layers": num_layers}
         try:
             result = about | measure_case(
                 models,
@@ -133,6 +146,7 @@ def measure_depth(
                 ceilings,
                 num_output_tokens=options.tokens,
                 is_profiled=case["batch_size"] in options.profile,
+                num_ranks=options.rank_of if is_alone else 1,
                 **case,
             )
         except (RuntimeError, ValueError) as problem:  # out of memory in one case must not hide the others
@@ -147,6 +161,19 @@ def measure_depth(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """The model as tables name it: what is asked of the whole one is not asked of a rank."""
+    return options.preset.value + (f", one of {options.rank_of} ranks" if options.rank_of > 1 else "")
+
+
+def load_models(settings: ServingSettings, num_ranks: int, pause_us: float) -> tuple[Any, Any]:
+    """Target and draft; of rank 0 of `num_ranks` where that is more than one."""
+    from kimi_backend.runners.loading import load_pair
+    from slice_suite.one_of_ranks import load_one_of_ranks
+
+    return load_pair(settings) if num_ranks == 1 else load_one_of_ranks(settings, num_ranks, pause_us)
 
 
 def measure_served_depth(
@@ -177,7 +204,9 @@ def measure_served_depth(
 
 def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -> ServingSettings:
     """Room for the largest case, and whatever --set says."""
-    target, draft = write_slice(folder, num_layers, options.preset)
+    num_gpus = int(dict(item.split("=", 1) for item in options.set).get("tensor_parallel_size", "1"))
+    divided_by = max(1, options.rank_of // num_gpus) if num_gpus > 1 else 1
+    target, draft = write_slice(folder, num_layers, options.preset, divided_by)
     longest = max(case["prompt_len"] for case in cases(options)) + options.tokens + MARGIN_TOKENS
     most = max(
         case["batch_size"] * (case["prompt_len"] + options.tokens + MARGIN_TOKENS + 64) for case in cases(options)

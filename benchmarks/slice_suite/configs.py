@@ -1,14 +1,22 @@
 """The slice's checkpoint folder: configs and tokenizer, no weights, for `load_format = dummy`."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset
 from kimi_backend.cli.make_checkpoint import DRAFT_FOLDER, make_checkpoint
 from kimi_backend.config.quantization_config import QuantizationMethod
 
+DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
+"""Fields of both models' configs that ranks divide, the vocabulary left out."""
 
-def write_slice(folder: Path, num_layers: int, preset: Preset) -> tuple[Path, Path]:
-    """Folders of a target of one dense and num_layers - 1 expert layers, int4, and of its EAGLE3 MLA draft."""
+
+def write_slice(folder: Path, num_layers: int, preset: Preset, divided_by: int = 1) -> tuple[Path, Path]:
+    """Folders of a target of one dense and num_layers - 1 expert layers, int4, and of its EAGLE3 MLA draft.
+
+    divided_by: what `DIVIDED_WIDTHS` are divided by, so that n ranks have the shapes of n * divided_by.
+    """
     target = folder / f"{preset.value}-{num_layers}-layers"
     if not target.exists():
         make_checkpoint(
@@ -20,4 +28,15 @@ def write_slice(folder: Path, num_layers: int, preset: Preset) -> tuple[Path, Pa
             architecture=Architecture.KIMI_K25,
             has_weights=False,
         )
+        if divided_by > 1:
+            for config in (target / "config.json", target / DRAFT_FOLDER / "config.json"):
+                config.write_text(json.dumps(_divided(json.loads(config.read_text()), divided_by), indent=2))
     return target, target / DRAFT_FOLDER
+
+
+def _divided(config: Any, divisor: int) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: value // divisor if name in DIVIDED_WIDTHS else _divided(value, divisor) for name, value in config.items()
+    }

@@ -28,9 +28,11 @@ def run_batch(
     seed: int = 0,
     keeps_plans: bool = False,
     launch_ahead: bool = False,
+    vocab_size: int | None = None,
 ) -> list[Round]:
     """Greedy requests of random prompts, all submitted at once, none of which ends early.
 
+    vocab_size: prompts are of the tokens below; the target's unless given.
     launch_ahead: the setting of that name; plans that are kept can be run again only where it is off.
 
     Raises:
@@ -55,7 +57,7 @@ def run_batch(
     try:
         engine.wait_until_ready(READY_TIMEOUT_S)
         rng = np.random.default_rng(seed)
-        vocab_size = target.describe().vocab_size
+        vocab_size = vocab_size or target.describe().vocab_size
         requests = []
         for index in range(batch_size):
             prompt = rng.integers(min(FIRST_PROMPT_TOKEN, vocab_size // 2), vocab_size, prompt_len)

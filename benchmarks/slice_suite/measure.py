@@ -4,6 +4,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,23 +33,30 @@ def measure_case(
     num_output_tokens: int,
     num_speculative_tokens: int,
     is_profiled: bool,
+    num_ranks: int = 1,
 ) -> dict[str, Any]:
-    """Everything that is measured of one case, as JSON values."""
+    """Everything that is measured of one case, as JSON values.
+
+    Args:
+        num_ranks: the models are one rank's (`one_of_ranks`). It has the embeddings of the first tokens only: prompts
+            are of those, and what is drawn is among them.
+    """
     target, draft = models[0], models[1] if num_speculative_tokens else None
     shape: dict[str, Any] = {
         "batch_size": batch_size,
         "prompt_len": prompt_len,
         "num_speculative_tokens": num_speculative_tokens,
     }
-    run_batch(target, draft, settings, num_output_tokens=WARM_UP_TOKENS, seed=1, **shape)
-    rounds = run_batch(target, draft, settings, num_output_tokens=num_output_tokens, keeps_plans=True, **shape)
+    run = partial(run_batch, target, draft, settings, vocab_size=target.describe().vocab_size // num_ranks, **shape)
+    run(num_output_tokens=WARM_UP_TOKENS, seed=1)
+    rounds = run(num_output_tokens=num_output_tokens, keeps_plans=True)
     steady = steady_rounds(rounds, batch_size, needs_draft=draft is not None)
     result = shape | _through_engine(rounds, steady, batch_size)
     if not steady:
         return result
     is_ahead = settings.launch_ahead == "true"
     if is_ahead:
-        ahead = run_batch(target, draft, settings, num_output_tokens=num_output_tokens, launch_ahead=True, **shape)
+        ahead = run(num_output_tokens=num_output_tokens, launch_ahead=True)
         result = _launched_ahead(result, ahead, batch_size)
     for _ in range(2):  # the first pass warms up
         times = replay(target, draft, steady)
@@ -57,15 +65,14 @@ def measure_case(
     if is_profiled and torch.cuda.is_available():
         few = steady[:NUM_PROFILED_ROUNDS]
         result["gpu"] = asdict(profile_rounds(lambda: replay(target, draft, few), len(few)))
-        result["gpu_in_engine"] = profile_end(
-            lambda: run_batch(
-                target, draft, settings, num_output_tokens=num_output_tokens, launch_ahead=is_ahead, **shape
-            ),
-            result["round_ms"],
-            NUM_PROFILED_ROUNDS,
-        )
+        if num_ranks == 1:
+            result["gpu_in_engine"] = profile_end(
+                lambda: run(num_output_tokens=num_output_tokens, launch_ahead=is_ahead),
+                result["round_ms"],
+                NUM_PROFILED_ROUNDS,
+            )
     if ceilings is not None and settings.tensor_parallel_size == 1:  # of one GPU's bytes
-        result |= _floors(settings, ceilings, result, num_output_tokens)
+        result |= _floors(settings, ceilings, result, num_output_tokens, num_ranks)
     return result
 
 
@@ -125,7 +132,7 @@ def _through_engine(rounds: Sequence[Round], steady: Sequence[Round], batch_size
 
 
 def _floors(
-    settings: ServingSettings, ceilings: Ceilings, result: dict[str, Any], num_output_tokens: int
+    settings: ServingSettings, ceilings: Ceilings, result: dict[str, Any], num_output_tokens: int, num_ranks: int
 ) -> dict[str, Any]:
     config = KimiModelConfig.from_hf_json(settings.checkpoint)
     load = Load(
@@ -135,8 +142,9 @@ def _floors(
     )
     draft = Eagle3DraftConfig.from_hf_json(settings.draft, config)
     assert isinstance(draft, Eagle3MlaDraftConfig), "the slice's draft is an MLA draft"
-    by_part = {f"target: {part}": num_bytes for part, num_bytes in target_bytes(config, load).items()}
-    by_part |= {f"draft: {part}": num_bytes for part, num_bytes in draft_bytes(draft, settings, load).items()}
+    by_part = {f"target: {part}": num_bytes for part, num_bytes in target_bytes(config, load, num_ranks).items()}
+    of_draft = draft_bytes(draft, settings, load, num_ranks)
+    by_part |= {f"draft: {part}": num_bytes for part, num_bytes in of_draft.items()}
     floors = {part: round(num_bytes / ceilings.read_bytes_per_us / 1e3, 4) for part, num_bytes in by_part.items()}
     total = sum(floors.values())
     return {

@@ -59,6 +59,8 @@ def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
             entry |= dict(
                 zip(("expert_layer_floor_ms", "fixed_floor_ms", "extrapolated_floor_ms"), floors, strict=True)
             )
+        if all("gpu" in case for case in depths.values()):
+            entry["kernels_a_layer"] = _split({n: case["gpu"]["num_kernels"] for n, case in depths.items()})[0]
         found.append(entry)
     return found
 

@@ -65,15 +65,15 @@ def layers_table(cases: list[Case]) -> str:
     whole = f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms"
     lines = [
         "| k | batch x prompt | an expert layer, ms | floor | of floor | the rest, ms | floor"
-        f" | {NUM_MODEL_LAYERS} layers, extrapolated, ms | of floor |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f" | {NUM_MODEL_LAYERS} layers, extrapolated, ms | of floor | kernels a layer |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for entry in per_layer([case for case in cases if case["draft"] in ("", "bf16")]):
         layer, fixed, model = (entry.get(f"{part}_floor_ms", 0.0) for part in ("expert_layer", "fixed", "extrapolated"))
         lines.append(
             f"| {entry['num_speculative_tokens']} | {_shape(entry)} | {entry['expert_layer_ms']:.3f} | {layer:.3f}"
             f" | {_ratio(entry['expert_layer_ms'], layer)} | {entry['fixed_ms']:.2f} | {fixed:.2f}"
-            f" | {entry[whole]:.1f} | {_ratio(entry[whole], model)} |"
+            f" | {entry[whole]:.1f} | {_ratio(entry[whole], model)} | {entry.get('kernels_a_layer', '-')} |"
         )
     return "\n".join(lines)
 

@@ -80,6 +80,29 @@ def test_the_floor_of_a_proposal_reads_the_draft_k_times(
     assert draft_bytes(draft, ServingSettings(), Load(batch_size=1, context=9, num_draft_tokens=0)) == {}
 
 
+def test_a_rank_reads_its_slices_and_whole_what_every_rank_keeps(
+    configs: tuple[KimiModelConfig, Eagle3MlaDraftConfig],
+) -> None:
+    load = Load(batch_size=4, context=1000, num_draft_tokens=0)
+    whole, rank = target_bytes(configs[0], load), target_bytes(configs[0], load, num_ranks=8)
+    for part in ("experts", "shared experts", "dense layer", "head"):
+        assert rank[part] == pytest.approx(whole[part] / 8)
+    assert (rank["router"], rank["KV"]) == (whole["router"], whole["KV"])
+    first_products = 1536 * H + 576 * H
+    assert rank["attention weights"] == pytest.approx(5 * 2 * (first_products + (MLA - first_products) / 8), rel=1e-3)
+    assert target_bytes(configs[0], load, num_ranks=1) == whole
+
+
+def test_a_rank_of_a_draft_reads_its_slices(configs: tuple[KimiModelConfig, Eagle3MlaDraftConfig]) -> None:
+    load = Load(batch_size=1, context=1000, num_draft_tokens=3)
+    rank = draft_bytes(configs[1], ServingSettings(), load, num_ranks=8)
+    assert rank["head"] == 3 * 163840 * H * 2 / 8
+    assert rank["fc"] == 3 * H * H * 2 / 8
+    first_products = 2 * (1536 + 576) * H  # reads embedding and hidden state
+    divided = MLA - (1536 + 576) * H + 3 * H * 18432
+    assert rank["layer"] == 3 * (first_products + divided / 8) * 2
+
+
 def test_two_depths_give_a_layers_time_and_the_rest() -> None:
     shape = {"batch_size": 1, "prompt_len": 1024, "num_speculative_tokens": 0}
     cases = [shape | {"num_layers": n, "round_ms": 1.25 + 0.25 * (n - 1)} for n in (3, 5)]
@@ -87,7 +110,10 @@ def test_two_depths_give_a_layers_time_and_the_rest() -> None:
     assert entry["expert_layer_ms"] == 0.25
     assert entry["fixed_ms"] == 1.25
     assert entry["extrapolated_61_layers_ms"] == 16.25
+    assert "kernels_a_layer" not in entry
     assert per_layer(cases[:1]) == []
+    counted = [case | {"gpu": {"num_kernels": 30.0 + 19 * case["num_layers"]}} for case in cases]
+    assert per_layer(counted)[0]["kernels_a_layer"] == 19
 
 
 @pytest.mark.parametrize(
@@ -196,10 +222,12 @@ def test_a_draft_is_named_by_its_settings() -> None:
     assert draft_of({"draft_quantization": "fp8", "draft_head_quantization": "int4"}) == "fp8, its head int4"
 
 
-def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path, num_ranks: int) -> None:
+    """As a whole, and as one of four ranks would run it."""
     command = [sys.executable, "benchmarks/slice.py", "--preset", "tiny", "--layers", "2,3", "--batches", "1,2"]
     done = subprocess.run(
-        [*command, "--prompts", "40", "--tokens", "24", "--out", str(tmp_path)],
+        [*command, "--rank-of", str(num_ranks), "--prompts", "40", "--tokens", "24", "--out", str(tmp_path)],
         cwd=REPOSITORY,
         env={"PYTHONPATH": "kernels:backend", "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -209,8 +237,10 @@ def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "slice.json").read_text())
     assert len(document["cases"]) == 8
     assert document["pretences"] == ["weights dummy", "routing uniform", "acceptance length synthetic 3"]
+    assert {entry["batch_size"] for entry in document["per_layer"]} == {1, 2}
     for case in document["cases"]:
         assert "error" not in case
+        assert case["preset"] == ("tiny" if num_ranks == 1 else "tiny, one of 4 ranks")
         assert case["round_ms"] > 0
         expected = 3.0 if case["num_speculative_tokens"] else 1.0
         assert case["tokens_a_round"] == pytest.approx(expected, abs=1.0 if expected > 1 else 0)

@@ -231,8 +231,8 @@ def rank_exchange(name: str, size: int) -> Build:
     from kimi_kernels.rank_exchange import kernel
 
     kind, unit, itemsize = ("*i32", "words", 4) if name == "gather" else ("*bf16", "elements", 2)
-    sizes = [f"num_{unit}", f"slot_{unit}"]
-    sizes += ["row_words"] if name == "gather" else ["part_elements"] if name == "in parts" else []
+    sizes = [f"num_{unit}", "part_elements" if name == "in parts" else f"slot_{unit}"]
+    sizes += ["row_words"] if name == "gather" else []
     types = {"x": kind, "out": kind, "inboxes": "*i64", "calls": "*i32", **dict.fromkeys(["rank", *sizes], "i32")}
     return Build(
         module="kimi_kernels.rank_exchange.kernel" + ("_parts" if name == "in parts" else ""),

@@ -32,20 +32,19 @@ def sum_in_parts_kernel(
     rank,
     num_elements,
     part_elements,
-    slot_elements,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BUFFERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A buffer of an inbox: terms [SIZE, part_elements] of this rank's blocks, sums [slot_elements] of all."""
+    """A buffer of an inbox: terms [SIZE, part_elements] of this rank's blocks by rank, sums likewise by owner."""
     if PDL:
         gdc_launch_dependents()
     everyone, own = open_inboxes(inboxes, rank, SIZE, tl.int16)
     if PDL:
         gdc_wait()
     num_blocks = tl.cdiv(num_elements, BLOCK)
-    buffer_elements = (SIZE * part_elements + slot_elements).to(tl.int64)
+    buffer_elements = (2 * SIZE * part_elements).to(tl.int64)
     sums = SIZE * part_elements
     source = tl.arange(0, SIZE)[:, None] * part_elements
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
@@ -58,7 +57,7 @@ def sum_in_parts_kernel(
         owner = tl.multiple_of(tl.load(inboxes + block % SIZE).to(tl.pointer_type(tl.int16)), 16)
         tl.store(owner + call * buffer_elements + rank * part_elements + part, bits, mask=inside)
         before = own + (call + BUFFERS - 1) % BUFFERS * buffer_elements
-        tl.store(before + sums + offset, tl.full([BLOCK], EMPTY_HALF, tl.int16))
+        tl.store(before + sums + block % SIZE * part_elements + part, tl.full([BLOCK], EMPTY_HALF, tl.int16))
         if block % SIZE == rank:
             tl.store(before + source + part[None, :], tl.full([SIZE, BLOCK], EMPTY_HALF, tl.int16))
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
@@ -71,14 +70,15 @@ def sum_in_parts_kernel(
             total = tl.sum(terms.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0)
             bits = total.to(out.dtype.element_ty).to(tl.int16, bitcast=True)
             bits = tl.where(bits == EMPTY_HALF, 0, bits)
-            tl.store(
-                everyone + (now + sums + offset)[None, :], tl.broadcast_to(bits[None, :], [SIZE, BLOCK]), mask=there
-            )
+            place = now + sums + rank * part_elements + part
+            tl.store(everyone + place[None, :], tl.broadcast_to(bits[None, :], [SIZE, BLOCK]), mask=there)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         offset = block * BLOCK + tl.arange(0, BLOCK)
         inside = offset < num_elements
+        part = block // SIZE * BLOCK + tl.arange(0, BLOCK)
         call = tl.load(calls + block)
-        total = receive(own + call * buffer_elements + sums + offset, inside, EMPTY_HALF)
+        place = call * buffer_elements + sums + block % SIZE * part_elements + part
+        total = receive(own + place, inside, EMPTY_HALF)
         tl.store(out + offset, total.to(out.dtype.element_ty, bitcast=True), mask=inside)
         tl.store(calls + block, (call + 1) % BUFFERS)
 
@@ -107,9 +107,9 @@ class RankSumInParts:
         self._rank = rank
         self._most_elements = most_elements
         self.most_programs = most_programs or MOST_PROGRAMS[size]
-        self._part_elements, self._slot_elements = _sizes(size, most_elements)
+        self._part_elements = _part_elements(size, most_elements)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._calls = torch.zeros(self._slot_elements // BLOCK, dtype=torch.int32, device=device)
+        self._calls = torch.zeros(size * self._part_elements // BLOCK, dtype=torch.int32, device=device)
         early = starts_early(device)
         self._options = {
             "SIZE": size,
@@ -136,19 +136,17 @@ class RankSumInParts:
             self._rank,
             x.numel(),
             self._part_elements,
-            self._slot_elements,
             **self._options,
         )
         return out
 
 
 def new_parts_inbox(size: int, most_elements: int, device: torch.device) -> Tensor:
-    """[NUM_BUFFERS * (size * part + slot)] int16, empty."""
-    part, slot = _sizes(size, most_elements)
-    return torch.full((NUM_BUFFERS * (size * part + slot),), EMPTY_HALF.value, dtype=torch.int16, device=device)
+    """[NUM_BUFFERS * 2 * size * part] int16, empty."""
+    num_elements = NUM_BUFFERS * 2 * size * _part_elements(size, most_elements)
+    return torch.full((num_elements,), EMPTY_HALF.value, dtype=torch.int16, device=device)
 
 
-def _sizes(size: int, most_elements: int) -> tuple[int, int]:
-    """Elements of a rank's part and of all, in whole blocks."""
-    num_blocks = -(-most_elements // BLOCK)
-    return -(-num_blocks // size) * BLOCK, num_blocks * BLOCK
+def _part_elements(size: int, most_elements: int) -> int:
+    """Elements that one rank sums, in whole blocks."""
+    return -(-most_elements // (BLOCK * size)) * BLOCK

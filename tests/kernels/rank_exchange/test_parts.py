@@ -26,10 +26,9 @@ class Ranks:
         """Of each block: calls of few elements have fewer."""
 
     def buffer(self, rank: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A rank's terms [size, part] and sums [MOST] of a block's present call."""
-        part = -(-NUM_BLOCKS // self.size) * BLOCK
-        whole = self.inboxes[rank].view(NUM_BUFFERS, -1)[self.num_calls[block] % NUM_BUFFERS]
-        return whole[: self.size * part].view(self.size, part), whole[self.size * part :]
+        """A rank's terms and sums, [size, part] each, of a block's present call: by source, and by owner."""
+        whole = self.inboxes[rank].view(NUM_BUFFERS, 2, self.size, -1)[self.num_calls[block] % NUM_BUFFERS]
+        return whole[0], whole[1]
 
     def __call__(self, terms: list[torch.Tensor]) -> list[torch.Tensor]:
         """What each rank returns. An owner finds all terms, the others its sum, as if they ran beside each other."""
@@ -44,7 +43,7 @@ class Ranks:
                     for source, term in enumerate(terms):
                         to_owner[source, owned] = (term.flatten() + 0.0)[place].view(torch.int16)
                 else:
-                    sums[place] = expected.flatten()[place].view(torch.int16)
+                    sums[block % self.size, owned] = expected.flatten()[place].view(torch.int16)
         results = [rank(term) for rank, term in zip(self.ranks, terms, strict=True)]
         for block in range(counted):
             self.num_calls[block] += 1

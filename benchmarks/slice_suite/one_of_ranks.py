@@ -1,0 +1,156 @@
+"""Rank 0 of a tensor-parallel group, alone: a rank's slices of all weights, collectives without the other ranks.
+
+The kernels that exchange rows between GPUs run as they do in a group, on this GPU's memory alone: the inbox of rank r
+begins r slots into this rank's own, so what is written to rank r lands where rank r's elements are waited for. The
+others seem to send what this rank sends, at once: the same elements, or in a sum in parts the block that is theirs to
+sum. What is written, emptied, read and added is what a rank writes, empties, reads and adds; the way over NVLink is
+missing, and `pause_us` stands for it: so much longer each collective takes. What NCCL would do (long prompts, and one
+pair of numbers a row for a draft's head) is a few tensor operations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.parallel import DistributedRanks, FastCollective
+from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.inboxes import MOST_GATHERED_BYTES, MOST_SENT_WHOLE, MOST_SUMMED_BYTES, EitherSum
+from kimi_backend.runners.loading import Role, load_rank
+from kimi_backend.runners.opened_checkpoints import Checkpoints
+from kimi_backend.runners.placement import place
+from kimi_backend.runners.target_runner import TargetRunner
+
+MOST_UNEVEN_BYTES = 1 << 20
+"""Sums of blocks that the ranks cannot share evenly are sent whole up to here: a rank that sums none sends no terms,
+and in this rank's own memory they would be waited for."""
+NO_GROUP = cast("dist.ProcessGroup", None)
+
+Pause = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneOfRanks(DistributedRanks):
+    """Rank 0 of `num_ranks`; see the module."""
+
+    num_ranks: int
+    pause: Pause
+    """Runs behind each collective."""
+    memory: tuple[torch.Tensor, ...] = ()
+    """Inboxes, which kernels know by their addresses only."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return self.num_ranks
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """size * x, rounded once, or in parts each run of `size` blocks summed; integers, of which the other ranks send
+        zeros, as they are."""
+        if not x.is_floating_point():
+            return x
+        takes = self.fast_sum is not None and self.fast_sum.takes(x)
+        total = self.fast_sum(x) if self.fast_sum is not None and takes else (x.float() * self.size).to(x.dtype)
+        self.pause()
+        return total
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, columns] -> [rows, size * columns]: x beside itself."""
+        if self.fast_gather is None or not self.fast_gather.takes(x):
+            return DistributedRanks.all_gather_columns(self, x)
+        gathered = self.fast_gather(x)
+        self.pause()
+        return gathered
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.expand(self.size, *x.shape).contiguous()
+        self.pause()
+        return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class _EvenParts:
+    """Sums in parts of which each rank sums as many blocks as this one."""
+
+    sums: FastCollective
+    block: int
+    num_ranks: int
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return self.sums.takes(x) and -(-x.numel() // self.block) % self.num_ranks == 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sums(x)
+
+
+def one_of_ranks(num_ranks: int, device: torch.device, pause_us: float) -> OneOfRanks:
+    """Rank 0 of `num_ranks` on a device; on a CPU without kernels and pauses.
+
+    Raises:
+        ValueError: a number of ranks that `kimi_kernels.rank_exchange` does not serve on a GPU.
+    """
+    if device.type != "cuda":
+        return OneOfRanks(NO_GROUP, num_ranks=num_ranks, pause=lambda: None)
+    if num_ranks not in MOST_SENT_WHOLE:
+        raise ValueError(f"--rank-of: {num_ranks} given, one of {sorted(MOST_SENT_WHOLE)} is needed on a GPU")
+    from slice_suite.pause_kernel import pausing
+
+    return looped_back(num_ranks, device, pausing(pause_us, device))
+
+
+def looped_back(num_ranks: int, device: torch.device, pause: Pause, most_programs: int | None = None) -> OneOfRanks:
+    """Rank 0 with the kernels of a group, over inboxes that are all in this rank's memory.
+
+    most_programs: of a call; their own choice if absent. Programs wait for one another's elements.
+    """
+    # A CPU may do without Triton-language.
+    from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum, new_inbox
+    from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
+    from kimi_kernels.rank_exchange.kernel_parts import BLOCK, RankSumInParts, new_parts_inbox
+
+    memory = []
+
+    def inboxes(dtype: torch.dtype, most_elements: int) -> Inboxes:
+        memory.append(new_inbox(dtype, num_ranks, most_elements, device))
+        return Inboxes(0, shifted(memory[-1], NUM_BUFFERS * num_ranks, num_ranks), dtype, most_elements, device)
+
+    whole = RankSum(inboxes(torch.int16, MOST_SENT_WHOLE[num_ranks] // 2), most_programs)
+    uneven = RankSum(inboxes(torch.int16, MOST_UNEVEN_BYTES // 2), most_programs)
+    gather = RankGather(inboxes(torch.int32, MOST_GATHERED_BYTES // num_ranks // 4), most_programs)
+    most = MOST_SUMMED_BYTES // 2
+    memory.append(new_parts_inbox(num_ranks, most, device))
+    addresses = shifted(memory[-1], 2 * NUM_BUFFERS * num_ranks, num_ranks)
+    parts = _EvenParts(RankSumInParts(0, addresses, most, device, most_programs), BLOCK, num_ranks)
+    sums = EitherSum(whole, EitherSum(parts, uneven))
+    return OneOfRanks(NO_GROUP, sums, gather, num_ranks=num_ranks, pause=pause, memory=tuple(memory))
+
+
+def shifted(inbox: torch.Tensor, num_slots: int, num_ranks: int) -> list[int]:
+    """Where the ranks' inboxes seem to be: each begins a slot behind the one before."""
+    return [inbox.data_ptr() + rank * (inbox.nbytes // num_slots) for rank in range(num_ranks)]
+
+
+def load_one_of_ranks(
+    settings: ServingSettings, num_ranks: int, pause_us: float
+) -> tuple[TargetRunner, DraftRunner | None]:
+    """Both runners of rank 0.
+
+    Args:
+        settings: with tensor_parallel_size 1, as this is one process.
+    Raises:
+        ConfigError: the ranks cannot divide the models.
+    """
+    placement = place(settings)
+    settings = replace(settings, tensor_parallel_size=num_ranks)
+    checkpoints = Checkpoints.open(settings, placement)
+    checkpoints.check_ranks(num_ranks)
+    group = one_of_ranks(num_ranks, placement.device, pause_us)
+    target, draft = load_rank(settings, Role.PAIR, placement, checkpoints, group)
+    assert target is not None
+    return target, draft
