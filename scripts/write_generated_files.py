@@ -1,5 +1,5 @@
-"""Rewrite what is declared in code and repeated elsewhere: spec_ensemble's config.pbtxt, tables in docs/, settings in
-docker/.
+"""Rewrite what is declared in code and repeated elsewhere: spec_ensemble's config.pbtxt, the client's fields, tables in
+docs/, settings in docker/.
 
 `make generated` runs it; a test fails when a file does not match.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.serving.metric_table import METRICS
-from kimi_backend.serving.request_fields import INPUT_FIELDS, OUTPUT_FIELDS
+from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +39,62 @@ def spec_ensemble_config(_: str) -> str:
         inputs.append(f'  {{ name: "{f.name}", data_type: {f.kind.data_type}, dims: {dims}, optional: true }}')
     outputs = [f'  {{ name: "{f.name}", data_type: {f.data_type}, dims: {f.dims} }}' for f in OUTPUT_FIELDS]
     return CONFIG_HEADER + "input [\n" + ",\n".join(inputs) + "\n]\noutput [\n" + ",\n".join(outputs) + "\n]\n"
+
+
+NOT_IN_CLIENT = {
+    *ALIASES,
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "exclude_input_in_output",
+    "sampling_parameters",
+}
+"""Fields that are there for other servers' clients."""
+CLIENT_TYPES = {
+    Kind.TEXT: "str",
+    Kind.TEXTS: "str | Sequence[str]",
+    Kind.JSON: "Mapping[str, Any] | str",
+    Kind.INT: "int",
+    Kind.INTS: "Sequence[int]",
+    Kind.UINT64: "int",
+    Kind.FLOAT: "float",
+    Kind.BOOL: "bool",
+}
+JSON_TYPES = {
+    "messages": "Sequence[Mapping[str, Any]] | str",
+    "tools": "Sequence[Mapping[str, Any]] | str",
+    "logit_bias": "Mapping[int, float] | Mapping[str, float] | str",
+}
+CLIENT_HEADER = '''\
+"""What a request may carry; written by `make generated` from the server's table.
+
+A copy, because this package imports nothing of the server.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+
+class RequestFields(TypedDict, total=False):
+    """Fields of a request; None leaves a field out. JSON fields are given as Python values, or as JSON text."""
+
+'''
+
+
+def client_fields(_: str) -> str:
+    """client/kimi_client/_fields.py, whole."""
+    fields = [f for f in INPUT_FIELDS if f.name not in NOT_IN_CLIENT]
+    lines = []
+    for f in fields:
+        if f.name != "timeout_s":  # a parameter of its own
+            lines.append(f"    {f.name}: {JSON_TYPES.get(f.name, CLIENT_TYPES[f.kind])} | None")
+            lines.append(f'    """{f.meaning}"""')
+    lines += ["", "", "INPUT_TYPES = {"]
+    for f in fields:
+        kind = f.kind.data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
+        lines.append(f'    "{f.name}": "{kind}",')
+    json_fields = ", ".join(f'"{f.name}"' for f in fields if f.kind is Kind.JSON)
+    lines += ["}", f"JSON_INPUTS = frozenset({{{json_fields}}})"]
+    return CLIENT_HEADER + "\n".join(lines) + "\n"
 
 
 def _replace_settings(text: str, lines: list[str]) -> str:
@@ -151,6 +207,7 @@ def openai_page(text: str) -> str:
 
 GENERATED: dict[str, Callable[[str], str]] = {
     "model_repository/spec_ensemble/config.pbtxt": spec_ensemble_config,
+    "client/kimi_client/_fields.py": client_fields,
     "docker/compose.yaml": compose_file,
     "docker/.env.example": env_example,
     "docs/settings.md": settings_page,

@@ -10,19 +10,24 @@ from kimi_client._errors import (
     ServerFailed,
     ServerUnreachable,
 )
+from kimi_client._fields import RequestFields
+from kimi_client._transport import AsyncTransport, Transport
 from kimi_client._types import Chunk, Completion, TokenLogprob
 
 __all__ = [
+    "AsyncTransport",
     "Chunk",
     "Completion",
     "InvalidRequest",
     "KimiClient",
     "KimiClientError",
     "RequestCancelled",
+    "RequestFields",
     "RequestTimedOut",
     "ServerBusy",
     "ServerFailed",
     "ServerUnreachable",
     "Stream",
     "TokenLogprob",
+    "Transport",
 ]

@@ -3,29 +3,32 @@
 import uuid
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import grpc
-from tritonclient.grpc import service_pb2
 
 from kimi_client._errors import KimiClientError, RequestCancelled, RequestTimedOut
-from kimi_client._tensors import MODEL_NAME, build_inputs
+from kimi_client._fields import RequestFields
+from kimi_client._tensors import build_inputs
 from kimi_client._transport import (
-    CHANNEL_OPTIONS,
-    Stub,
+    Call,
+    GrpcTransport,
+    Transport,
     build_request,
-    checked_url,
     deadline,
     from_rpc_error,
     parse_response,
 )
 from kimi_client._types import Chunk, Completion, join_chunks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class Stream:
     """One running request: iterate over its chunks; leave the `with` block or call `cancel` to stop it early."""
 
-    def __init__(self, request_id: str, call: Any) -> None:
+    def __init__(self, request_id: str, call: Call) -> None:
         self.request_id = request_id
         self.chunks: list[Chunk] = []
         self._call = call
@@ -85,34 +88,32 @@ class KimiClient:
         >>> client.generate(text_input="def add(a, b):", max_tokens=32).text
     """
 
-    def __init__(self, url: str = "localhost:8001", *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, url: str = "localhost:8001", *, timeout_s: float | None = None, transport: Transport | None = None
+    ) -> None:
         """
         Args:
             url: host:port of the server's gRPC endpoint.
             timeout_s: longest that a request may take, unless it says otherwise.
+            transport: another connection than gRPC to `url`.
 
         Raises:
             InvalidRequest: the url has a scheme.
         """
         self.url = url
         self.timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
-        self._stub = Stub(self._channel)
+        self._transport = GrpcTransport(url) if transport is None else transport
 
     def is_ready(self) -> bool:
         """Whether the server and the model answer. False when nothing is there."""
-        try:
-            reply = self._stub.ModelReady(service_pb2.ModelReadyRequest(name=MODEL_NAME), timeout=5)
-        except grpc.RpcError:
-            return False
-        return bool(reply.ready)
+        return self._transport.is_ready()
 
-    def stream(self, *, timeout_s: float | None = None, **fields: Any) -> Stream:
+    def stream(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> Stream:
         """Start a request and return its stream.
 
         Args:
             timeout_s: seconds until the request is cancelled.
-            fields: exactly one of text_input, messages, input_ids; and any other input of docs/protocol.md.
+            fields: exactly one of text_input, messages, input_ids; and any other of `RequestFields`.
 
         Raises:
             InvalidRequest: a field is unknown or has a value that its type cannot hold.
@@ -120,10 +121,9 @@ class KimiClient:
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
         request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit))
-        return Stream(request_id, call)
+        return Stream(request_id, self._transport.stream(request, deadline(limit)))
 
-    def generate(self, *, timeout_s: float | None = None, **fields: Any) -> Completion:
+    def generate(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> Completion:
         """Run a request to its end. Arguments and errors as for `stream` and its iteration.
 
         Raises:
@@ -135,7 +135,7 @@ class KimiClient:
 
     def close(self) -> None:
         """Give the connection up; running streams end with an error."""
-        self._channel.close()
+        self._transport.close()
 
     def __enter__(self) -> "KimiClient":
         return self

@@ -1,9 +1,8 @@
-"""Tensor names and types of `spec_ensemble`, and the way to and from them.
-
-A second copy of the server's list on purpose: this package imports nothing of the server. A test compares the two.
-"""
+"""The tensors of `spec_ensemble`: fields to inputs, outputs to chunks."""
 
 import json
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,44 +10,11 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 
 from kimi_client._errors import InvalidRequest
+from kimi_client._fields import INPUT_TYPES, JSON_INPUTS
 from kimi_client._types import Chunk, TokenLogprob
 
 MODEL_NAME = "spec_ensemble"
 
-INPUT_TYPES = {
-    "text_input": "BYTES",
-    "messages": "BYTES",
-    "input_ids": "INT32",
-    "stream": "BOOL",
-    "max_tokens": "INT32",
-    "min_tokens": "INT32",
-    "temperature": "FP32",
-    "top_k": "INT32",
-    "top_p": "FP32",
-    "min_p": "FP32",
-    "seed": "UINT64",
-    "repetition_penalty": "FP32",
-    "presence_penalty": "FP32",
-    "frequency_penalty": "FP32",
-    "logit_bias": "BYTES",
-    "allowed_token_ids": "INT32",
-    "bad_words": "BYTES",
-    "stop": "BYTES",
-    "stop_token_ids": "INT32",
-    "include_stop_str_in_output": "BOOL",
-    "skip_special_tokens": "BOOL",
-    "ignore_eos": "BOOL",
-    "logprobs": "INT32",
-    "num_speculative_tokens": "INT32",
-    "draft_sampling": "BYTES",
-    "priority": "INT32",
-    "timeout_s": "FP32",
-    "cache_salt": "BYTES",
-    "tools": "BYTES",
-    "chat_template_kwargs": "BYTES",
-    "return_token_ids": "BOOL",
-}
-JSON_INPUTS = frozenset({"messages", "logit_bias", "tools", "chat_template_kwargs"})
 _NUMPY_TYPES: dict[str, Any] = {
     "INT32": np.int32,
     "UINT64": np.uint64,
@@ -61,8 +27,8 @@ _NUMPY_TYPES: dict[str, Any] = {
 def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     kind = INPUT_TYPES[name]
     try:
-        if name in JSON_INPUTS:
-            value = json.dumps(value)
+        if name in JSON_INPUTS and not isinstance(value, str):
+            value = json.dumps(_with_text_keys(value))
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if kind == "BYTES":
             values = [v.encode("utf-8") if isinstance(v, str) else v for v in values]
@@ -77,6 +43,13 @@ def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
         return np.array(values, dtype=dtype).reshape(1, -1)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{name}: {value!r} given: {error}") from error
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Token ids as text, as JSON wants keys, also those that came out of an array."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(operator.index(key)): item for key, item in value.items()}
+    return value
 
 
 @dataclass(frozen=True, slots=True)

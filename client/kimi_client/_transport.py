@@ -4,8 +4,10 @@ tritonclient's `start_stream` keeps a thread that waits for more requests until 
 its user forgets would keep the program from ending. A stream that is given its only request ends by itself.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
+import grpc
+import grpc.aio
 import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -23,8 +25,89 @@ CHANNEL_OPTIONS = [
 ]
 # The server ends a request at its deadline; the stream's own one covers a server that never answers.
 DEADLINE_GRACE_S = 5.0
+_READY_REQUEST = service_pb2.ModelReadyRequest(name=MODEL_NAME)
 
-Stub = service_pb2_grpc.GRPCInferenceServiceStub
+READY_TIMEOUT_S = 5.0
+
+
+class Call(Protocol):
+    """A running stream: `ModelStreamInferResponse` messages in order, StopIteration at the end."""
+
+    def __next__(self) -> Any: ...
+
+    def cancel(self) -> Any: ...
+
+
+class Transport(Protocol):
+    """The connection under a `KimiClient`: gRPC, or in a test whatever answers without a server."""
+
+    def is_ready(self) -> bool: ...
+
+    def stream(self, request: Any, timeout_s: float | None) -> Call:
+        """Send a `ModelInferRequest`; the call ends after `timeout_s` with a grpc.RpcError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class AsyncCall(Protocol):
+    """A running stream: messages in order, grpc.aio.EOF at the end."""
+
+    async def read(self) -> Any: ...
+
+    def cancel(self) -> Any: ...
+
+
+class AsyncTransport(Protocol):
+    """The connection under an `AsyncKimiClient`."""
+
+    async def is_ready(self) -> bool: ...
+
+    def stream(self, request: Any, timeout_s: float | None) -> AsyncCall: ...
+
+    async def close(self) -> None: ...
+
+
+class GrpcTransport:
+    """gRPC, blocking."""
+
+    def __init__(self, url: str) -> None:
+        self._channel = grpc.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def is_ready(self) -> bool:
+        try:
+            return bool(self._stub.ModelReady(_READY_REQUEST, timeout=READY_TIMEOUT_S).ready)
+        except grpc.RpcError:
+            return False
+
+    def stream(self, request: Any, timeout_s: float | None) -> Call:
+        call: Call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        return call
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class GrpcAsyncTransport:
+    """gRPC on asyncio."""
+
+    def __init__(self, url: str) -> None:
+        self._channel = grpc.aio.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def is_ready(self) -> bool:
+        try:
+            return bool((await self._stub.ModelReady(_READY_REQUEST, timeout=READY_TIMEOUT_S)).ready)
+        except grpc.RpcError:
+            return False
+
+    def stream(self, request: Any, timeout_s: float | None) -> AsyncCall:
+        call: AsyncCall = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        return call
+
+    async def close(self) -> None:
+        await self._channel.close()
 
 
 def checked_url(url: str) -> str:

@@ -3,31 +3,34 @@
 import uuid
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
-from tritonclient.grpc import service_pb2
 
 from kimi_client._client import check_time
 from kimi_client._errors import KimiClientError, RequestCancelled
-from kimi_client._tensors import MODEL_NAME, build_inputs
+from kimi_client._fields import RequestFields
+from kimi_client._tensors import build_inputs
 from kimi_client._transport import (
-    CHANNEL_OPTIONS,
-    Stub,
+    AsyncCall,
+    AsyncTransport,
+    GrpcAsyncTransport,
     build_request,
-    checked_url,
     deadline,
     from_rpc_error,
     parse_response,
 )
 from kimi_client._types import Chunk, Completion, join_chunks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class AsyncStream:
     """One running request: `async for` over its chunks."""
 
-    def __init__(self, request_id: str, call: Any) -> None:
+    def __init__(self, request_id: str, call: AsyncCall) -> None:
         self.request_id = request_id
         self.chunks: list[Chunk] = []
         self._call = call
@@ -78,35 +81,31 @@ class AsyncStream:
 class AsyncKimiClient:
     """As `KimiClient`, for asyncio. Close it, or use `async with`."""
 
-    def __init__(self, url: str = "localhost:8001", *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, url: str = "localhost:8001", *, timeout_s: float | None = None, transport: AsyncTransport | None = None
+    ) -> None:
         self.url = url
         self.timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
-        self._stub = Stub(self._channel)
+        self._transport = GrpcAsyncTransport(url) if transport is None else transport
 
     async def is_ready(self) -> bool:
         """Whether the server and the model answer."""
-        try:
-            reply = await self._stub.ModelReady(service_pb2.ModelReadyRequest(name=MODEL_NAME), timeout=5)
-        except grpc.RpcError:
-            return False
-        return bool(reply.ready)
+        return await self._transport.is_ready()
 
-    def stream(self, *, timeout_s: float | None = None, **fields: Any) -> AsyncStream:
+    def stream(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> AsyncStream:
         """Start a request and return its stream. Arguments and errors as for `KimiClient.stream`."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
         request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=deadline(limit))
-        return AsyncStream(request_id, call)
+        return AsyncStream(request_id, self._transport.stream(request, deadline(limit)))
 
-    async def generate(self, *, timeout_s: float | None = None, **fields: Any) -> Completion:
+    async def generate(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> Completion:
         """Run a request to its end. Raises as `KimiClient.generate` does."""
         completion = await self.stream(timeout_s=timeout_s, **fields).result()
         return check_time(completion, self.timeout_s if timeout_s is None else timeout_s)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._transport.close()
 
     async def __aenter__(self) -> "AsyncKimiClient":
         return self

@@ -3,6 +3,7 @@
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Callable
 
 import uvicorn
@@ -26,16 +27,26 @@ def serve(settings: EndpointSettings, *, host: str, port: int, say: Callable[[st
         InvalidRequest: the url is none of a gRPC endpoint.
         OSError: the address cannot be taken.
     """
-    KimiClient(settings.url).close()
+    client = KimiClient(settings.url)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with open_socket(host, port) as listener:
         address, taken, *_ = listener.getsockname()
         shown = f"[{address}]" if ":" in address else address
         say(f"http://{shown}:{taken}/v1 for {', '.join(settings.model_names)}, answered by {settings.url}")
+        threading.Thread(target=_say_if_nobody_answers, args=(client, say), daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             # When it has stopped, uvicorn hands the signal on to who had it before: nothing is left to do.
             signal.signal(number, lambda *_: None)
         make_server(settings).run(sockets=[listener])
+
+
+def _say_if_nobody_answers(client: KimiClient, say: Callable[[str], None]) -> None:
+    with client:
+        if not client.is_ready():
+            say(
+                f"nobody answers at {client.url}: requests get 503 until a server is ready there"
+                " (kimi serve starts one; is this its gRPC port?)"
+            )
 
 
 def open_socket(host: str, port: int) -> socket.socket:

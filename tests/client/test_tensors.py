@@ -1,29 +1,17 @@
-"""The client's copy of the request surface is the server's; its errors follow the server's status."""
+"""Fields become the server's tensors and its tensors chunks; errors follow the server's status."""
 
+import json
+
+import numpy as np
 import pytest
 
 pytest.importorskip("tritonclient.grpc")
 
 import kimi_client
-from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS
+from kimi_backend.serving.request_fields import OUTPUT_FIELDS
 from kimi_client import _tensors
 from kimi_client._errors import from_message, from_status
 from kimi_client.aio import AsyncKimiClient
-
-COMPATIBILITY_ONLY = {
-    *ALIASES,
-    "return_num_input_tokens",
-    "return_num_output_tokens",
-    "exclude_input_in_output",
-    "sampling_parameters",
-}
-
-
-def test_inputs_are_the_servers():
-    as_client = {"STRING": "BYTES"}
-    server = {f.name: f.kind.data_type.removeprefix("TYPE_") for f in INPUT_FIELDS}
-    server = {name: as_client.get(kind, kind) for name, kind in server.items() if name not in COMPATIBILITY_ONLY}
-    assert server == _tensors.INPUT_TYPES
 
 
 def test_chunks_are_read_from_the_servers_outputs():
@@ -59,10 +47,17 @@ def test_values_become_batched_tensors(fields, shape):
     assert list(tensor.array.shape) == shape
 
 
+@pytest.mark.parametrize("bias", [{5: 1.5}, {"5": 1.5}, {np.int64(5): 1.5}, '{"5": 1.5}'])
+def test_logit_bias_is_a_json_object_of_token_ids(bias):
+    (tensor,) = _tensors.build_inputs({"logit_bias": bias})
+    assert json.loads(tensor.array.item()) == {"5": 1.5}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"temprature": 1.0},
+        {"logit_bias": {5.5: 1.0}},
         {"max_tokens": "many"},
         {"seed": -1},
         {"max_tokens": 2**40},

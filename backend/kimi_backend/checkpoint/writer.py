@@ -7,11 +7,8 @@ vocabulary matrix of a large model does not fit.
 
 import json
 import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,29 +81,6 @@ def write_checkpoint(
     except OSError as error:
         raise CheckpointError(str(folder), [f"cannot be written: {error.strerror or error}"]) from error
     return files
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that appears under `path` only when the block has ended well.
-
-    Raises:
-        CheckpointError: something is there already, or the parent cannot be written.
-    """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(str(path), ["is there already, expected a new name or an empty folder"])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise CheckpointError(str(path), [f"cannot be written: {error.strerror or error}"]) from error
-    try:
-        yield unfinished
-        unfinished.chmod(0o755)
-        unfinished.rename(path)  # replaces an empty folder
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _shards(entries: list[_Entry], shard_bytes: int) -> Iterator[list[_Entry]]:

@@ -74,7 +74,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, bool]:
 def through_server(settings: ServingSettings) -> Iterator[Generate]:
     """Start the real Triton Server, talk to it through the client, stop it."""
     from kimi_backend.cli.serve import make_server
-    from kimi_client import KimiClient
+    from kimi_client import KimiClient, RequestFields
 
     with tempfile.TemporaryDirectory(prefix="kimi_demo_") as folder:
         server = make_server(settings, log_file=Path(folder) / "server.log")
@@ -85,8 +85,8 @@ def through_server(settings: ServingSettings) -> Iterator[Generate]:
             client = KimiClient(f"localhost:{server.ports.grpc}")
 
             def generate(prompt: str, max_tokens: int, k: int, temperature: float, show: Show) -> DemoRun:
-                fields = {"max_tokens": max_tokens, "num_speculative_tokens": k, "seed": SEED}
-                with client.stream(text_input=prompt, temperature=temperature, **fields) as stream:
+                fields: RequestFields = {"text_input": prompt, "max_tokens": max_tokens, "temperature": temperature}
+                with client.stream(**fields | {"num_speculative_tokens": k, "seed": SEED}) as stream:
                     for chunk in stream:
                         if show:
                             show(chunk.text)

@@ -4,7 +4,9 @@ Modules imported here import nothing heavy, so that `kimi --help` answers at onc
 """
 
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from importlib import metadata
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -24,25 +26,47 @@ from kimi_backend.cli.server_commands import (
 from kimi_backend.errors import KimiError
 
 EXIT_BAD_INPUT = 2
+DISTRIBUTION = "kimi-spec-serving"
 
 app = typer.Typer(
     name="kimi",
     help="Kimi-K2.x with EAGLE3 speculative decoding on Triton Server.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("inspect")(inspect)
-app.command("make-checkpoint")(make_checkpoint_command)
-app.command("serve")(serve_command)
-app.command("openai")(openai_command)
-app.command("generate")(generate_command)
-app.command("chat")(chat_command)
-app.command("demo")(demo_command)
-app.command("bench")(bench_command)
-app.command("health")(health_command)
-app.command("probe")(probe_command)
-app.command("count-tokens")(count_tokens_command)
+
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "inspect": (inspect, "kimi inspect /models/Kimi-K2.5 --draft /models/Kimi-K2.5-eagle3 --gpu-memory 141 --tp 8"),
+    "make-checkpoint": (make_checkpoint_command, "kimi make-checkpoint /tmp/tiny"),
+    "serve": (serve_command, "kimi serve --checkpoint demo/kimi-nano --draft demo/kimi-nano/draft --grpc-port 8001"),
+    "openai": (openai_command, "kimi openai --url localhost:8001 --port 9000"),
+    "generate": (generate_command, "kimi generate 'def add(a, b):' --max-tokens 32 --temperature 0"),
+    "chat": (chat_command, "kimi chat --system 'You answer in one sentence.' --temperature 0.6"),
+    "demo": (demo_command, "kimi demo --temperature 0"),
+    "bench": (bench_command, "kimi bench --prompts mine.jsonl --concurrency 4 --compare-no-spec"),
+    "health": (health_command, "kimi health --url localhost:8000 --draft"),
+    "probe": (probe_command, "kimi probe /models/Kimi-K2.5 --draft /models/Kimi-K2.5-eagle3 --prompts mine.jsonl"),
+    "count-tokens": (count_tokens_command, "kimi count-tokens /models/Kimi-K2.5 answers.jsonl --out counts.json"),
+}
+"""Name -> (function, an example for its --help)."""
+
+for _name, (_function, _example) in COMMANDS.items():
+    app.command(_name, epilog=f"Example: {_example}")(_function)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kimi {metadata.version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kimi_backend.checkpoint.new_folder import new_folder
 from kimi_backend.checkpoint.presets import (
     Architecture,
     DraftKind,
@@ -64,11 +65,10 @@ def make_checkpoint(
     Raises:
         CheckpointError: `out` holds something already, or cannot be written.
     """
-    from kimi_backend.checkpoint.random_checkpoint import write_config, write_random_draft, write_random_target
-    from kimi_backend.checkpoint.writer import new_folder
-    from kimi_backend.text.tiktoken_files import write_tokenizer
-
     with new_folder(out) as folder:
+        from kimi_backend.checkpoint.random_checkpoint import write_config, write_random_draft, write_random_target
+        from kimi_backend.text.tiktoken_files import write_tokenizer
+
         tokenizer = asdict(write_tokenizer(folder, vocab_size(preset), max_model_len=max_model_len(preset)))
         token_ids = {name: tokenizer[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         if architecture is Architecture.KIMI_K25:

@@ -9,9 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kimi_backend.checkpoint import writer
+from kimi_backend.checkpoint.new_folder import new_folder
 from kimi_backend.checkpoint.safetensors_source import INDEX_FILE, SafetensorsSource
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
-from kimi_backend.checkpoint.writer import new_folder, write_checkpoint
+from kimi_backend.checkpoint.writer import write_checkpoint
 from kimi_backend.errors import CheckpointError
 
 TENSORS = {

@@ -1,12 +1,15 @@
 """The command itself: quick to answer, one message for an error, exit code 2 for bad input."""
 
 import dataclasses
+import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from kimi_backend.cli import main
 from kimi_backend.config.settings import ServingSettings
@@ -24,6 +27,50 @@ def test_help_imports_nothing_heavy() -> None:
     program = f"import sys, kimi_backend.cli.main; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["generate", "hi", "--url=127.0.0.1:9"],
+        ["bench", "--url=127.0.0.1:9"],
+        ["health", "--url=127.0.0.1:9", "--no-draft"],
+        ["serve"],
+        ["openai", "--url=http://127.0.0.1:9"],
+        ["make-checkpoint", "."],
+        ["count-tokens", "/nowhere", "/nowhere", "--out=/nowhere/x"],
+    ],
+)
+def test_commands_that_need_no_torch_import_none(arguments: list[str]) -> None:
+    program = (
+        "import sys; from kimi_backend.cli.main import main\n"
+        f"sys.argv = ['kimi', *{arguments}]\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_each_help_has_an_example_that_parses() -> None:
+    group = typer.main.get_command(main.app)
+    for name, (_, example) in main.COMMANDS.items():
+        command = group.commands[name]  # type: ignore[attr-defined]
+        kimi, given, *arguments = shlex.split(example)
+        assert (kimi, given) == ("kimi", name)
+        command.make_context(name, arguments, parent=group.make_context("kimi", [name, *arguments]))
+        assert f"Example: {example}" in command.epilog
+
+
+def test_version() -> None:
+    assert run_kimi("--version").stdout == f"kimi {metadata.version('kimi-spec-serving')}\n"
+
+
+def test_the_shell_completes_options() -> None:
+    asked = {"_KIMI_COMPLETE": "complete_bash", "COMP_WORDS": "kimi inspect --dr", "COMP_CWORD": "2"}
+    result = CliRunner().invoke(main.app, [], env=asked, prog_name="kimi")
+    assert result.stdout.split() == ["--draft", "--draft-vocab", "--draft-quantization", "--draft-head-quantization"]
 
 
 def test_help_lists_the_commands() -> None:

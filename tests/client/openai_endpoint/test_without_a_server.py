@@ -157,11 +157,12 @@ KIMI = [sys.executable, "-m", "kimi_backend.cli.main", "openai", f"--url={NOBODY
 
 def test_the_command_says_where_it_listens_and_ends_when_told():
     process = subprocess.Popen(
-        [*KIMI, "--port=0", "--model-name=a", "--model-name=b"], stderr=subprocess.PIPE, text=True
+        [*KIMI, "--port=0", f"--url={NOBODY}", "--model-name=a", "--model-name=b"], stderr=subprocess.PIPE, text=True
     )
     line = process.stderr.readline()
     assert line.startswith("http://127.0.0.1:")
     assert "a, b" in line
+    assert f"nobody answers at {NOBODY}" in process.stderr.readline()
     port = line.split("/v1")[0].rsplit(":", 1)[1]
     taken = subprocess.run([*KIMI, f"--port={port}"], capture_output=True, text=True, timeout=60)
     process.send_signal(signal.SIGTERM)

@@ -1,0 +1,108 @@
+"""What a request may carry; written by `make generated` from the server's table.
+
+A copy, because this package imports nothing of the server.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+
+class RequestFields(TypedDict, total=False):
+    """Fields of a request; None leaves a field out. JSON fields are given as Python values, or as JSON text."""
+
+    text_input: str | None
+    """Prompt as text; special tokens in it are encoded as plain text."""
+    messages: Sequence[Mapping[str, Any]] | str | None
+    """Prompt as a JSON list of chat messages, rendered by the chat template."""
+    input_ids: Sequence[int] | None
+    """Prompt as token ids."""
+    stream: bool | None
+    """One response a step instead of one in all (default false)."""
+    max_tokens: int | None
+    """Most output tokens (default: the setting `default_max_tokens`)."""
+    min_tokens: int | None
+    """No stop token before this many output tokens (default 0)."""
+    temperature: float | None
+    """0 is greedy (default 1)."""
+    top_k: int | None
+    """Keep the k most likely tokens; 0 or -1 keeps all (default 0)."""
+    top_p: float | None
+    """Keep the most likely tokens up to this mass (default 1)."""
+    min_p: float | None
+    """Keep tokens at least this likely, relative to the best (default 0)."""
+    seed: int | None
+    """Same seed, same text; without one the server picks one and reports it."""
+    repetition_penalty: float | None
+    """Over 1 makes tokens of prompt and output less likely; 0.01 to 100 (default 1)."""
+    presence_penalty: float | None
+    """Once for each token that stands in the output (default 0)."""
+    frequency_penalty: float | None
+    """For each time a token stands in the output (default 0)."""
+    logit_bias: Mapping[int, float] | Mapping[str, float] | str | None
+    """JSON object: token id -> number added to its logit."""
+    allowed_token_ids: Sequence[int] | None
+    """Only these tokens may come (default: all)."""
+    bad_words: str | Sequence[str] | None
+    """Texts that may not appear."""
+    stop: str | Sequence[str] | None
+    """Texts that end the output; not part of it."""
+    stop_token_ids: Sequence[int] | None
+    """Tokens that end the output."""
+    include_stop_str_in_output: bool | None
+    """Keep the stop text in the output (default false)."""
+    skip_special_tokens: bool | None
+    """Leave special tokens out of the text (default true)."""
+    ignore_eos: bool | None
+    """Do not stop at the end-of-sequence token (default false)."""
+    logprobs: int | None
+    """Log-probabilities of each token and of this many most likely ones."""
+    num_speculative_tokens: int | None
+    """Draft tokens a step, 0 to 7 (default: the setting of that name)."""
+    draft_sampling: str | None
+    """How the draft guesses: coupled, greedy or auto (default auto)."""
+    priority: int | None
+    """Higher runs first and is preempted last (default 0)."""
+    cache_salt: str | None
+    """Requests share cached prefixes only with requests of the same salt."""
+    tools: Sequence[Mapping[str, Any]] | str | None
+    """JSON list of tools for the chat template."""
+    chat_template_kwargs: Mapping[str, Any] | str | None
+    """JSON object for the chat template, such as {"thinking": false}."""
+    return_token_ids: bool | None
+    """Send `output_ids` and `prompt_token_ids` too (default false)."""
+
+
+INPUT_TYPES = {
+    "text_input": "BYTES",
+    "messages": "BYTES",
+    "input_ids": "INT32",
+    "stream": "BOOL",
+    "max_tokens": "INT32",
+    "min_tokens": "INT32",
+    "temperature": "FP32",
+    "top_k": "INT32",
+    "top_p": "FP32",
+    "min_p": "FP32",
+    "seed": "UINT64",
+    "repetition_penalty": "FP32",
+    "presence_penalty": "FP32",
+    "frequency_penalty": "FP32",
+    "logit_bias": "BYTES",
+    "allowed_token_ids": "INT32",
+    "bad_words": "BYTES",
+    "stop": "BYTES",
+    "stop_token_ids": "INT32",
+    "include_stop_str_in_output": "BOOL",
+    "skip_special_tokens": "BOOL",
+    "ignore_eos": "BOOL",
+    "logprobs": "INT32",
+    "num_speculative_tokens": "INT32",
+    "draft_sampling": "BYTES",
+    "priority": "INT32",
+    "timeout_s": "FP32",
+    "cache_salt": "BYTES",
+    "tools": "BYTES",
+    "chat_template_kwargs": "BYTES",
+    "return_token_ids": "BOOL",
+}
+JSON_INPUTS = frozenset({"messages", "logit_bias", "tools", "chat_template_kwargs"})

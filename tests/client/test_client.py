@@ -1,0 +1,178 @@
+"""Both clients over a transport that a test scripts: no server, no network."""
+
+import asyncio
+import json
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import serialize_byte_tensor
+
+from kimi_client import (
+    InvalidRequest,
+    KimiClient,
+    RequestCancelled,
+    RequestTimedOut,
+    ServerBusy,
+    ServerFailed,
+    ServerUnreachable,
+)
+from kimi_client._transport import DEADLINE_GRACE_S
+from kimi_client.aio import AsyncKimiClient
+
+
+def message(text="", count=1, finish="", statistics=None, *, final=False):
+    """One response of `spec_ensemble`, as it travels."""
+    reply = service_pb2.ModelStreamInferResponse()
+    values = {"text_output": text, "finish_reason": finish, "statistics": json.dumps(statistics) if statistics else ""}
+    for name, value in values.items():
+        reply.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1, 1])
+        tensor = serialize_byte_tensor(np.array([[value.encode()]], dtype=np.object_))
+        reply.infer_response.raw_output_contents.append(tensor.item())
+    reply.infer_response.outputs.add(name="num_output_tokens", datatype="UINT32", shape=[1, 1])
+    reply.infer_response.raw_output_contents.append(np.array([count], np.uint32).tobytes())
+    reply.infer_response.parameters["triton_final_response"].bool_param = final
+    return reply
+
+
+def failure(text):
+    return service_pb2.ModelStreamInferResponse(error_message=text)
+
+
+class RpcFailure(grpc.RpcError):
+    def __init__(self, status, details):
+        self.code, self.details = lambda: status, lambda: details
+
+
+class Call:
+    def __init__(self, replies):
+        self.replies, self.is_cancelled = iter(replies), False
+
+    def __next__(self):
+        reply = next(self.replies)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+class AsyncCall(Call):
+    async def read(self):
+        try:
+            return next(self)
+        except StopIteration:
+            return grpc.aio.EOF
+
+
+class Transport:
+    """Answers every request with the same replies."""
+
+    call_class = Call
+
+    def __init__(self, *replies):
+        self.replies, self.requests, self.calls = replies, [], []
+
+    def is_ready(self):
+        return True
+
+    def stream(self, request, timeout_s):
+        self.requests.append((request, timeout_s))
+        self.calls.append(self.call_class(self.replies))
+        return self.calls[-1]
+
+    def close(self):
+        self.replies = None
+
+
+class AsyncTransport(Transport):
+    call_class = AsyncCall
+
+    async def is_ready(self):
+        return True
+
+    async def close(self):
+        self.replies = None
+
+
+def blocking(*replies, timeout_s=None, **fields):
+    transport = Transport(*replies)
+    with KimiClient(transport=transport, timeout_s=timeout_s) as client:
+        assert client.is_ready()
+        return client.generate(**fields), transport
+
+
+def on_asyncio(*replies, timeout_s=None, **fields):
+    async def run():
+        transport = AsyncTransport(*replies)
+        async with AsyncKimiClient(transport=transport, timeout_s=timeout_s) as client:
+            assert await client.is_ready()
+            return await client.generate(**fields), transport
+
+    return asyncio.run(run())
+
+
+both = pytest.mark.parametrize("run", [blocking, on_asyncio])
+ENDED = (message("def ", 2), message("f", 1, "stop", {"seed": 7}, final=True))
+
+
+@both
+def test_chunks_become_a_completion(run):
+    completion, transport = run(*ENDED, text_input="x", max_tokens=3)
+    assert (completion.text, completion.num_output_tokens) == ("def f", 3)
+    assert (completion.finish_reason, completion.statistics) == ("stop", {"seed": 7})
+    (request, timeout_s) = transport.requests[0]
+    assert timeout_s is None
+    assert [entry.name for entry in request.inputs] == ["stream", "text_input", "max_tokens"]
+    assert transport.replies is None
+
+
+@both
+def test_a_time_limit_goes_to_the_server_and_holds_here(run):
+    _, transport = run(*ENDED, timeout_s=3.0, text_input="x")
+    request, timeout_s = transport.requests[0]
+    assert timeout_s == 3.0 + DEADLINE_GRACE_S
+    assert "timeout_s" in [entry.name for entry in request.inputs]
+    with pytest.raises(RequestTimedOut, match="after 3 s with 2 tokens"):
+        run(message("a", 2, "cancelled", {"seed": 1}, final=True), timeout_s=3.0, text_input="x")
+
+
+@both
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (failure("INVALID_ARG: top_p: 2 given"), InvalidRequest),
+        (failure("UNAVAILABLE: 9 requests are waiting"), ServerBusy),
+        (failure("INTERNAL: oops"), ServerFailed),
+        (RpcFailure(grpc.StatusCode.UNAVAILABLE, "Connection refused"), ServerUnreachable),
+        (RpcFailure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"), RequestTimedOut),
+    ],
+)
+def test_an_error_behind_a_chunk_ends_the_request(run, last, error):
+    with pytest.raises(error):
+        run(message("a"), last, message("never read"), text_input="x")
+
+
+@both
+def test_a_stream_that_ends_without_a_reason_is_no_completion(run):
+    with pytest.raises(RequestCancelled):
+        run(message("a"), text_input="x")
+
+
+@both
+def test_a_wrong_field_is_never_sent(run):
+    with pytest.raises(InvalidRequest, match="temprature: unknown field"):
+        run(*ENDED, temprature=1.0)
+
+
+def test_leaving_a_stream_cancels_it_and_reading_it_to_its_end_does_not():
+    transport = Transport(*ENDED)
+    client = KimiClient(transport=transport)
+    with client.stream(text_input="x") as stream:
+        assert next(iter(stream)).text == "def "
+    with client.stream(text_input="x") as stream:
+        assert stream.result().text == "def f"
+    assert [call.is_cancelled for call in transport.calls] == [True, False]
