@@ -4,8 +4,8 @@
     python benchmarks/exactness.py --checkpoint demo/kimi-nano --prompts prompts.jsonl [--json OUT] [--only a b c]
 
 a   float32, reference kernels: texts for every k, greedy and at temperature 1, must be those of k = 0. These kernels
-    launch thousands of operations a step, so each case and shard of the prompts is a process's, side by side, under the
-    MPS daemon where there is one; a shard is one batch.
+    launch thousands of operations a step, so each case and shard of the prompts is a process's, side by side; a
+    shard is one batch.
 b   bf16, Triton-language kernels, teacher-forced: the k = 0 text is fed again as verify windows. Positions that draw
     another token are listed with the gap of their two best scores (log p + noise) and the smallest gap of a router;
     either must be within the rounding that is seen where the tokens agree.
@@ -14,14 +14,12 @@ c   bf16, Triton-language kernels, free-running: share of texts that are the sam
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ from exactness_suite.compare import compare
 from exactness_suite.free_running import Text, first_difference, num_identical, run_alone, texts
 from exactness_suite.teacher_forced import ForcedTarget, Pass
 from kimi_backend.cli.prompt_file import read_prompt_token_ids
-from kimi_backend.cli.serve import maybe_mps
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.loading import load_pair
 from kimi_backend.text.tokenizer import load_tokenizer
@@ -63,7 +60,6 @@ def settings_of(args: argparse.Namespace, kernels: str, batch: int) -> ServingSe
         max_model_len=longest,
         max_num_seqs=batch,
         kv_tokens=longest * batch * 2,
-        mps="auto" if args.device == "cuda" else "off",
     )
 
 
@@ -72,11 +68,7 @@ def float32(args: argparse.Namespace) -> Report:
     settings = settings_of(args, "reference", args.shard)
     cases = _cases(args)
     found: dict[Case, dict[int, Text]] = {case: {} for case in cases}
-    with (
-        maybe_mps(settings, print) as variables,
-        _environment(variables),
-        ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool,
-    ):
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
         parts: dict[Future[list[Text]], tuple[Case, list[int]]] = {}
         # All cases of a shard before the next shard, so that a run that is cut off has whole comparisons.
         shards = range(0, len(args.token_ids), args.shard)
@@ -122,21 +114,6 @@ def _cases(args: argparse.Namespace) -> dict[Case, list[int]]:
             ours = [i for i in everyone if speculating[(i + number) % len(speculating)] == k]
             cases[temperature, k] = ours if args.rotate and k else everyone
     return cases
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Of the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def teacher_forced(args: argparse.Namespace) -> Report:

@@ -99,7 +99,7 @@ def main() -> None:
         started = time.perf_counter()
         with running_server(settings, Path(folder) / "log") as served:
             report["seconds_to_ready"] = round(time.perf_counter() - started, 1)
-            report |= {"mps": served.has_mps, "aux": "buffer" if served.shares_aux else "tensor"}
+            report |= {"aux": "buffer" if served.shares_aux else "tensor"}
             print(f"ready after {report['seconds_to_ready']} s", flush=True)
             for num_streams, temperature in itertools.product(args.streams, args.temperature):
                 plain = None

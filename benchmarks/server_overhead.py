@@ -1,8 +1,8 @@
 """What a round costs through Triton Server, split by cause, against bare calls in the same run.
 
-    python benchmarks/server_overhead.py --checkpoint PATH [--aux-transfer ipc tensor] [--mps auto off] [--json OUT]
+    python benchmarks/server_overhead.py --checkpoint PATH [--aux-transfer ipc tensor] [--json OUT]
 
-Three loops over one server, for each way of handing aux hidden states over, with and without the MPS daemon:
+Three loops over one server, for each way of handing aux hidden states over:
 
 call     one call of a model that only answers, with a plan of the same size: the price of a call
 bare     both runners, called with the same recorded plans again and again (benchmarks/steady_plans.py), by a model that
@@ -33,7 +33,7 @@ import tritonclient.grpc as grpcclient
 from rich.console import Console
 
 from in_process_rounds import rounds_in_process
-from kimi_backend.cli.serve import find_model_repository, make_server, maybe_mps
+from kimi_backend.cli.serve import find_model_repository, make_server
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
 from kimi_backend.types import codec
@@ -129,7 +129,7 @@ def num_rounds(completion: Completion) -> int:
     return steps
 
 
-def settings_of(args: argparse.Namespace, aux_transfer: str, mps: str) -> ServingSettings:
+def settings_of(args: argparse.Namespace, aux_transfer: str) -> ServingSettings:
     """Few captured sizes, so that a server starts soon."""
     values = {
         "checkpoint": args.checkpoint.resolve(),
@@ -137,7 +137,6 @@ def settings_of(args: argparse.Namespace, aux_transfer: str, mps: str) -> Servin
         "device": args.device,
         "kernels": args.kernels,
         "aux_transfer": aux_transfer,
-        "mps": mps,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": max(args.streams),
         "max_num_batched_tokens": MAX_MODEL_LEN,
@@ -150,9 +149,8 @@ def settings_of(args: argparse.Namespace, aux_transfer: str, mps: str) -> Servin
     return ServingSettings.from_parameters({name: str(value) for name, value in values.items()}, {})
 
 
-def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Console) -> list[Row]:
+def measure(args: argparse.Namespace, aux_transfer: str, console: Console) -> list[Row]:
     """One server's rows, one for each number of streams."""
-    said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "models"
         repository.mkdir()
@@ -161,27 +159,24 @@ def measure(args: argparse.Namespace, aux_transfer: str, mps: str, console: Cons
             (repository / model.name).symlink_to(model.resolve())
         if args.paced is not None:
             put_paced_runners(repository, args)
-        settings = settings_of(args, aux_transfer, mps)
-        with maybe_mps(settings, said.append) as variables:
-            server = make_server(
-                settings, model_repository=repository, log_file=Path(folder) / "log", variables=variables
-            )
-            for name in OWN_MODELS:
-                server.load_too(name)
-            server.start()
-            try:
-                with console.status(f"aux_transfer={aux_transfer} mps={mps}"):
-                    server.wait_until_ready()
-                    is_shared = SHARED in (Path(folder) / "log").read_text(errors="replace")
-                    rows = [_row(args, server, count, is_shared) for count in args.streams]
-            except Exception:
-                sys.stderr.write((Path(folder) / "log").read_text(errors="replace")[-LOG_END:])
-                raise
-            finally:
-                server.stop()
+        settings = settings_of(args, aux_transfer)
+        server = make_server(settings, model_repository=repository, log_file=Path(folder) / "log")
+        for name in OWN_MODELS:
+            server.load_too(name)
+        server.start()
+        try:
+            with console.status(f"aux_transfer={aux_transfer}"):
+                server.wait_until_ready()
+                is_shared = SHARED in (Path(folder) / "log").read_text(errors="replace")
+                rows = [_row(args, server, count, is_shared) for count in args.streams]
+        except Exception:
+            sys.stderr.write((Path(folder) / "log").read_text(errors="replace")[-LOG_END:])
+            raise
+        finally:
+            server.stop()
     if args.in_process:
         add_in_process(args, settings, rows)
-    return [{"aux": "ipc" if is_shared else "tensor", "mps": bool(variables), "mps_said": said, **row} for row in rows]
+    return [{"aux": "ipc" if is_shared else "tensor", **row} for row in rows]
 
 
 def add_in_process(args: argparse.Namespace, settings: ServingSettings, rows: list[Row]) -> None:
@@ -222,7 +217,6 @@ def print_rows(rows: list[Row]) -> None:
     """The split, one line a row."""
     columns = (
         "aux",
-        "mps",
         "streams",
         "call_ms",
         "bare_round_ms",
@@ -264,7 +258,6 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--aux-transfer", nargs="+", default=["auto"])
-    parser.add_argument("--mps", nargs="+", default=["auto"])
     parser.add_argument("--k", type=int, default=3, help="draft tokens; 0: the target alone, and no bare rounds")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=200)
@@ -285,13 +278,12 @@ def main() -> None:
     rates = gpu_rates() if args.device != "cpu" else {}
     print(rates)
     rows: list[Row] = []
-    for mps in args.mps:
-        for aux_transfer in args.aux_transfer:
-            rows += measure(args, aux_transfer, mps, console)
-            print_rows(rows)
-            if args.json:
-                report = {"command": sys.argv, "k": args.k, **rates, "rows": rows}
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+    for aux_transfer in args.aux_transfer:
+        rows += measure(args, aux_transfer, console)
+        print_rows(rows)
+        if args.json:
+            report = {"command": sys.argv, "k": args.k, **rates, "rows": rows}
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

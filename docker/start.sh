@@ -30,6 +30,8 @@ if ! command -v tritonserver >/dev/null; then
   exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port"
 fi
 
+removed=$(python3 -m kimi_backend.config.removed_settings 2>&1) || fail "$removed"
+
 repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
 [ -d "$repository" ] || repository=$here/../model_repository
 models=(kimi_target spec_ensemble)
@@ -41,6 +43,7 @@ for port in "$http_port" "$grpc_port" "$metrics_port"; do
 done
 
 work=$(mktemp -d /tmp/kimi.XXXXXX)
+trap 'rm -rf "$work"' EXIT
 export KIMI_DRAIN_FILE=$work/drain
 region_prefix=kimi_${http_port}_
 secret=${KIMI_ADMIN_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
@@ -68,20 +71,6 @@ command=(
 )
 if [ "${KIMI_DEVICE:-auto}" = cuda ]; then
   command+=(--cuda-memory-pool-byte-size="0:${KIMI_CUDA_POOL_BYTES:-268435456}")
-fi
-
-# shellcheck disable=SC2329 # called by the trap
-clean_up() {
-  [ ! -d "$work/pipe" ] || env -u CUDA_MPS_PIPE_DIRECTORY python3 -m kimi_backend.serving.mps stop "$work" || true
-  rm -rf "$work"
-}
-# Without the daemon each change from the target's process to the draft's costs the GPU about 0.15 ms.
-trap clean_up EXIT
-if [ -n "${KIMI_DRAFT:-}" ] && [ "${KIMI_DEVICE:-auto}" != cpu ] && [ "${KIMI_MPS:-auto}" != off ] &&
-  [ "${KIMI_TENSOR_PARALLEL_SIZE:-1}" = 1 ]; then
-  if lines=$(python3 -m kimi_backend.serving.mps start "$work"); then
-    while read -r line; do export "${line?}"; done <<<"$lines"
-  fi
 fi
 
 is_stopping=

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS, Kind
@@ -107,7 +108,8 @@ def _replace_settings(text: str, lines: list[str]) -> str:
 
 def compose_file(text: str) -> str:
     """docker/compose.yaml, which hands every setting on."""
-    return _replace_settings(text, [f"{name}: ${{{name}:-}}" for name, _ in _offered_settings()])
+    removed = [ENVIRONMENT_PREFIX + name.upper() for name in REMOVED_SETTINGS]  # so that one that is given is refused
+    return _replace_settings(text, [f"{name}: ${{{name}:-}}" for name in (*dict(_offered_settings()), *removed)])
 
 
 def env_example(text: str) -> str:
@@ -149,7 +151,10 @@ def settings_page(text: str) -> str:
         default = f"`{field.default}`" if field.default != "" else "empty"
         variable = f"`{ENVIRONMENT_PREFIX}{field.name.upper()}`"
         rows.append(f"| `{field.name}` | {variable} | {default} | {allowed} | {bounds['effect']} |")
-    return _replace_table(text, "settings", rows)
+    removed = ["| setting | variable | instead |", "| --- | --- | --- |"]
+    for name, instead in REMOVED_SETTINGS.items():
+        removed.append(f"| `{name}` | `{ENVIRONMENT_PREFIX}{name.upper()}` | {instead} |")
+    return _replace_table(_replace_table(text, "settings", rows), "removed settings", removed)
 
 
 def protocol_page(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from kimi_backend.cli.serve import find_model_repository, make_server, maybe_mps
+from kimi_backend.cli.serve import find_model_repository, make_server
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
 from kimi_backend.types import codec
@@ -45,25 +45,24 @@ class Served:
     """A server that answers, and how its runners share the GPU."""
 
     server: EmbeddedServer
-    has_mps: bool
     shares_aux: bool
 
 
 @contextmanager
 def running_server(settings: ServingSettings, log_file: Path) -> Iterator[Served]:
-    """A server over these settings that answers, under the MPS daemon where the settings allow and there is one."""
-    with tempfile.TemporaryDirectory() as folder, maybe_mps(settings, print) as variables:
+    """A server over these settings that answers."""
+    with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)
         own = [Path(__file__).parents[1] / "models" / name for name in CALL_MODELS]
         for model in [find_model_repository() / name for name in MODELS] + own:
             (repository / model.name).symlink_to(model.resolve())
-        server = make_server(settings, model_repository=repository, log_file=log_file, variables=variables)
+        server = make_server(settings, model_repository=repository, log_file=log_file)
         for name in CALL_MODELS:
             server.load_too(name)
         server.start()
         try:
             server.wait_until_ready()
-            yield Served(server, bool(variables), SHARED in log_file.read_text(errors="replace"))
+            yield Served(server, SHARED in log_file.read_text(errors="replace"))
         except Exception:
             sys.stderr.write(log_file.read_text(errors="replace")[-LOG_END:])
             raise
@@ -102,7 +101,6 @@ def measure_served(
     call_ms = call_round_trip_ms(server, batch_size, num_speculative_tokens)
     speculation = result.summary()["speculation"]
     return shape | {
-        "mps": served.has_mps,
         "aux": "buffer" if served.shares_aux else "tensor",
         "served_round_ms": round(statistics.median(gaps), 4) if gaps else None,
         "served_round_p90_ms": round(statistics.quantiles(gaps, n=10)[-1], 4) if len(gaps) > 10 else None,

@@ -1,21 +1,16 @@
-"""The real Triton Server over kimi-nano on a GPU: both ways of handing aux hidden states over, with MPS and without,
-through kills of either runner. The reference kernels, so that every text can be compared with the one in process."""
+"""The real Triton Server over kimi-nano on a GPU: both ways of handing aux hidden states over, through kills of either
+runner. The reference kernels, so that every text can be compared with the one in process."""
 
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 
-from kimi_backend.cli.serve import find_model_repository, maybe_mps
-from kimi_backend.serving.embedded_server import free_port
-from kimi_backend.serving.processes import is_alive
+from kimi_backend.cli.serve import find_model_repository
 from kimi_client import KimiClient, ServerFailed
 from support.nano_requests import MAX_TOKENS, request_fields, run_in_process, run_served
 from support.nano_runs import BLOCK_SIZE, MAX_MODEL_LEN, nano_settings
@@ -47,19 +42,16 @@ def served(client):
     return run_served(client, FIELDS)
 
 
-@pytest.mark.parametrize("mps", ["auto", "off"])
 @pytest.mark.parametrize("aux_transfer", ["ipc", "tensor"])
-def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, aux_transfer, mps):
-    chosen = settings(aux_transfer=aux_transfer, mps=mps)
-    said = []
-    with maybe_mps(chosen, said.append) as variables, running_server(chosen, tmp_path, variables=variables) as server:
+def test_served_tokens_and_acceptance_are_those_in_process(tmp_path, expected, aux_transfer):
+    chosen = settings(aux_transfer=aux_transfer)
+    with running_server(chosen, tmp_path) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         assert served(client) == expected
         assert served(client) == expected  # from the prefix cache
         log = (tmp_path / "server.log").read_text()
         assert (SHARED in log) == (aux_transfer == "ipc")
         assert (SENT in log) == (aux_transfer == "tensor")
-    assert said == ([] if mps == "off" else ["with MPS: target and draft share the GPU without changing contexts"])
 
 
 def captured(**changes):
@@ -67,19 +59,15 @@ def captured(**changes):
     return settings(kernels="triton", aux_transfer="ipc", capture_batch_sizes="8", **changes)
 
 
-@pytest.mark.parametrize("mps", ["auto", "off"])
-def test_captured_drafts_follow_their_verifies(tmp_path, mps):
+def test_captured_drafts_follow_their_verifies(tmp_path):
     """They must be accepted as often as those that wait for the verify, and the texts of requests that run alone are
     equal but for roundings of the draft's, which move a token to another row of a verify."""
     accepted, alone = {}, {}
     for board in ("off", "auto"):
         folder = tmp_path / board
         folder.mkdir()
-        chosen = captured(step_board=board, mps=mps)
-        with (
-            maybe_mps(chosen, lambda _: None) as variables,
-            running_server(chosen, folder, variables=variables) as server,
-        ):
+        chosen = captured(step_board=board)
+        with running_server(chosen, folder) as server:
             client = KimiClient(f"localhost:{server.ports.grpc}")
             alone[board] = [client.generate(**fields, return_token_ids=True).token_ids for fields in FIELDS]
             results = [served(client) for _ in range(3)]
@@ -90,14 +78,10 @@ def test_captured_drafts_follow_their_verifies(tmp_path, mps):
     assert num_equal >= 0.7 * len(FIELDS), f"{num_equal} of {len(FIELDS)} texts are equal"
 
 
-@pytest.mark.parametrize("mps", ["auto", "off"])
-def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path, mps):
+def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path):
     """Killed while a stream of the other waits for them, most likely."""
-    chosen = captured(mps=mps)
-    with (
-        maybe_mps(chosen, lambda _: None) as variables,
-        running_server(chosen, tmp_path, variables=variables) as server,
-    ):
+    chosen = captured()
+    with running_server(chosen, tmp_path) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         served(client)
         for count, model in enumerate(("eagle3_draft", "kimi_target", "eagle3_draft")):
@@ -135,13 +119,9 @@ def test_steps_ahead_give_the_texts_of_lockstep(tmp_path):
     assert texts["true"] == texts["false"]
 
 
-@pytest.mark.parametrize("mps", ["auto", "off"])
-def test_killed_runners_come_back_and_share_again(tmp_path, expected, mps):
-    chosen = settings(aux_transfer="ipc", mps=mps)
-    with (
-        maybe_mps(chosen, lambda _: None) as variables,
-        running_server(chosen, tmp_path, variables=variables) as server,
-    ):
+def test_killed_runners_come_back_and_share_again(tmp_path, expected):
+    chosen = settings(aux_transfer="ipc")
+    with running_server(chosen, tmp_path) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         for model in ("eagle3_draft", "kimi_target"):
             stream = client.stream(**{**FIELDS[0], "max_tokens": KILLED_TOKENS})
@@ -161,7 +141,7 @@ def test_killed_runners_come_back_and_share_again(tmp_path, expected, mps):
 
 def test_unloaded_runners_free_the_gpu_and_come_back(tmp_path, expected):
     """Orderly, not killed: the buffer is unmapped by one process and freed by the other."""
-    chosen = settings(aux_transfer="ipc", mps="off")
+    chosen = settings(aux_transfer="ipc")
     with running_server(chosen, tmp_path) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         assert served(client) == expected
@@ -204,7 +184,7 @@ def test_poisoned_pools_with_cancelled_neighbours(tmp_path, expected, num_blocks
     for model, load in (("kimi_target", "load_target"), ("eagle3_draft", "load_draft")):
         (repository / model / "1/model.py").write_text(POISONED_MODEL.format(load=load))
     longest = min(num_blocks * BLOCK_SIZE, MAX_MODEL_LEN)
-    chosen = settings(kv_tokens=num_blocks * BLOCK_SIZE, max_model_len=longest, mps="off")
+    chosen = settings(kv_tokens=num_blocks * BLOCK_SIZE, max_model_len=longest)
     with running_server(chosen, tmp_path, repository) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         neighbours = [client.stream(**{**FIELDS[i], "seed": 90 + i, "max_tokens": 200}) for i in range(4)]
@@ -218,54 +198,12 @@ def test_poisoned_pools_with_cancelled_neighbours(tmp_path, expected, num_blocks
         assert float(blocks) == num_blocks
 
 
-def mps_daemon(text):
-    """Process id of the daemon whose client this environment makes."""
-    folder = re.search(r"CUDA_MPS_PIPE_DIRECTORY=([^\0\n]+)", text)[1]
-    return int((Path(folder) / "nvidia-cuda-mps-control.pid").read_text())
-
-
-def environment_of(pid):
-    return Path(f"/proc/{pid}/environ").read_text()
-
-
-def test_kimi_serve_runs_under_mps_and_ends_it(tmp_path):
-    port = free_port()
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--grpc-port={port}"]
-    names = ("checkpoint", "draft", "device", "max_model_len", "block_size")
-    variables = {f"KIMI_{name.upper()}": str(getattr(settings(), name)) for name in names}
-    variables |= {"KIMI_KV_TOKENS": str(KV_TOKENS), "KIMI_KERNELS": "reference"}
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=sink, stderr=sink)
-    try:
-        deadline = time.monotonic() + 120
-        while "ready: " not in log.read_text(errors="replace"):
-            assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        assert "with MPS" in log.read_text(errors="replace")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        daemon = mps_daemon(environment_of(children[0]))
-        assert KimiClient(f"localhost:{port}").generate(text_input="x", max_tokens=4).num_output_tokens > 0
-        process.terminate()
-        assert process.wait(60) == 0
-        assert not is_alive(daemon)
-    finally:
-        if process.poll() is None:
-            process.kill()
-
-
-def test_the_start_script_runs_under_mps_and_ends_it(tmp_path):
+def test_the_start_script_serves_on_a_gpu_and_ends(tmp_path):
     names = ("checkpoint", "draft", "device", "max_model_len", "block_size")
     variables = {f"KIMI_{name.upper()}": str(getattr(settings(), name)) for name in names}
     variables |= {"KIMI_KV_TOKENS": str(KV_TOKENS), "KIMI_KERNELS": "reference"}
     with started(tmp_path, variables) as server:
         server.wait_until_healthy()
-        assert "with MPS" in server.log.read_text(errors="replace")
-        prefix = type("Prefix", (), {"shm_prefix": f"kimi_{server.http}_"})
-        daemon = mps_daemon(environment_of(stub_pids(prefix)["kimi_target"]))
-        assert is_alive(daemon)
         assert KimiClient(f"localhost:{server.grpc}").generate(text_input="x", max_tokens=4).num_output_tokens > 0
         server.process.terminate()
         assert server.process.wait(60) == 0
-        assert not is_alive(daemon)

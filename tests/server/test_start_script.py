@@ -155,24 +155,15 @@ def test_a_missing_checkpoint_is_one_clear_message(checkpoint_variable, named):
     assert named in done.stderr
 
 
-def test_without_mps_the_script_says_why_and_goes_on(checkpoint, tmp_path):
-    """`tritonserver` is a stand-in here that keeps its environment."""
-    seen = tmp_path / "seen"
+def test_a_removed_setting_is_named(checkpoint, tmp_path):
+    """Before anything is started; `tritonserver` is a stand-in that would be."""
     stand_in = tmp_path / "tritonserver"
-    stand_in.write_text(f'#!/bin/sh\nenv > "{seen}.part"\nmv "{seen}.part" "{seen}"\nexec sleep 60\n')
+    stand_in.write_text("#!/bin/sh\nexit 9\n")
     stand_in.chmod(0o755)
-    python = Path(sys.executable).parent
-    environment = {**variables(checkpoint), "KIMI_DEVICE": "auto", "PATH": f"{tmp_path}:{python}:/usr/bin:/bin"}
+    environment = {**variables(checkpoint), "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
     environment |= {f"KIMI_{name}_PORT": str(free_port()) for name in ("HTTP", "GRPC", "METRICS")}
-    with subprocess.Popen([START], env=environment, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 30
-        while not seen.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.terminate()
-        _, errors = process.communicate(timeout=30)
-    assert "without MPS: nvidia-cuda-mps-control is not on the PATH" in errors
-    assert process.returncode == 0
-    given = seen.read_text()
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in given
-    work = re.search(r"^KIMI_DRAIN_FILE=(.*)/drain$", given, re.MULTILINE)[1]
-    assert not Path(work).exists()
+    done = subprocess.run([START], env={**environment, "KIMI_MPS": "off"}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "start.sh: setting KIMI_MPS was removed: leave it out" in done.stderr
+    done = subprocess.run([START], env={**environment, "KIMI_MPS": ""}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 9

@@ -28,7 +28,7 @@ FIELDS = request_fields((3, 2, 1, 3))
 
 
 def settings(**changes):
-    values = {"kv_tokens": 16_384, "mps": "off", "aux_transfer": "ipc", "max_speculative_tokens": 3}
+    values = {"kv_tokens": 16_384, "aux_transfer": "ipc", "max_speculative_tokens": 3}
     values |= {"kernels": "triton", "capture_batch_sizes": "1,8"}
     return nano_settings(**{**values, "tensor_parallel_size": 2, **changes})
 

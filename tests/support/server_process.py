@@ -53,15 +53,13 @@ def running_server(
     settings: ServingSettings,
     folder: Path,
     model_repository: Path | None = None,
-    variables: dict[str, str] | None = None,
 ) -> Iterator[EmbeddedServer]:
-    """A server that is ready; its log is `folder`/server.log. variables: more of its environment."""
+    """A server that is ready; its log is `folder`/server.log."""
     server = make_server(
         settings,
         log_file=folder / "server.log",
         drain_folder=folder,
         model_repository=model_repository,
-        variables=variables,
     )
     server.start()
     try:

@@ -1,12 +1,10 @@
 """`kimi serve`: the real Triton Server on this machine, without a container."""
 
-import contextlib
 import dataclasses
 import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -17,11 +15,9 @@ from kimi_backend.cli.openai_endpoint import stop as stop_endpoint
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import ConfigError, ModelUnavailableError
 from kimi_backend.serving.embedded_server import LOCAL_HOST, MODELS, EmbeddedServer, ServerPorts, free_port
-from kimi_backend.serving.mps import MpsUnavailable, start_mps, stop_mps
 from kimi_backend.serving.ports import check_ports
 
 _WATCH_S = 0.2
-_SOCKET_FOLDER = "/tmp"
 DRAIN_FILE_NAME = "drain"
 
 
@@ -56,13 +52,11 @@ def make_server(
     model_repository: Path | None = None,
     log_file: Path | None = None,
     drain_folder: Path | None = None,
-    variables: Mapping[str, str] | None = None,
     ends_with_parent: bool = False,
 ) -> EmbeddedServer:
     """An embedded server over these settings, not started yet.
 
     Args:
-        variables: more of its environment.
         host, ends_with_parent: see `EmbeddedServer`.
 
     Raises:
@@ -72,48 +66,16 @@ def make_server(
         raise ConfigError("setting checkpoint: empty, a checkpoint's folder is needed (--checkpoint)")
     if drain_folder is not None:
         settings = dataclasses.replace(settings, drain_file=str(drain_folder / DRAIN_FILE_NAME))
-    environment = {**settings_as_environment(settings), **(variables or {})}
     return EmbeddedServer(
         model_repository or find_model_repository(),
         ports=ports,
         host=host,
-        environment=environment,
+        environment=settings_as_environment(settings),
         log_file=log_file,
         models=models_to_load(settings),
         exit_timeout_s=max(1, round(settings.drain_timeout_s)),
         ends_with_parent=ends_with_parent,
     )
-
-
-@contextlib.contextmanager
-def maybe_mps(settings: ServingSettings, say: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    """A CUDA MPS daemon for two runners on one GPU, while the context is open, where there can be one.
-
-    Args:
-        say: gets a line on what is done; nothing is said where no GPU is asked for.
-
-    Yields:
-        What makes a process its client; empty without a daemon.
-    """
-    # Ranks that wait for each other inside kernels were not tried under a daemon.
-    is_alone = settings.tensor_parallel_size == 1
-    if settings.mps == "off" or settings.device == "cpu" or not settings.draft or not is_alone:
-        yield {}
-        return
-    # Not below the folder for temporary files, whose path may be too long for a socket.
-    with tempfile.TemporaryDirectory(prefix="kimi_mps_", dir=_SOCKET_FOLDER) as name:
-        folder = Path(name)
-        try:
-            variables = start_mps(folder, os.environ)
-        except MpsUnavailable as problem:
-            say(f"without MPS: {problem}")
-            yield {}
-            return
-        say("with MPS: target and draft share the GPU without changing contexts")
-        try:
-            yield variables
-        finally:
-            stop_mps(folder, os.environ)
 
 
 def serve(
@@ -141,7 +103,7 @@ def serve(
     )
     if openai_port is not None:
         check_ports({"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics, "OpenAI": openai_port})
-    with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder, maybe_mps(settings, console.print) as variables:
+    with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder:
         server = make_server(
             settings,
             ports=ports,
@@ -149,7 +111,6 @@ def serve(
             model_repository=model_repository,
             log_file=log_file,
             drain_folder=Path(folder),
-            variables=variables,
             ends_with_parent=True,
         )
         server.start()

@@ -11,10 +11,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from kimi_backend.config.removed_settings import ENVIRONMENT_PREFIX, REMOVED_SETTINGS, refuse_removed
 from kimi_backend.errors import ConfigError
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
-
-ENVIRONMENT_PREFIX = "KIMI_"
 
 
 def _setting(default: Any, effect: str, **bounds: Any) -> Any:
@@ -137,12 +136,6 @@ class ServingSettings:
         " server; auto takes the buffer where it can.",
         choices=("auto", "ipc", "tensor"),
     )
-    mps: str = _setting(
-        "auto",
-        "Whether to start a CUDA MPS daemon, which saves changing the GPU from the target's process to the draft's;"
-        " auto does it where it can, with one GPU.",
-        choices=("auto", "off"),
-    )
     metrics_interval_s: float = _setting(
         0.25, "Seconds between updates of the custom metrics; 0 turns them off.", minimum=0
     )
@@ -178,10 +171,11 @@ class ServingSettings:
             environment: usually `os.environ`.
 
         Raises:
-            ConfigError: a name nobody knows, or a value that does not parse or is out of range.
+            ConfigError: a name nobody knows or that is gone, or a value that does not parse or is out of range.
         """
+        refuse_removed(parameters, environment)
         known = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = sorted(set(parameters) - set(known) - _SERVER_OWN_PARAMETERS)
+        unknown = sorted(set(parameters) - set(known) - set(REMOVED_SETTINGS) - _SERVER_OWN_PARAMETERS)
         if unknown:
             raise ConfigError(f"parameter {unknown[0]!r} is not a setting; known: {', '.join(known)}")
         hints = typing.get_type_hints(cls)

@@ -1,0 +1,40 @@
+"""A setting that is gone and still given fails by its name, wherever it is given."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kimi_backend.config.removed_settings import REMOVED_SETTINGS
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", REMOVED_SETTINGS)
+def test_it_is_named_with_what_to_do_instead(name: str) -> None:
+    instead = REMOVED_SETTINGS[name]
+    with pytest.raises(ConfigError) as caught:
+        ServingSettings.from_parameters({name: "x"}, {})
+    assert str(caught.value) == f"setting {name} was removed: {instead}"
+    variable = f"KIMI_{name.upper()}"
+    with pytest.raises(ConfigError) as caught:
+        ServingSettings.from_parameters({}, {variable: "x"})
+    assert str(caught.value) == f"setting {variable} was removed: {instead}"
+
+
+@pytest.mark.parametrize("name", REMOVED_SETTINGS)
+def test_an_empty_one_is_not_given(name: str) -> None:
+    """As compose and files of variables leave what nobody sets."""
+    assert ServingSettings.from_parameters({name: ""}, {f"KIMI_{name.upper()}": ""}) == ServingSettings()
+
+
+def test_none_is_a_setting_still() -> None:
+    assert not any(hasattr(ServingSettings(), name) for name in REMOVED_SETTINGS)
+
+
+@pytest.mark.parametrize(("value", "code"), [("off", 2), ("", 0)])
+def test_the_start_script_asks_as_a_program(value: str, code: int) -> None:
+    command = [sys.executable, "-m", "kimi_backend.config.removed_settings"]
+    done = subprocess.run(command, env={"KIMI_MPS": value}, capture_output=True, text=True)
+    assert done.returncode == code
+    assert ("KIMI_MPS was removed" in done.stderr) == bool(code)
