@@ -30,7 +30,7 @@ if ! command -v tritonserver >/dev/null; then
   exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port"
 fi
 
-removed=$(python3 -m kimi_backend.config.removed_settings 2>&1) || fail "$removed"
+problem=$(python3 -m kimi_backend.config.settings 2>&1) || fail "$problem"
 
 repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
 [ -d "$repository" ] || repository=$here/../model_repository

@@ -3,17 +3,23 @@
 A setting `x` is taken from the model's config.pbtxt parameter `x` when that is not empty, else from the environment
 variable `KIMI_X`, else from its default. The three models of one server see the same environment, so `kimi serve` and
 docker compose set variables; a parameter in a config.pbtxt overrides them for that model alone.
+
+    python -m kimi_backend.config.settings      0, or 2 and the reason, of this process's environment
 """
 
 import dataclasses
+import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from kimi_backend.config.removed_settings import ENVIRONMENT_PREFIX, REMOVED_SETTINGS, refuse_removed
+from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.errors import ConfigError
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
+
+ENVIRONMENT_PREFIX = "KIMI_"
 
 
 def _setting(default: Any, effect: str, **bounds: Any) -> Any:
@@ -173,7 +179,7 @@ class ServingSettings:
         Raises:
             ConfigError: a name nobody knows or that is gone, or a value that does not parse or is out of range.
         """
-        refuse_removed(parameters, environment)
+        _refuse_removed(parameters, environment)
         known = {field.name: field for field in dataclasses.fields(cls)}
         unknown = sorted(set(parameters) - set(known) - set(REMOVED_SETTINGS) - _SERVER_OWN_PARAMETERS)
         if unknown:
@@ -189,6 +195,14 @@ class ServingSettings:
 
 
 _SERVER_OWN_PARAMETERS = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})
+
+
+def _refuse_removed(parameters: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    for name, instead in REMOVED_SETTINGS.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        given = name if parameters.get(name) else variable if environment.get(variable) else None
+        if given is not None:
+            raise ConfigError(f"setting {given} was removed: {instead}")
 
 
 def _parse(name: str, text: str, kind: type | types.UnionType) -> Any:
@@ -211,3 +225,11 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         raise ConfigError(f"setting {name}: {value} given, at least {minimum} is allowed")
     if maximum is not None and value > maximum:
         raise ConfigError(f"setting {name}: {value} given, at most {maximum} is allowed")
+
+
+if __name__ == "__main__":
+    try:
+        ServingSettings.from_parameters({}, os.environ)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)

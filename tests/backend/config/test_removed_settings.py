@@ -32,9 +32,15 @@ def test_none_is_a_setting_still() -> None:
     assert not any(hasattr(ServingSettings(), name) for name in REMOVED_SETTINGS)
 
 
-@pytest.mark.parametrize(("value", "code"), [("off", 2), ("", 0)])
-def test_the_start_script_asks_as_a_program(value: str, code: int) -> None:
-    command = [sys.executable, "-m", "kimi_backend.config.removed_settings"]
-    done = subprocess.run(command, env={"KIMI_MPS": value}, capture_output=True, text=True)
-    assert done.returncode == code
-    assert ("KIMI_MPS was removed" in done.stderr) == bool(code)
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"KIMI_MPS": "off"}, "setting KIMI_MPS was removed"),
+        ({"KIMI_BLOCK_SIZE": "17"}, "setting block_size: 17 given"),
+        ({"KIMI_MPS": "", "KIMI_BLOCK_SIZE": "16"}, ""),
+    ],
+)
+def test_the_start_script_asks_as_a_program(variables: dict[str, str], said: str) -> None:
+    command = [sys.executable, "-m", "kimi_backend.config.settings"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stderr[: len(said) or None]) == (2 if said else 0, said)
