@@ -2,7 +2,10 @@
 
 import torch
 
-from kimi_backend.checkpoint.tensor_source import InMemoryTensors
+from kimi_backend.checkpoint.model_specs import draft_tensor_specs
+from kimi_backend.checkpoint.stored_parts import CanonicalTensors
+from kimi_backend.checkpoint.tensor_source import InMemoryTensors, TensorSource
+from kimi_backend.checkpoint.validation import validate_draft
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.models.eagle3_draft import Eagle3Draft
@@ -25,10 +28,32 @@ def build_draft(
     linear_format: LinearFormat = LinearFormat.NONE,
     head_format: LinearFormat | None = None,
 ) -> Eagle3Draft:
-    source, kernels = InMemoryTensors(tensors), kernels or KernelSet.reference()
+    kernels = kernels or KernelSet.reference()
+    return _build(config, InMemoryTensors(tensors), kernels, device, dtype, linear_format, head_format)
+
+
+def _build(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig,
+    source: TensorSource,
+    kernels: KernelSet,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    linear_format: LinearFormat = LinearFormat.NONE,
+    head_format: LinearFormat | None = None,
+) -> Eagle3Draft:
     if isinstance(config, Eagle3MlaDraftConfig):
         return Eagle3MlaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format, head_format)
     return Eagle3MhaDraft(config, source, kernels, SingleRank(), device, dtype, linear_format, head_format)
+
+
+def build_stored_draft(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, tensors: Tensors, kernels: KernelSet | None = None
+) -> Eagle3Draft:
+    """A draft from tensors as a file spells and stacks them, checked as a file is."""
+    source = InMemoryTensors(tensors)
+    canonical = CanonicalTensors.of_draft(source, draft_tensor_specs(config), "draft", ties_head=config.ties_head)
+    validate_draft(config, canonical, "draft")
+    return _build(config, canonical, kernels or KernelSet.reference())
 
 
 class DraftSteps:

@@ -9,7 +9,7 @@ import math
 import torch
 
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
-from kimi_backend.config.rope_config import RopeConfig
+from kimi_backend.config.rope_config import RopeConfig, RopeType
 from support.tiny_checkpoints import Tensors
 
 DraftConfig = Eagle3MlaDraftConfig | Eagle3MhaDraftConfig
@@ -28,18 +28,9 @@ def rotate(x: torch.Tensor, position: int, rope: RopeConfig) -> torch.Tensor:
     dim = len(x)
     out = x.clone()
     for pair in range(dim // 2):
-        frequency = rope.theta ** (-2 * pair / dim)
+        frequency = stretched(rope.theta ** (-2 * pair / dim), pair, dim, rope)
         magnitude = 1.0
         if rope.is_yarn:
-            length = rope.original_max_position_embeddings
-
-            def boundary(turns: float, length: int = length) -> float:
-                return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-            low = max(math.floor(boundary(rope.beta_fast)), 0)
-            high = min(math.ceil(boundary(rope.beta_slow)), dim - 1)
-            ramp = min(max((pair - low) / max(high - low, 0.001), 0.0), 1.0)
-            frequency = frequency * (1 - ramp) + frequency / rope.factor * ramp
             if rope.mscale_all_dim:
                 magnitude = (0.1 * rope.mscale * math.log(rope.factor) + 1) / (
                     0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1
@@ -53,62 +44,100 @@ def rotate(x: torch.Tensor, position: int, rope: RopeConfig) -> torch.Tensor:
     return out
 
 
+def stretched(frequency: float, pair: int, dim: int, rope: RopeConfig) -> float:
+    """A pair's frequency after the extension of the context, in radians a position."""
+    length = rope.original_max_position_embeddings
+    if rope.type is RopeType.DEFAULT:
+        return frequency
+    if rope.type is RopeType.LINEAR:
+        return frequency / rope.factor
+    if rope.type is RopeType.LLAMA3:
+        turns = length * frequency / (2 * math.pi)
+        if turns < rope.low_freq_factor:
+            return frequency / rope.factor
+        if turns > rope.high_freq_factor:
+            return frequency
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        return (1 - smooth) * frequency / rope.factor + smooth * frequency
+
+    def boundary(turns: float) -> float:
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(boundary(rope.beta_fast)), 0)
+    high = min(math.ceil(boundary(rope.beta_slow)), dim - 1)
+    ramp = min(max((pair - low) / max(high - low, 0.001), 0.0), 1.0)
+    return frequency * (1 - ramp) + frequency / rope.factor * ramp
+
+
 class NaiveDraft:
-    """One sequence of a draft; `rows` holds what attention remembers of each row."""
+    """One sequence of a draft; `rows` holds what each layer's attention remembers of each row."""
 
     def __init__(self, config: DraftConfig, tensors: Tensors, layer: str = "layers.0.") -> None:
         self.config = config
         self.weights = {name: tensor.double() for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         self.layer = layer
-        self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
-    def weight(self, name: str) -> torch.Tensor:
-        return self.weights[f"{self.layer}{name}.weight"]
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        normed = norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
+        return normed + self.weights.get(f"{name}.bias", 0.0)
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0.0)
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
         """aux: [C * Ht] of one position."""
         aux = aux.double()
         if self.config.fc_norm:
             chunks = aux.split(self.config.target_hidden_size)
-            aux = torch.cat(
-                [
-                    norm(chunk, self.weights[f"fc_norm.{i}.weight"], self.config.rms_norm_eps)
-                    for i, chunk in enumerate(chunks)
-                ]
-            )
-        return self.weights["fc.weight"] @ aux
+            aux = torch.cat([self.norm(f"fc_norm.{i}", chunk) for i, chunk in enumerate(chunks)])
+        if self.config.norm_before_fc:
+            aux = self.norm("input_norm", aux)
+        return self.linear("fc", aux)
 
     def row(self, hidden: torch.Tensor, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a row: (logits [draft_vocab_size], hidden to feed back [H])."""
-        eps = self.config.rms_norm_eps
-        embedding = norm(self.weights["embed_tokens.weight"][token], self.weight("input_layernorm"), eps)
-        normed_hidden = norm(hidden, self.weight("hidden_norm"), eps)
-        residual = normed_hidden if self.config.norm_before_residual else hidden
-        z = torch.cat([embedding, normed_hidden])
-        attended = self._mla(z) if isinstance(self.config, Eagle3MlaDraftConfig) else self._mha(z)
-        r1 = residual + attended
-        m = norm(r1, self.weight("post_attention_layernorm"), eps)
-        gate, up = self.weight("mlp.gate_proj") @ m, self.weight("mlp.up_proj") @ m
-        u = r1 + self.weight("mlp.down_proj") @ (silu(gate) * up)
-        normed = norm(u, self.weights["norm.weight"], eps)
-        return self.weights["lm_head.weight"] @ normed, normed if self.config.norm_output else u
+        self.rows.append([])
+        stream = hidden
+        for index in range(self.config.num_hidden_layers):
+            layer = self.layer if index == 0 else f"layers.{index}."
+            if index == 0:
+                embedding = self.norm(f"{layer}input_layernorm", self.weights["embed_tokens.weight"][token])
+                normed_hidden = self.norm(f"{layer}hidden_norm", hidden)
+                stream = normed_hidden if self.config.norm_before_residual else hidden
+                z = torch.cat([embedding, normed_hidden])
+            else:
+                z = self.norm(f"{layer}input_layernorm", stream)
+            is_mla = isinstance(self.config, Eagle3MlaDraftConfig)
+            stream = stream + (self._mla(f"{layer}self_attn.", z) if is_mla else self._mha(f"{layer}self_attn.", z))
+            m = self.norm(f"{layer}post_attention_layernorm", stream)
+            gate, up = self.linear(f"{layer}mlp.gate_proj", m), self.linear(f"{layer}mlp.up_proj", m)
+            stream = stream + self.linear(f"{layer}mlp.down_proj", silu(gate) * up)
+        normed = self.norm("norm", stream)
+        head = self.weights.get("lm_head.weight", self.weights["embed_tokens.weight"])
+        return head @ normed, normed if self.config.norm_output else stream
 
-    def _mla(self, z: torch.Tensor) -> torch.Tensor:
+    def _remember(self, first: torch.Tensor, second: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of this layer's rows so far, this one included."""
+        self.rows[-1].append((first, second))
+        layer = len(self.rows[-1]) - 1
+        return [row[layer] for row in self.rows]
+
+    def _mla(self, layer: str, z: torch.Tensor) -> torch.Tensor:
         config = self.config
         assert isinstance(config, Eagle3MlaDraftConfig)
-        position, eps = len(self.rows), config.rms_norm_eps
+        position = len(self.rows) - 1
         nope, rope_dim, heads = config.qk_nope_head_dim, config.qk_rope_head_dim, config.num_attention_heads
         if config.q_lora_rank is None:
-            q = self.weight("self_attn.q_proj") @ z
+            q = self.linear(f"{layer}q_proj", z)
         else:
-            compressed = norm(self.weight("self_attn.q_a_proj") @ z, self.weight("self_attn.q_a_layernorm"), eps)
-            q = self.weight("self_attn.q_b_proj") @ compressed
-        kv_a = self.weight("self_attn.kv_a_proj_with_mqa") @ z
-        latent = norm(kv_a[: config.kv_lora_rank], self.weight("self_attn.kv_a_layernorm"), eps)
-        self.rows.append((latent, rotate(kv_a[config.kv_lora_rank :], position, config.rope)))
+            compressed = self.norm(f"{layer}q_a_layernorm", self.linear(f"{layer}q_a_proj", z))
+            q = self.linear(f"{layer}q_b_proj", compressed)
+        kv_a = self.linear(f"{layer}kv_a_proj_with_mqa", z)
+        latent = self.norm(f"{layer}kv_a_layernorm", kv_a[: config.kv_lora_rank])
+        rows = self._remember(latent, rotate(kv_a[config.kv_lora_rank :], position, config.rope))
         expanded = [
-            (self.weight("self_attn.kv_b_proj") @ latent).view(heads, nope + config.v_head_dim)
-            for latent, _ in self.rows
+            self.linear(f"{layer}kv_b_proj", latent).view(heads, nope + config.v_head_dim) for latent, _ in rows
         ]
         m = 1.0
         if config.rope.is_yarn and config.rope.mscale_all_dim:
@@ -120,22 +149,20 @@ class NaiveDraft:
             scores = torch.stack(
                 [
                     scale * (q_head[:nope] @ kv[head, :nope] + q_rotated @ key)
-                    for kv, (_, key) in zip(expanded, self.rows, strict=True)
+                    for kv, (_, key) in zip(expanded, rows, strict=True)
                 ]
             )
             values = torch.stack([kv[head, nope:] for kv in expanded])
             outputs.append(torch.softmax(scores, 0) @ values)
-        return self.weight("self_attn.o_proj") @ torch.cat(outputs)
+        return self.linear(f"{layer}o_proj", torch.cat(outputs))
 
-    def _mha(self, z: torch.Tensor) -> torch.Tensor:
+    def _mha(self, layer: str, z: torch.Tensor) -> torch.Tensor:
         config = self.config
         assert isinstance(config, Eagle3MhaDraftConfig)
-        position, dim = len(self.rows), config.head_dim
-        q = (self.weight("self_attn.q_proj") @ z).view(-1, dim)
-        k = (self.weight("self_attn.k_proj") @ z).view(-1, dim)
-        v = (self.weight("self_attn.v_proj") @ z).view(-1, dim)
-        self.rows.append((torch.stack([rotate(head, position, config.rope) for head in k]), v))
-        window = self.rows if config.sliding_window is None else self.rows[-config.sliding_window :]
+        position, dim = len(self.rows) - 1, config.head_dim
+        q, k, v = (self.linear(f"{layer}{name}_proj", z).view(-1, dim) for name in "qkv")
+        rows = self._remember(torch.stack([rotate(head, position, config.rope) for head in k]), v)
+        window = rows if config.sliding_window is None else rows[-config.sliding_window :]
         share = config.num_attention_heads // config.num_key_value_heads
         outputs = []
         for head, q_head in enumerate(q):
@@ -143,4 +170,4 @@ class NaiveDraft:
             scores = torch.stack([keys[head // share] @ rotated for keys, _ in window]) / math.sqrt(dim)
             values = torch.stack([values[head // share] for _, values in window])
             outputs.append(torch.softmax(scores, 0) @ values)
-        return self.weight("self_attn.o_proj") @ torch.cat(outputs)
+        return self.linear(f"{layer}o_proj", torch.cat(outputs))

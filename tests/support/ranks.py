@@ -1,6 +1,7 @@
 """Models run by tensor-parallel ranks in processes of their own, over gloo."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from support.counting_source import CountingTensors
 from support.markov_models import markov_draft, markov_draft_config, markov_target
 from support.paged_sequences import PagedSequences
 from support.speculative_loop import SpeculativeLoop
-from support.tiny_checkpoints import random_draft, random_target
+from support.tiny_checkpoints import random_draft, random_target, with_biases
 from support.tiny_configs import draft_config, target_config
 
 AUX_LAYER_IDS = (1, 2, 3)
@@ -45,6 +46,8 @@ def run_models(group: TensorParallelGroup) -> tuple[Outputs, Reads]:
         reads[quantization] = dict(source.elements_read)
     for kind in DRAFT_KINDS:
         outputs |= _run_draft(kind, group, outputs["none aux"], reads)
+    outputs |= _run_draft("mha", group, outputs["none aux"], {}, "biased mha", num_hidden_layers=2)
+    outputs |= _run_draft("mla31", group, outputs["none aux"], {}, "biased mla31", num_hidden_layers=2)
     return outputs | _run_speculation(group), reads
 
 
@@ -94,10 +97,13 @@ def _step_target(target: KimiTarget) -> tuple[torch.Tensor, torch.Tensor | None]
     return target.forward(torch.from_numpy(rows.token_ids), metadata, cache, aux_layer_ids=AUX_LAYER_IDS)
 
 
-def _run_draft(kind: str, group: TensorParallelGroup, aux: torch.Tensor, reads: Reads) -> Outputs:
+def _run_draft(
+    kind: str, group: TensorParallelGroup, aux: torch.Tensor, reads: Reads, biased: str = "", **fields: Any
+) -> Outputs:
+    """biased: what a draft with biases is called."""
     target = target_config(num_hidden_layers=3)
-    config = draft_config(kind, target, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS), draft_vocab_size=48)
-    source = CountingTensors(random_draft(config))
+    config = draft_config(kind, target, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS), draft_vocab_size=48, **fields)
+    source = CountingTensors(with_biases(random_draft(config)) if biased else random_draft(config))
     draft_class: type[Eagle3Draft] = Eagle3MhaDraft if kind == "mha" else Eagle3MlaDraft
     draft = draft_class(config, source, KernelSet.reference(), group, CPU, torch.float32)
     sequences = PagedSequences([NUM_TOKENS])
@@ -107,6 +113,7 @@ def _run_draft(kind: str, group: TensorParallelGroup, aux: torch.Tensor, reads: 
     normed, feedback = draft.forward(torch.from_numpy(rows.token_ids), draft.combine_aux(aux), metadata, cache)
     values, token_ids = draft.argmax(normed)
     reads[kind] = dict(source.elements_read)
+    kind = biased or kind
     names = ("logits", "feedback", "best values", "best token ids")
     results = (draft.compute_logits(normed), feedback, values, token_ids)
     return {f"{kind} {name}": result for name, result in zip(names, results, strict=True)}

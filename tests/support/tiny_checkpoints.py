@@ -63,22 +63,30 @@ def random_draft(
     with_head: bool = True,
     layer_prefix: str = "layers.0.",
 ) -> Tensors:
-    """A checkpoint that fits the config; d2t and t2d when its vocabulary is smaller than the target's."""
+    """A checkpoint that fits the config; d2t and t2d when its vocabulary is smaller than the target's.
+
+    Args:
+        layer_prefix: what the first layer is called.
+    """
     random = _Random(seed)
-    hidden = config.hidden_size
-    tensors = {
-        "fc.weight": random.matrix(hidden, config.num_aux_hidden_states * config.target_hidden_size),
-        layer_prefix + "input_layernorm.weight": random.norm(hidden),
-        layer_prefix + "hidden_norm.weight": random.norm(hidden),
-        layer_prefix + "post_attention_layernorm.weight": random.norm(hidden),
-        "norm.weight": random.norm(hidden),
-        **_mlp(random, layer_prefix + "mlp.", hidden, config.intermediate_size),
-    }
-    attention = layer_prefix + "self_attn."
-    if isinstance(config, Eagle3MlaDraftConfig):
-        tensors |= _mla(random, attention, config, hidden, 2 * hidden)
-    else:
-        tensors |= _mha(random, attention, config)
+    hidden, aux_width = config.hidden_size, config.num_aux_hidden_states * config.target_hidden_size
+    tensors = {"fc.weight": random.matrix(hidden, aux_width)}
+    for index in range(config.num_hidden_layers):
+        layer = f"layers.{index}." if index else layer_prefix
+        input_size = hidden if index else 2 * hidden
+        tensors[layer + "input_layernorm.weight"] = random.norm(hidden)
+        if index == 0:
+            tensors[layer + "hidden_norm.weight"] = random.norm(hidden)
+        tensors[layer + "post_attention_layernorm.weight"] = random.norm(hidden)
+        if index == 0:
+            tensors["norm.weight"] = random.norm(hidden)
+        tensors |= _mlp(random, layer + "mlp.", hidden, config.intermediate_size)
+        if isinstance(config, Eagle3MlaDraftConfig):
+            tensors |= _mla(random, layer + "self_attn.", config, hidden, input_size)
+        else:
+            tensors |= _mha(random, layer + "self_attn.", config, input_size)
+    if config.norm_before_fc:
+        tensors["input_norm.weight"] = random.norm(aux_width)
     if config.fc_norm:
         for chunk in range(config.num_aux_hidden_states):
             tensors[f"fc_norm.{chunk}.weight"] = random.norm(config.target_hidden_size)
@@ -91,6 +99,28 @@ def random_draft(
         tensors["d2t"] = token_ids - torch.arange(config.draft_vocab_size)
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, token_ids, True)
     return tensors
+
+
+def with_biases(tensors: Tensors, seed: int = 9) -> Tensors:
+    """The same draft with a bias beside every matrix and norm that may have one."""
+    random = _Random(seed)
+    biases = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and not module.endswith(
+            ("embed_tokens", "lm_head", "kv_b_proj", "kv_a_layernorm", "q_a_layernorm")
+        ):
+            biases[f"{module}.bias"] = 0.5 * random.normal(tensor.shape[0])
+    return {**tensors, **biases}
+
+
+def quantize_fp8(tensors: Tensors) -> Tensors:
+    """The same draft with every matrix but the vocabulary's in fp8."""
+    stored: Tensors = {}
+    for name, tensor in tensors.items():
+        is_linear = tensor.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))
+        stored |= _fp8(name, tensor) if is_linear else {name: tensor}
+    return stored
 
 
 def dequantized(tensors: Tensors) -> Tensors:
@@ -151,13 +181,13 @@ def _mla(random: _Random, prefix: str, dims: MlaDims, hidden: int, input_size: i
     }
 
 
-def _mha(random: _Random, prefix: str, config: Eagle3MhaDraftConfig) -> Tensors:
+def _mha(random: _Random, prefix: str, config: Eagle3MhaDraftConfig, input_size: int) -> Tensors:
     q_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
     return {
-        prefix + "q_proj.weight": random.matrix(q_width, 2 * config.hidden_size),
-        prefix + "k_proj.weight": random.matrix(kv_width, 2 * config.hidden_size),
-        prefix + "v_proj.weight": random.matrix(kv_width, 2 * config.hidden_size),
+        prefix + "q_proj.weight": random.matrix(q_width, input_size),
+        prefix + "k_proj.weight": random.matrix(kv_width, input_size),
+        prefix + "v_proj.weight": random.matrix(kv_width, input_size),
         prefix + "o_proj.weight": random.matrix(config.hidden_size, q_width),
     }
 

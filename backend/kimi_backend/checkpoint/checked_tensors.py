@@ -10,7 +10,7 @@ from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole, TensorSpec
 from kimi_backend.errors import CheckpointError
 
 _SCALES = (TensorRole.INT4_SCALES, TensorRole.FP8_SCALES)
-_FINITE = (*_SCALES, TensorRole.ROUTER_BIAS, TensorRole.NORM)
+_FINITE = (*_SCALES, TensorRole.ROUTER_BIAS, TensorRole.NORM, TensorRole.BIAS)
 VALUE_CHECKED_ROLES = (*_FINITE, TensorRole.INT4_SHAPE)
 
 
@@ -22,6 +22,8 @@ def value_problems(name: str, spec: TensorSpec, values: torch.Tensor) -> list[st
         return [] if found == expected else [f"{name}: expected the values {expected}, found {found}"]
     if spec.role not in _FINITE:
         return []
+    if values.dtype.itemsize == 1:
+        values = values.float()  # float8 has no comparisons
     # One pass over what may be gigabytes: a NaN anywhere makes both ends NaN.
     low, high = (float(end) for end in values.aminmax()) if values.numel() else (0.0, 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):

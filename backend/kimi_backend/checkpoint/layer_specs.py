@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
@@ -15,6 +16,24 @@ NIBBLES_PER_WORD = 8
 
 def norm_spec(dtype: str, size: int, *, is_required: bool = True) -> TensorSpec:
     return TensorSpec(role=TensorRole.NORM, shape=(size,), dtypes=float_dtypes(dtype), is_required=is_required)
+
+
+def bias_spec(dtype: str, size: int, *, is_required: bool = False) -> TensorSpec:
+    return TensorSpec(role=TensorRole.BIAS, shape=(size,), dtypes=float_dtypes(dtype), is_required=is_required)
+
+
+def biased_norm_specs(name: str, dtype: str, size: int) -> Iterator[tuple[str, TensorSpec]]:
+    """A norm of a draft, whose file may hold a bias."""
+    yield f"{name}.weight", norm_spec(dtype, size)
+    yield f"{name}.bias", bias_spec(dtype, size)
+
+
+class Bias(Enum):
+    """Of a linear layer in a file."""
+
+    NONE = "there is none"
+    OPTIONAL = "the file decides"
+    REQUIRED = "the config says it"
 
 
 def matrix_spec(dtype: str, out_features: int, in_features: int, *, is_required: bool = True) -> TensorSpec:
@@ -41,8 +60,15 @@ class LinearSpecs:
 
     dtype: str
     quantization: QuantizationConfig
+    bias: Bias = Bias.NONE
+    """Of layers that say nothing else."""
 
-    def specs(self, module: str, out_features: int, in_features: int) -> Iterator[tuple[str, TensorSpec]]:
+    def specs(
+        self, module: str, out_features: int, in_features: int, bias: Bias | None = None
+    ) -> Iterator[tuple[str, TensorSpec]]:
+        bias = self.bias if bias is None else bias
+        if bias is not Bias.NONE:
+            yield f"{module}.bias", bias_spec(self.dtype, out_features, is_required=bias is Bias.REQUIRED)
         if not self.quantization.quantizes(module):
             yield f"{module}.weight", matrix_spec(self.dtype, out_features, in_features)
         elif self.quantization.method is QuantizationMethod.INT4:
@@ -96,35 +122,40 @@ def _fp8(module: str, out_features: int, in_features: int, block_size: int) -> I
         TensorSpec(
             role=TensorRole.FP8_SCALES,
             shape=(-(-out_features // block_size), -(-in_features // block_size)),
-            dtypes=(torch.float32, torch.bfloat16),
+            dtypes=(torch.float32, torch.bfloat16, torch.float8_e8m0fnu),
             matrix_shape=matrix,
+            rows_each=block_size,
         ),
     )
 
 
 def mla_specs(
-    prefix: str, dims: MlaDims, linear: LinearSpecs, input_size: int, output_size: int
+    prefix: str, dims: MlaDims, linear: LinearSpecs, input_size: int, output_size: int, bias: Bias = Bias.NONE
 ) -> Iterator[tuple[str, TensorSpec]]:
+    """bias: of the projections that DeepSeek's `attention_bias` means: both down-projections."""
     num_heads = dims.num_attention_heads
     if dims.q_lora_rank is None:
         yield from linear.specs(f"{prefix}.q_proj", num_heads * dims.qk_head_dim, input_size)
     else:
-        yield from linear.specs(f"{prefix}.q_a_proj", dims.q_lora_rank, input_size)
+        yield from linear.specs(f"{prefix}.q_a_proj", dims.q_lora_rank, input_size, bias)
         yield f"{prefix}.q_a_layernorm.weight", norm_spec(linear.dtype, dims.q_lora_rank)
         yield from linear.specs(f"{prefix}.q_b_proj", num_heads * dims.qk_head_dim, dims.q_lora_rank)
-    yield from linear.specs(f"{prefix}.kv_a_proj_with_mqa", dims.latent_dim, input_size)
+    yield from linear.specs(f"{prefix}.kv_a_proj_with_mqa", dims.latent_dim, input_size, bias)
     yield f"{prefix}.kv_a_layernorm.weight", norm_spec(linear.dtype, dims.kv_lora_rank)
     kv_rows = num_heads * (dims.qk_nope_head_dim + dims.v_head_dim)
-    yield from linear.specs(f"{prefix}.kv_b_proj", kv_rows, dims.kv_lora_rank)
+    yield from linear.specs(f"{prefix}.kv_b_proj", kv_rows, dims.kv_lora_rank, Bias.NONE)
     yield from linear.specs(f"{prefix}.o_proj", output_size, num_heads * dims.v_head_dim)
 
 
-def mha_specs(prefix: str, config: Eagle3MhaDraftConfig, linear: LinearSpecs) -> Iterator[tuple[str, TensorSpec]]:
+def mha_specs(
+    prefix: str, config: Eagle3MhaDraftConfig, linear: LinearSpecs, input_size: int, bias: Bias
+) -> Iterator[tuple[str, TensorSpec]]:
+    """bias: of queries, keys and values."""
     q_rows = config.num_attention_heads * config.head_dim
     kv_rows = config.num_key_value_heads * config.head_dim
-    yield from linear.specs(f"{prefix}.q_proj", q_rows, 2 * config.hidden_size)
-    yield from linear.specs(f"{prefix}.k_proj", kv_rows, 2 * config.hidden_size)
-    yield from linear.specs(f"{prefix}.v_proj", kv_rows, 2 * config.hidden_size)
+    yield from linear.specs(f"{prefix}.q_proj", q_rows, input_size, bias)
+    yield from linear.specs(f"{prefix}.k_proj", kv_rows, input_size, bias)
+    yield from linear.specs(f"{prefix}.v_proj", kv_rows, input_size, bias)
     yield from linear.specs(f"{prefix}.o_proj", config.hidden_size, q_rows)
 
 

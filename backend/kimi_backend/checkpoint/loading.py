@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from kimi_backend.checkpoint.checked_tensors import CheckedTensors
-from kimi_backend.checkpoint.draft_names import DraftTensors
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.progress import WatchedTensors, byte_progress
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.safetensors_source import SafetensorsSource
+from kimi_backend.checkpoint.stored_parts import CanonicalTensors
 from kimi_backend.checkpoint.tensor_source import TensorSource
 from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole
 from kimi_backend.checkpoint.validation import validate_draft, validate_target
@@ -50,10 +50,11 @@ class TargetCheckpoint:
         """
         _require_folder(path)
         config = KimiModelConfig.from_hf_json(path)
-        source = SafetensorsSource.open(path)
-        validate_target(config, source, str(path))
-        checked = CheckedTensors(source, target_tensor_specs(config), str(path))
-        return cls(Path(path), config, source, checked, source.num_bytes())
+        source, specs = SafetensorsSource.open(path), target_tensor_specs(config)
+        tensors = CanonicalTensors.of_target(source, specs, str(path))
+        validate_target(config, tensors, str(path))
+        checked = CheckedTensors(tensors, specs, str(path))
+        return cls(Path(path), config, tensors, checked, source.num_bytes())
 
     @classmethod
     def dummy(cls, path: str | Path, device: torch.device) -> "TargetCheckpoint":
@@ -92,10 +93,10 @@ class DraftCheckpoint:
         """Raises as `TargetCheckpoint.open`."""
         _require_folder(path)
         config = Eagle3DraftConfig.from_hf_json(path, target, overrides)
-        source = SafetensorsSource.open(path)
-        tensors = DraftTensors(source, str(path))
+        source, specs = SafetensorsSource.open(path), draft_tensor_specs(config, overrides)
+        tensors = CanonicalTensors.of_draft(source, specs, str(path), ties_head=config.ties_head)
         validate_draft(config, tensors, str(path), overrides)
-        checked = CheckedTensors(tensors, draft_tensor_specs(config, overrides), str(path))
+        checked = CheckedTensors(tensors, specs, str(path))
         return cls(Path(path), config, tensors, checked, source.num_bytes())
 
     @classmethod

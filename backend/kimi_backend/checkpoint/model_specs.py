@@ -9,7 +9,10 @@ from collections.abc import Iterator
 import torch
 
 from kimi_backend.checkpoint.layer_specs import (
+    Bias,
     LinearSpecs,
+    bias_spec,
+    biased_norm_specs,
     embedding_spec,
     matrix_spec,
     mha_specs,
@@ -26,7 +29,6 @@ from kimi_backend.config.draft_config import (
     Eagle3MlaDraftConfig,
 )
 from kimi_backend.config.model_config import KimiModelConfig
-from kimi_backend.config.quantization_config import QuantizationConfig
 
 DRAFT_LAYER = "layers.0"
 
@@ -39,7 +41,7 @@ def target_tensor_specs(config: KimiModelConfig) -> Specs:
 def draft_tensor_specs(
     config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, overrides: DraftOverrides = NO_OVERRIDES
 ) -> Specs:
-    """All tensors of a draft, under their canonical names (`draft_names.canonical_draft_name`).
+    """All tensors of a draft, under their canonical names (`stored_parts.canonical_draft_name`).
 
     Args:
         overrides: those that `config` was read with: norms that the operator switched off may stay in the file.
@@ -90,26 +92,42 @@ def _layer_specs(config: KimiModelConfig, layer: int) -> Iterator[tuple[str, Ten
 def _draft_specs(
     config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, overrides: DraftOverrides
 ) -> Iterator[tuple[str, TensorSpec]]:
-    hidden_size, layer = config.hidden_size, DRAFT_LAYER
-    linear = LinearSpecs(config.dtype, QuantizationConfig())
+    hidden_size, dtype = config.hidden_size, config.dtype
+    linear = LinearSpecs(dtype, config.quantization, Bias.OPTIONAL)
     # A matrix of the target's shape that the file lacks is the target's own.
     may_share = hidden_size == config.target_hidden_size
-    yield "embed_tokens.weight", embedding_spec(config.dtype, config.vocab_size, hidden_size, is_required=not may_share)
-    yield "fc.weight", matrix_spec(config.dtype, hidden_size, config.num_aux_hidden_states * config.target_hidden_size)
+    yield "embed_tokens.weight", embedding_spec(dtype, config.vocab_size, hidden_size, is_required=not may_share)
+    aux_width = config.num_aux_hidden_states * config.target_hidden_size
+    yield from linear.specs("fc", hidden_size, aux_width)
+    if config.norm_before_fc:
+        yield from biased_norm_specs("input_norm", dtype, aux_width)
     if config.fc_norm or overrides.fc_norm is False:
         for chunk in range(config.num_aux_hidden_states):
-            spec = norm_spec(config.dtype, config.target_hidden_size, is_required=config.fc_norm)
+            spec = norm_spec(dtype, config.target_hidden_size, is_required=config.fc_norm)
             yield f"fc_norm.{chunk}.weight", spec
-    yield f"{layer}.input_layernorm.weight", norm_spec(config.dtype, hidden_size)
-    yield f"{layer}.hidden_norm.weight", norm_spec(config.dtype, hidden_size)
-    if isinstance(config, Eagle3MlaDraftConfig):
-        yield from mla_specs(f"{layer}.self_attn", config, linear, 2 * hidden_size, hidden_size)
-    else:
-        yield from mha_specs(f"{layer}.self_attn", config, linear)
-    yield f"{layer}.post_attention_layernorm.weight", norm_spec(config.dtype, hidden_size)
-    yield from mlp_specs(f"{layer}.mlp", linear, hidden_size, config.intermediate_size)
-    yield "norm.weight", norm_spec(config.dtype, hidden_size)
+            yield f"fc_norm.{chunk}.bias", bias_spec(dtype, config.target_hidden_size)
+    for index in range(config.num_hidden_layers):
+        yield from _draft_layer_specs(config, index, linear)
+    yield from biased_norm_specs("norm", dtype, hidden_size)
     yield from _draft_head_specs(config, may_share)
+
+
+def _draft_layer_specs(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, index: int, linear: LinearSpecs
+) -> Iterator[tuple[str, TensorSpec]]:
+    """The first layer reads the embedding beside the hidden state, later ones the hidden state alone."""
+    hidden_size, layer = config.hidden_size, f"layers.{index}"
+    input_size = hidden_size if index else 2 * hidden_size
+    bias = Bias.REQUIRED if config.attention_bias else Bias.OPTIONAL
+    yield from biased_norm_specs(f"{layer}.input_layernorm", config.dtype, hidden_size)
+    if index == 0:
+        yield from biased_norm_specs(f"{layer}.hidden_norm", config.dtype, hidden_size)
+    if isinstance(config, Eagle3MlaDraftConfig):
+        yield from mla_specs(f"{layer}.self_attn", config, linear, input_size, hidden_size, bias)
+    else:
+        yield from mha_specs(f"{layer}.self_attn", config, linear, input_size, bias)
+    yield from biased_norm_specs(f"{layer}.post_attention_layernorm", config.dtype, hidden_size)
+    yield from mlp_specs(f"{layer}.mlp", linear, hidden_size, config.intermediate_size)
 
 
 def _draft_head_specs(config: Eagle3DraftConfig, may_share: bool) -> Iterator[tuple[str, TensorSpec]]:

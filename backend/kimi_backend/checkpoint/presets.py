@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from kimi_backend.config.aux_layers import AUX_LAYER_IDS_FIELD, ENCODING_FIELD
-from kimi_backend.config.draft_config import MHA_ARCHITECTURE, MLA_ARCHITECTURE
+from kimi_backend.config.draft_fields import MHA_ARCHITECTURE, MLA_ARCHITECTURE
 from kimi_backend.config.model_config import MULTIMODAL_ARCHITECTURE, TEXT_ARCHITECTURE
 from kimi_backend.config.quantization_config import QuantizationMethod
 

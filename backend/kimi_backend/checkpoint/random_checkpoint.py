@@ -55,13 +55,15 @@ def write_random_draft(
     write_config(folder, config_json)
     specs = draft_tensor_specs(config)
     has_full_vocabulary = config.draft_vocab_size == config.vocab_size
-    names = [name for name, spec in specs.items() if not (has_full_vocabulary and spec.role in _VOCABULARY_MAPS)]
+    tensors = RandomTensors(specs, seed)
+    left_out = _VOCABULARY_MAPS if has_full_vocabulary else ()
+    names = [name for name, spec in specs.items() if name in tensors.names() and spec.role not in left_out]
     # Public Llama drafts call their layer `midlayer`, the MLA ones `layers.0`.
     layer = "midlayer" if isinstance(config, Eagle3MhaDraftConfig) else DRAFT_LAYER
     with byte_progress("writing draft", _num_bytes({name: specs[name] for name in names})) as advance:
         write_checkpoint(
             folder,
-            RandomTensors(specs, seed),
+            tensors,
             names,
             shard_bytes=shard_bytes,
             stored_name=lambda name: name.replace(f"{DRAFT_LAYER}.", f"{layer}.", 1),

@@ -25,15 +25,21 @@ _SCALE_SPREAD = 0.25
 @dataclass(frozen=True, slots=True)
 class RandomTensors:
     """A `TensorSource` of random weights. The same (seed, name, dtype, shape) gives the same values on every read,
-    whatever the slice; a read makes only the rows that it needs."""
+    whatever the slice; a read makes only the rows that it needs. Biases that a file may lack are left out."""
 
     specs: Specs
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where tensors are made and handed out, vocabulary maps apart. Another kind of device gives other values."""
 
+    _names: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = (name for name, spec in self.specs.items() if spec.is_required or spec.role is not TensorRole.BIAS)
+        object.__setattr__(self, "_names", frozenset(names))
+
     def names(self) -> frozenset[str]:
-        return frozenset(self.specs)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._spec(name).shape
@@ -110,6 +116,6 @@ def _make(spec: TensorSpec, num_rows: int, generator: torch.Generator) -> torch.
 def _std(spec: TensorSpec) -> float:
     if spec.role is TensorRole.EMBEDDING:
         return 1.0
-    if spec.role is TensorRole.ROUTER_BIAS:
+    if spec.role in (TensorRole.ROUTER_BIAS, TensorRole.BIAS):
         return _BIAS_STD
     return float(spec.shape[1] ** -0.5)

@@ -14,7 +14,13 @@ from kimi_backend.errors import CheckpointError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TEXT_PREFIX = "language_model."
-SKIPPED_PREFIXES = ("vision_tower.", "mm_projector.")
+_LATER_TEXT_PREFIX = "model.language_model."
+"""Of transformers 5: `model.language_model.layers…` beside `lm_head`."""
+SKIPPED_PREFIXES = tuple(
+    prefix + part
+    for prefix in ("", "model.")
+    for part in ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
+)
 _SHARD_NAME = re.compile(r".*-of-0*(\d+)\.safetensors$")
 
 TORCH_DTYPES = {
@@ -30,6 +36,7 @@ TORCH_DTYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -47,7 +54,7 @@ class StoredTensor:
 class SafetensorsSource:
     """A `TensorSource` over memory-mapped files: `read` touches only the bytes that it returns.
 
-    Names lose a `language_model.` prefix; vision and projector tensors are left out.
+    Names are those of a text model, `model.layers…` and `lm_head…`; vision and projector tensors are left out.
     """
 
     path: Path
@@ -211,12 +218,18 @@ def _text_tensors(tensors: dict[str, StoredTensor], path: Path) -> dict[str, Sto
     for stored_name, stored in tensors.items():
         if stored_name.startswith(SKIPPED_PREFIXES):
             continue
-        other = kept.setdefault(stored_name.removeprefix(TEXT_PREFIX), stored)
+        other = kept.setdefault(_text_name(stored_name), stored)
         if other is not stored:
             problems.append(f"tensors {other.stored_name!r} and {stored_name!r} are the same one, expected one of them")
     if problems:
         raise CheckpointError(str(path), problems)
     return kept
+
+
+def _text_name(stored_name: str) -> str:
+    if stored_name.startswith(_LATER_TEXT_PREFIX):
+        return f"model.{stored_name.removeprefix(_LATER_TEXT_PREFIX)}"
+    return stored_name.removeprefix(TEXT_PREFIX)
 
 
 def _product(shape: tuple[int, ...]) -> int:

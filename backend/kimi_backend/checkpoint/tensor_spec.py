@@ -12,6 +12,7 @@ class TensorRole(Enum):
     """What a tensor is for, which says what sane values look like."""
 
     NORM = "norm weight"
+    BIAS = "bias"
     LINEAR = "matrix"
     EMBEDDING = "embedding"
     ROUTER_BIAS = "router's correction bias"
@@ -34,6 +35,8 @@ class TensorSpec:
     """Allowed; the first is what `make-checkpoint` writes."""
     matrix_shape: tuple[int, int] | None = None
     """[out_features, in_features] of the matrix that a quantised tensor is part of."""
+    rows_each: int = 0
+    """Rows of that matrix that a row of an fp8 scale covers; 0 for other roles."""
     is_required: bool = True
 
     @property

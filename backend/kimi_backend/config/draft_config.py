@@ -1,20 +1,22 @@
 """`Eagle3DraftConfig`: an EAGLE3 or EAGLE3.1 draft's config.json, parsed once against its target, checked, frozen."""
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kimi_backend.config.aux_layers import AUX_LAYER_IDS_FIELD, resolve_aux_layer_ids
+from kimi_backend.config.draft_fields import DraftAttention, DraftFields
 from kimi_backend.config.json_fields import JsonFields, JsonSource, describe_source, load_json_object
+from kimi_backend.config.known_fields import account_for_draft
 from kimi_backend.config.mla_dims import MlaDims, kv_item_bytes, read_q_lora_rank, read_rope_head_dim
 from kimi_backend.config.model_config import KimiModelConfig, read_dtype
+from kimi_backend.config.quantization_config import QuantizationConfig
 from kimi_backend.config.rope_config import RopeConfig
 from kimi_backend.errors import ConfigError
 
-MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
-MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
-ARCHITECTURES = (MLA_ARCHITECTURE, MHA_ARCHITECTURE)
+MAX_DRAFT_LAYERS = 16
+"""Well above any draft; a number beyond it is a damaged file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +50,22 @@ NO_OVERRIDES = DraftOverrides()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3DraftConfig(ABC):
-    """What both kinds of draft share: one dense decoder layer whose attention reads [embedding; hidden].
+    """What both kinds of draft share: dense decoder layers, of which the first one's attention reads
+    [embedding; hidden].
 
     Names are those of the file, but for aux_layer_ids.
     """
 
     hidden_size: int
+    num_hidden_layers: int
     intermediate_size: int
     num_attention_heads: int
     rope: RopeConfig
     rms_norm_eps: float
     max_position_embeddings: int
+    """The target's, which decides how long a sequence may be."""
+    trained_positions: int | None
+    """The file's own `max_position_embeddings`."""
     vocab_size: int
     """The target's."""
     draft_vocab_size: int
@@ -69,11 +76,23 @@ class Eagle3DraftConfig(ABC):
     """R(j) captured from the target; fc reads len(aux_layer_ids) * target_hidden_size."""
     fc_norm: bool
     """EAGLE3.1: each aux chunk gets its own RMSNorm before fc."""
+    norm_before_fc: bool
+    """One RMSNorm over all aux chunks side by side before fc; never beside fc_norm."""
     norm_output: bool
     """EAGLE3.1: the next step reads the normed hidden state, not the raw one."""
     norm_before_residual: bool
     """The residual stream starts from the normed hidden state, not from the raw one."""
+    attention_bias: bool
+    """The attention's projections have biases. Other biases are the draft's if they are in its file."""
+    ties_head: bool
+    """Where the file lacks a head, the draft's embedding is it."""
     dtype: str
+    quantization: QuantizationConfig
+    """Of the linear layers in the file."""
+    aux_layer_rule: str = dataclasses.field(default="", compare=False)
+    """How aux_layer_ids came about, for the log."""
+    warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """What the user must be told about the file."""
 
     @staticmethod
     def from_hf_json(
@@ -88,15 +107,12 @@ class Eagle3DraftConfig(ABC):
         Raises:
             ConfigError: a field is missing, of the wrong type, unsupported, or does not fit the target.
         """
-        fields = JsonFields(load_json_object(source), describe_source(source, "draft config.json"))
-        names = fields.strings("architectures")
-        if len(names) != 1 or names[0] not in ARCHITECTURES:
-            raise fields.error("architectures", " or ".join(repr([name]) for name in ARCHITECTURES))
-        eagle = _EagleFields(fields, fields.object("eagle_config"))
-        _refuse_unsupported(fields, eagle)
-        if names[0] == MLA_ARCHITECTURE:
-            return _read_mla(fields, eagle, target, overrides)
-        return _read_mha(fields, eagle, target, overrides)
+        top = JsonFields(load_json_object(source), describe_source(source, "draft config.json"))
+        fields = DraftFields.of(top)
+        is_mla = fields.attention is DraftAttention.MLA
+        config = _read_mla(fields, target, overrides) if is_mla else _read_mha(fields, target, overrides)
+        account_for_draft(top)
+        return replace(config, warnings=tuple(top.warnings))
 
     @property
     def num_aux_hidden_states(self) -> int:
@@ -112,8 +128,8 @@ class Eagle3MlaDraftConfig(Eagle3DraftConfig, MlaDims):
     """A draft whose attention is the target's kind (`Eagle3DeepseekV2ForCausalLM`)."""
 
     def kv_bytes_per_token(self, kv_cache_dtype: str = "bfloat16", tp_size: int = 1) -> int:
-        """Bytes that one token's latent takes; the same on every rank."""
-        return self.latent_dim * kv_item_bytes(kv_cache_dtype)
+        """Bytes that one token's latents take in all layers; the same on every rank."""
+        return self.num_hidden_layers * self.latent_dim * kv_item_bytes(kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,72 +148,11 @@ class Eagle3MhaDraftConfig(Eagle3DraftConfig):
     def kv_bytes_per_token(self, kv_cache_dtype: str = "bfloat16", tp_size: int = 1) -> int:
         """Bytes that one token's keys and values take on one rank, which holds its share of the heads."""
         local_heads = max(1, self.num_key_value_heads // tp_size)
-        return 2 * local_heads * self.head_dim * kv_item_bytes(kv_cache_dtype)
+        return self.num_hidden_layers * 2 * local_heads * self.head_dim * kv_item_bytes(kv_cache_dtype)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _EagleFields:
-    """Fields that stand in `eagle_config` or, in other exports, at the top level."""
-
-    top: JsonFields
-    nested: JsonFields | None
-
-    def holding(self, field: str) -> JsonFields:
-        if self.nested is None or not self.nested.has(field):
-            return self.top
-        if self.top.has(field) and self.top.data[field] != self.nested.data[field]:
-            raise self.nested.error(field, f"{self.top.data[field]!r} as at the top level, or only one of the two")
-        return self.nested
-
-    def boolean(self, field: str, default: bool) -> bool:
-        return self.holding(field).boolean(field, default)
-
-
-def _refuse_unsupported(fields: JsonFields, eagle: _EagleFields) -> None:
-    fields.integer("num_hidden_layers", 1, maximum=1)
-    fields.require("hidden_act", "silu")
-    fields.require("attention_bias", False)
-    fields.require("mlp_bias", False)
-    fields.require("tie_word_embeddings", False)
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "none (drafts are served in the dtype of their file)")
-    eagle.holding("use_aux_hidden_state").require("use_aux_hidden_state", True)
-    eagle.holding("norm_before_fc").require("norm_before_fc", False)
-
-
-def _read_fc_norm(eagle: _EagleFields) -> bool:
-    """`fc_norm`, once called `use_aux_norm`."""
-    legacy = eagle.boolean("use_aux_norm", False)
-    fc_norm = eagle.boolean("fc_norm", legacy)
-    if fc_norm != legacy and eagle.holding("use_aux_norm").has("use_aux_norm"):
-        raise eagle.holding("fc_norm").error(
-            "fc_norm", f"{legacy} as its older name use_aux_norm, or only one of the two"
-        )
-    return fc_norm
-
-
-def _read_aux_layer_ids(eagle: _EagleFields, target: KimiModelConfig, overrides: DraftOverrides) -> tuple[int, ...]:
-    fields = eagle.holding(AUX_LAYER_IDS_FIELD)
-    ids = resolve_aux_layer_ids(fields, target.num_hidden_layers, overrides.aux_layer_ids)
-    counted = eagle.holding("num_aux_hidden_states")
-    if counted.integer("num_aux_hidden_states", len(ids)) != len(ids):
-        raise counted.error("num_aux_hidden_states", f"{len(ids)}, the number of aux layers {list(ids)}")
-    return ids
-
-
-def _read_target_hidden_size(fields: JsonFields, eagle: _EagleFields, target: KimiModelConfig) -> int:
-    holding = eagle.holding("target_hidden_size")
-    field = "target_hidden_size" if holding.has("target_hidden_size") else "hidden_size"
-    holding = holding if field == "target_hidden_size" else fields
-    value = holding.integer(field)
-    if value != target.hidden_size:
-        hint = "" if field == "target_hidden_size" else "; a draft of another width says target_hidden_size"
-        raise holding.error(field, f"{target.hidden_size}, the target's hidden_size{hint}")
-    return value
 
 
 def _read_rope(fields: JsonFields, overrides: DraftOverrides, *, interleaved: bool) -> RopeConfig:
@@ -220,59 +175,81 @@ def _read_rope(fields: JsonFields, overrides: DraftOverrides, *, interleaved: bo
 
 
 def _read_shared(
-    fields: JsonFields, eagle: _EagleFields, target: KimiModelConfig, overrides: DraftOverrides, *, interleaved: bool
+    fields: DraftFields, target: KimiModelConfig, overrides: DraftOverrides, *, interleaved: bool
 ) -> dict[str, Any]:
     """The fields of `Eagle3DraftConfig`."""
-    vocab_size = fields.integer("vocab_size", target.vocab_size)
+    layer, holding = fields.layer, fields.holding("draft_vocab_size")
+    vocab_size = layer.integer("vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:
-        raise fields.error("vocab_size", f"{target.vocab_size}, the target's")
-    fc_norm, norm_output = _read_fc_norm(eagle), eagle.boolean("norm_output", False)
+        raise layer.error("vocab_size", f"{target.vocab_size}, the target's")
+    fc_norm, norm_output = fields.fc_norm(), fields.boolean("norm_output", False)
+    fc_norm = fc_norm if overrides.fc_norm is None else overrides.fc_norm
+    norm_before_fc = fields.boolean("norm_before_fc", False)
+    if norm_before_fc and fc_norm:
+        raise fields.holding("norm_before_fc").error("norm_before_fc", "False beside fc_norm: one norm before fc")
+    aux_layers = fields.aux_layers(target, overrides.aux_layer_ids)
     return {
-        "hidden_size": fields.integer("hidden_size"),
-        "intermediate_size": fields.integer("intermediate_size"),
-        "num_attention_heads": fields.integer("num_attention_heads"),
-        "rope": _read_rope(fields, overrides, interleaved=interleaved),
-        "rms_norm_eps": fields.number("rms_norm_eps"),
-        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "hidden_size": layer.integer("hidden_size"),
+        "num_hidden_layers": layer.integer("num_hidden_layers", 1, maximum=MAX_DRAFT_LAYERS),
+        "intermediate_size": layer.integer("intermediate_size"),
+        "num_attention_heads": layer.integer("num_attention_heads"),
+        "rope": _read_rope(layer, overrides, interleaved=interleaved),
+        "rms_norm_eps": layer.number("rms_norm_eps"),
+        "max_position_embeddings": target.max_position_embeddings,
+        "trained_positions": _read_trained_positions(layer, target),
         "vocab_size": vocab_size,
-        "draft_vocab_size": fields.integer("draft_vocab_size", vocab_size, maximum=vocab_size),
-        "target_hidden_size": _read_target_hidden_size(fields, eagle, target),
-        "aux_layer_ids": _read_aux_layer_ids(eagle, target, overrides),
-        "fc_norm": fc_norm if overrides.fc_norm is None else overrides.fc_norm,
+        "draft_vocab_size": holding.integer("draft_vocab_size", vocab_size, maximum=vocab_size),
+        "target_hidden_size": fields.target_hidden_size(target),
+        "aux_layer_ids": aux_layers.ids,
+        "aux_layer_rule": aux_layers.rule,
+        "fc_norm": fc_norm,
+        "norm_before_fc": norm_before_fc,
         "norm_output": norm_output if overrides.norm_output is None else overrides.norm_output,
-        "norm_before_residual": eagle.boolean("norm_before_residual", False),
-        "dtype": read_dtype(fields),
+        "norm_before_residual": fields.norm_before_residual(),
+        "attention_bias": layer.boolean("attention_bias", False),
+        "ties_head": fields.boolean("tie_word_embeddings", layer.boolean("tie_word_embeddings", False)),
+        "dtype": read_dtype(fields.top, layer),
+        "quantization": fields.quantization(),
     }
 
 
-def _read_mla(
-    fields: JsonFields, eagle: _EagleFields, target: KimiModelConfig, overrides: DraftOverrides
-) -> Eagle3MlaDraftConfig:
+def _read_trained_positions(layer: JsonFields, target: KimiModelConfig) -> int | None:
+    positions, longest = layer.optional_integer("max_position_embeddings"), target.max_position_embeddings
+    if positions is not None and positions < longest:
+        layer.warn(
+            f"max_position_embeddings is {positions}, the target's is {longest}: in longer sequences the draft is"
+            " beyond what it was trained for, and fewer of its tokens may be accepted"
+        )
+    return positions
+
+
+def _read_mla(fields: DraftFields, target: KimiModelConfig, overrides: DraftOverrides) -> Eagle3MlaDraftConfig:
+    layer = fields.layer
     return Eagle3MlaDraftConfig(
-        **_read_shared(fields, eagle, target, overrides, interleaved=True),
-        q_lora_rank=read_q_lora_rank(fields),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=read_rope_head_dim(fields),
-        v_head_dim=fields.integer("v_head_dim"),
+        **_read_shared(fields, target, overrides, interleaved=True),
+        q_lora_rank=read_q_lora_rank(layer),
+        kv_lora_rank=layer.integer("kv_lora_rank"),
+        qk_nope_head_dim=layer.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=read_rope_head_dim(layer),
+        v_head_dim=layer.integer("v_head_dim"),
     )
 
 
-def _read_mha(
-    fields: JsonFields, eagle: _EagleFields, target: KimiModelConfig, overrides: DraftOverrides
-) -> Eagle3MhaDraftConfig:
-    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    if not fields.has("head_dim") and hidden_size % num_heads:
-        raise fields.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size}), or a head_dim beside it")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads)
+def _read_mha(fields: DraftFields, target: KimiModelConfig, overrides: DraftOverrides) -> Eagle3MhaDraftConfig:
+    layer = fields.layer
+    num_heads, hidden_size = layer.integer("num_attention_heads"), layer.integer("hidden_size")
+    if not layer.has("head_dim") and hidden_size % num_heads:
+        raise layer.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size}), or a head_dim beside it")
+    head_dim = layer.integer("head_dim", hidden_size // num_heads)
     if head_dim % 2:
-        raise fields.error("head_dim", "an even integer")
-    num_key_value_heads = fields.integer("num_key_value_heads", num_heads)
+        raise layer.error("head_dim", "an even integer")
+    num_key_value_heads = layer.integer("num_key_value_heads", num_heads)
     if num_heads % num_key_value_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+        raise layer.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    shared = _read_shared(fields, target, overrides, interleaved=False)
     return Eagle3MhaDraftConfig(
-        **_read_shared(fields, eagle, target, overrides, interleaved=False),
+        **shared,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
-        sliding_window=fields.optional_integer("sliding_window"),
+        sliding_window=fields.sliding_window(shared["num_hidden_layers"]),
     )

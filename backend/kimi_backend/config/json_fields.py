@@ -3,7 +3,7 @@
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +56,43 @@ def describe_source(source: JsonSource, name: str, file_name: str = "config.json
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """The fields of one JSON object. A field that is null counts as absent."""
+    """The fields of one JSON object. A field that is null counts as absent.
+
+    It remembers which fields were read, so that `config.known_fields` can say what becomes of the others.
+    """
 
     data: JsonObject
     path: str
     """Where the object stands, as messages show it: "config.json", "config.json text_config", …"""
+    warnings: list[str] = field(default_factory=list, compare=False, repr=False)
+    """What the reader of this file must be told; shared with the objects inside."""
+    _read: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
+    _nested: dict[str, "JsonFields"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def error(self, field: str, allowed: str) -> ConfigError:
         """The refusal of the field's present value."""
-        found = f"is {_shown(self.data[field])}" if field in self.data else "is missing"
+        found = f"is {shown(self.data[field])}" if field in self.data else "is missing"
         return ConfigError(f"{self.path}: {field} {found}, expected {allowed}")
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(f"{self.path}: {text}")
+
+    def value(self, field: str) -> Any:
+        """The field as it stands, None when it is absent; it counts as read."""
+        self._read.add(field)
+        return self.data.get(field)
+
+    def unread(self) -> list[tuple["JsonFields", str]]:
+        """Each field that is not null and was never read, with the object that holds it."""
+        own = [(self, name) for name, value in self.data.items() if value is not None and name not in self._read]
+        return own + [item for nested in self._nested.values() for item in nested.unread()]
 
     def has(self, field: str) -> bool:
         return self.data.get(field) is not None
 
     def optional_integer(self, field: str, minimum: int = 1, maximum: int = MAX_INTEGER) -> int | None:
         """An integer in minimum…maximum, or None when the field is absent."""
-        value = self.data.get(field)
+        value = self.value(field)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
@@ -92,7 +112,7 @@ class JsonFields:
 
     def number(self, field: str, default: float | None = None, *, above: float = 0.0, or_equal: bool = False) -> float:
         """A finite number greater than `above` (or equal to it, with `or_equal`)."""
-        value = self.data.get(field)
+        value = self.value(field)
         if value is None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_in_range(value, above, or_equal):
@@ -100,7 +120,7 @@ class JsonFields:
         return float(value)
 
     def boolean(self, field: str, default: bool) -> bool:
-        value = self.data.get(field)
+        value = self.value(field)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -109,25 +129,30 @@ class JsonFields:
 
     def choice(self, field: str, allowed: Sequence[str], default: str | None = None) -> str:
         """One of the allowed strings; an absent field takes the default, or is refused where there is none."""
-        value = self.data.get(field)
+        value = self.value(field)
         if value is None:
             value = default
         if not isinstance(value, str) or value not in allowed:
             raise self.error(field, " or ".join(repr(choice) for choice in allowed))
         return value
 
-    def require(self, field: str, *supported: Any) -> None:
-        """Refuse the field unless it is absent or one of the supported values (of the same type)."""
-        value = self.data.get(field)
+    def require(self, field: str, *supported: Any, takes: str = "") -> None:
+        """Refuse the field unless it is absent or one of the supported values (of the same type).
+
+        Args:
+            takes: what serving another value would take, for the message.
+        """
+        value = self.value(field)
         if value is None:
             return
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in supported):
             allowed = " or ".join(repr(choice) for choice in supported) or "null"
-            raise self.error(field, f"{allowed} (nothing else is supported)")
+            reason = f"another value takes {takes}" if takes else "nothing else is supported"
+            raise self.error(field, f"{allowed} ({reason})")
 
     def integers(self, field: str, *, minimum: int = 0, maximum: int = MAX_INTEGER) -> tuple[int, ...]:
         """A list of integers in minimum…maximum, or a lone integer; empty when the field is absent."""
-        value = self.data.get(field)
+        value = self.value(field)
         if value is None:
             return ()
         items = value if isinstance(value, list | tuple) else [value]
@@ -138,7 +163,7 @@ class JsonFields:
 
     def strings(self, field: str) -> tuple[str, ...]:
         """A list of strings; empty when the field is absent."""
-        value = self.data.get(field)
+        value = self.value(field)
         if value is None:
             return ()
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
@@ -147,15 +172,15 @@ class JsonFields:
 
     def object(self, field: str) -> "JsonFields | None":
         """The nested object, or None when the field is absent."""
-        value = self.data.get(field)
+        value = self.value(field)
         if value is None:
             return None
         if not isinstance(value, Mapping):
             raise self.error(field, "an object")
-        return JsonFields(value, f"{self.path} {field}")
+        return self._nested.setdefault(field, JsonFields(value, f"{self.path} {field}", self.warnings))
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """The value as Python writes it; what would fill a screen is cut in its middle."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = _SHOWN_CHARS

@@ -34,7 +34,7 @@ class MemorySettings:
     """Of its head; None takes `draft_format`."""
     keeps_quantized_experts: bool = True
     max_model_len: int = 0
-    """0 takes the longest that both models have positions for."""
+    """0 takes the target's max_position_embeddings."""
     max_num_batched_tokens: int = 2048
     max_num_sampled_rows: int = 512
     """Rows of logits in a step: sequences * (draft tokens + 1)."""
@@ -119,12 +119,11 @@ def plan_memory(
             does not fit both pools.
     """
     _check_divisible(target, draft, settings)
-    longest = min(model.max_position_embeddings for model in (target, draft) if model is not None)
+    longest = target.max_position_embeddings
     max_model_len = settings.max_model_len or longest
     if max_model_len > longest:
-        whose = "target" if longest == target.max_position_embeddings else "draft"
         raise ConfigError(
-            f"max_model_len is {max_model_len}, expected at most {longest}, the {whose}'s max_position_embeddings"
+            f"max_model_len is {max_model_len}, expected at most {longest}, the target's max_position_embeddings"
         )
     weights = WeightFormat(
         tp_size=settings.tp_size,

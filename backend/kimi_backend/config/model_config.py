@@ -1,9 +1,11 @@
 """`KimiModelConfig`: the target's config.json, parsed once, checked, frozen."""
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kimi_backend.config.json_fields import JsonFields, JsonObject, JsonSource, describe_source, load_json_object
+from kimi_backend.config.known_fields import account_for_target
 from kimi_backend.config.mla_dims import MlaDims, kv_item_bytes, read_q_lora_rank, read_rope_head_dim
 from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod
 from kimi_backend.config.rope_config import RopeConfig
@@ -11,7 +13,8 @@ from kimi_backend.errors import ConfigError
 
 MULTIMODAL_ARCHITECTURE = "KimiK25ForConditionalGeneration"
 TEXT_ARCHITECTURE = "DeepseekV3ForCausalLM"
-ARCHITECTURES = (MULTIMODAL_ARCHITECTURE, TEXT_ARCHITECTURE)
+TEXT_ARCHITECTURES = (TEXT_ARCHITECTURE, "KimiK2ForCausalLM")
+ARCHITECTURES = (MULTIMODAL_ARCHITECTURE, *TEXT_ARCHITECTURES)
 MULTIMODAL_MODEL_TYPE = "kimi_k25"
 TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -26,7 +29,7 @@ class KimiModelConfig(MlaDims):
     """The text model of Kimi-K2, K2-Thinking, K2.5, K2.6 (DeepSeek-V3's layout). Names are those of the file."""
 
     architecture: str
-    """As the file spells it; the multimodal one keeps its weights under `language_model.`."""
+    """MULTIMODAL_ARCHITECTURE, whose weights lie under `language_model.`, or TEXT_ARCHITECTURE in any spelling."""
     hidden_size: int
     num_hidden_layers: int
     intermediate_size: int
@@ -55,6 +58,8 @@ class KimiModelConfig(MlaDims):
     dtype: str
     """torch's name of the dtype that weights which are not quantised were saved in."""
     quantization: QuantizationConfig
+    warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """What the user must be told about the file."""
 
     @classmethod
     def from_hf_json(cls, source: JsonSource, generation_config: JsonSource | None = None) -> "KimiModelConfig":
@@ -69,11 +74,11 @@ class KimiModelConfig(MlaDims):
         top = JsonFields(load_json_object(source), describe_source(source, "config.json"))
         generation = JsonFields(_load_generation_config(source, generation_config), "generation_config.json")
         architecture, text = _text_fields(top)
-        _refuse_unsupported(top, text)
         config = _build(cls, architecture, top, text, generation)
+        account_for_target(top)
         _check_experts(config, text)
         _check_quantized_modules(config, text.path)
-        return config
+        return replace(config, warnings=tuple(top.warnings))
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the layer has routed experts rather than a dense MLP."""
@@ -105,7 +110,8 @@ def _text_fields(top: JsonFields) -> tuple[str, JsonFields]:
         raise top.error("architectures", " or ".join(repr([name]) for name in ARCHITECTURES))
     model_type = top.choice("model_type", (MULTIMODAL_MODEL_TYPE, *TEXT_MODEL_TYPES))
     architecture = MULTIMODAL_ARCHITECTURE if model_type == MULTIMODAL_MODEL_TYPE else TEXT_ARCHITECTURE
-    if names and names[0] != architecture:
+    spellings = TEXT_ARCHITECTURES if architecture == TEXT_ARCHITECTURE else (architecture,)
+    if names and names[0] not in spellings:
         raise top.error("architectures", f"[{architecture!r}], which model_type {model_type!r} means")
     if architecture == TEXT_ARCHITECTURE:
         return architecture, top
@@ -116,19 +122,10 @@ def _text_fields(top: JsonFields) -> tuple[str, JsonFields]:
     return architecture, text
 
 
-def _refuse_unsupported(top: JsonFields, text: JsonFields) -> None:
-    for fields in (top, text):
-        fields.require("tie_word_embeddings", False)
-    text.require("hidden_act", "silu")
-    text.require("scoring_func", "sigmoid")
-    text.require("topk_method", "noaux_tc")
-    text.require("attention_bias", False)
-    text.optional_integer("num_key_value_heads")
-
-
 def _build(
     cls: type[KimiModelConfig], architecture: str, top: JsonFields, text: JsonFields, generation: JsonFields
 ) -> KimiModelConfig:
+    text.optional_integer("num_key_value_heads")  # without meaning for MLA
     vocab_size = text.integer("vocab_size")
     last_token = vocab_size - 1
     tokens = text if text.has("eos_token_id") else top
@@ -189,10 +186,14 @@ def read_dtype(*objects: JsonFields) -> str:
 
 
 def _quantization_fields(top: JsonFields, text: JsonFields) -> JsonFields | None:
-    inner, outer = text.object("quantization_config"), top.object("quantization_config")
-    if inner is not None and outer is not None and inner.data != outer.data:
-        raise ConfigError(f"{inner.path} contradicts {outer.path}: expected one, or two that are equal")
-    return inner or outer
+    if text.value("quantization_config") == top.value("quantization_config"):
+        return text.object("quantization_config")
+    if text.has("quantization_config") and top.has("quantization_config"):
+        raise ConfigError(
+            f"{text.path} quantization_config contradicts {top.path} quantization_config:"
+            " expected one, or two that are equal"
+        )
+    return text.object("quantization_config") or top.object("quantization_config")
 
 
 def _check_experts(config: KimiModelConfig, text: JsonFields) -> None:
@@ -224,7 +225,8 @@ def _check_quantized_modules(config: KimiModelConfig, path: str) -> None:
                     module = f"{prefix}.mlp.experts.{expert}.{projection}"
                     if not quantization.quantizes(module):
                         raise ConfigError(
-                            f"{path}: quantization_config ignore covers {module}, expected all routed experts quantised"
+                            f"{path}: quantization_config (targets, ignore) leaves {module} as it is,"
+                            " expected all routed experts quantised"
                         )
         if quantization.method is QuantizationMethod.INT4:
             _refuse_other_int4(config, prefix, layer, path)
@@ -245,7 +247,8 @@ def _check_quantized_widths(config: KimiModelConfig, path: str) -> None:
 
 
 def _refuse_other_int4(config: KimiModelConfig, prefix: str, layer: int, path: str) -> None:
-    attention = ("q_a_proj", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    queries = ("q_proj",) if config.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+    attention = (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     mlp = "mlp.shared_experts" if config.is_moe_layer(layer) else "mlp"
     modules = [f"{prefix}.self_attn.{name}" for name in attention]
     if not config.is_moe_layer(layer) or config.n_shared_experts:

@@ -82,30 +82,40 @@ def draft_weight_bytes(
     num_bytes = sum(linear_format.num_bytes(rows, columns, weights.item_bytes) for rows, columns in matrices)
     if has_head:
         num_bytes += head_format.num_bytes(config.draft_vocab_size // tp_size, hidden, weights.item_bytes)
-    elements = 4 * hidden
-    elements += config.num_aux_hidden_states * config.target_hidden_size if config.fc_norm else 0
+    elements = 2 * hidden + config.num_hidden_layers * 2 * hidden
+    has_aux_norm = config.fc_norm or config.norm_before_fc
+    elements += config.num_aux_hidden_states * config.target_hidden_size if has_aux_norm else 0
     elements += config.vocab_size * hidden // tp_size if has_embed else 0
     rope_dim = config.head_dim if isinstance(config, Eagle3MhaDraftConfig) else config.qk_rope_head_dim
     if isinstance(config, Eagle3MlaDraftConfig):
-        elements += config.kv_lora_rank + (config.q_lora_rank or 0) + _up_elements(config, tp_size)
+        latent_norms = config.kv_lora_rank + (config.q_lora_rank or 0)
+        elements += config.num_hidden_layers * (latent_norms + _up_elements(config, tp_size))
     return num_bytes + elements * weights.item_bytes + _rope_bytes(config.max_position_embeddings, rope_dim)
 
 
 def _draft_matrices(config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, tp_size: int) -> list[tuple[int, int]]:
     """[out_features, in_features] of the linear layers of one rank, as they are stacked, but for the head."""
+    fc = (config.hidden_size // tp_size, config.num_aux_hidden_states * config.target_hidden_size)
+    later = (config.num_hidden_layers - 1) * _layer_matrices(config, tp_size, config.hidden_size)
+    return [fc, *_layer_matrices(config, tp_size, 2 * config.hidden_size), *later]
+
+
+def _layer_matrices(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, tp_size: int, input_size: int
+) -> list[tuple[int, int]]:
+    """input_size: width of the rows that the attention reads."""
     hidden, width = config.hidden_size, config.intermediate_size // tp_size
-    fc = (hidden // tp_size, config.num_aux_hidden_states * config.target_hidden_size)
-    shared = [fc, (2 * width, hidden), (hidden, width)]
+    mlp = [(2 * width, hidden), (hidden, width)]
     heads = config.num_attention_heads // tp_size
     if isinstance(config, Eagle3MhaDraftConfig):
         kv_heads = config.num_key_value_heads // tp_size
         q_width = heads * config.head_dim
-        return [*shared, (q_width + 2 * kv_heads * config.head_dim, 2 * hidden), (hidden, q_width)]
+        return [*mlp, (q_width + 2 * kv_heads * config.head_dim, input_size), (hidden, q_width)]
     queries, out = heads * config.qk_head_dim, (hidden, heads * config.v_head_dim)
     if config.q_lora_rank is None:
-        return [*shared, (queries + config.latent_dim, 2 * hidden), out]
-    down = (config.q_lora_rank + config.latent_dim, 2 * hidden)
-    return [*shared, down, (queries, config.q_lora_rank), out]
+        return [*mlp, (queries + config.latent_dim, input_size), out]
+    down = (config.q_lora_rank + config.latent_dim, input_size)
+    return [*mlp, down, (queries, config.q_lora_rank), out]
 
 
 def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int) -> int:

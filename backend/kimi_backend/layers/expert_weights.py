@@ -95,7 +95,9 @@ class _Stack:
         return stacked
 
     def _empty(self, like: str, shape: tuple[int, int]) -> torch.Tensor:
-        dtype = self._loader.source.dtype(self._loader.prefix + like)
+        stored = self._loader.source.dtype(self._loader.prefix + like)
+        # Scales that are powers of two (ue8m0) are exact in float32, which the kernels read.
+        dtype = torch.float32 if stored is torch.float8_e8m0fnu else stored
         return torch.empty((self._num_experts, *shape), dtype=dtype, device=self._loader.device)
 
     def _read(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> torch.Tensor:

@@ -5,6 +5,7 @@
 | q_proj.weight | [num_heads * head_dim, input_size] | this rank's heads, stacked with k_proj and v_proj |
 | k_proj.weight, v_proj.weight | [num_kv_heads * head_dim, input_size] | this rank's heads |
 | o_proj.weight | [hidden_size, num_heads * head_dim] | this rank's heads |
+| .bias beside any of them, in some drafts | [rows] | likewise |
 """
 
 import torch

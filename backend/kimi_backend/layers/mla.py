@@ -13,6 +13,7 @@ R qk_rope_head_dim, V v_head_dim, O hidden_size; A = all heads.
 | kv_a_layernorm.weight | [L] | |
 | kv_b_proj.weight | [A * (P + V), L] | this rank's heads, split into w_uk [N, P, L] and w_uv [N, L, V] |
 | o_proj.weight | [O, A * V] | this rank's heads |
+| .bias beside any of them but kv_b_proj, in some drafts | [rows] | likewise |
 """
 
 import torch
@@ -65,8 +66,8 @@ class MlaAttention:
         self._q_a_norm: torch.Tensor | None = None
         if g.q_lora_rank is None:
             self._query_width = self._num_heads * g.qk_head_dim
-            weight = loader.stacked([("q_proj", (all_heads, input_size), Shard.ROWS), (*kv_a, Shard.NONE)])
-            self._qkv_a = ReplicatedLinear(weight, loader.kernels)
+            parts = [("q_proj", (all_heads, input_size), Shard.ROWS), (*kv_a, Shard.NONE)]
+            self._qkv_a = ReplicatedLinear(loader.stacked(parts), loader.kernels, loader.stacked_bias(parts))
             return
         self._query_width = g.q_lora_rank
         self._qkv_a = ReplicatedLinear.load(loader, [("q_a_proj", (g.q_lora_rank, input_size)), kv_a])

@@ -47,6 +47,24 @@ class WeightLoader:
         self._check_shape(self.prefix + name, (size,))
         return self.source.read(self.prefix + name).to(self.device, dtype or self.dtype)
 
+    def optional_vector(self, name: str, size: int) -> torch.Tensor | None:
+        """As `vector`; None where the file has no such tensor."""
+        return self.vector(name, size) if self.has(name) else None
+
+    def bias(self, name: str, size: int, shard: Shard = Shard.NONE) -> torch.Tensor | None:
+        """This rank's part of linear layer `name`'s bias [out_features]; None where the file has none.
+
+        Args:
+            shard: of the matrix. Ranks that hold slices of in_features sum their results, so that one of them adds
+                the bias.
+        """
+        full_name = f"{self.prefix}{name}.bias"
+        if not self.has(f"{name}.bias") or (shard is Shard.COLUMNS and self.group.rank):
+            return None
+        self._check_shape(full_name, (size,))
+        start, stop = self.bounds(full_name, size) if shard is Shard.ROWS else (0, size)
+        return self.source.read(full_name, 0, start, stop).to(self.device, self.dtype)
+
     def matrix(
         self, name: str, shape: tuple[int, int], shard: Shard = Shard.NONE, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -70,6 +88,15 @@ class WeightLoader:
     def stacked(self, parts: Sequence[tuple[str, tuple[int, int], Shard]]) -> torch.Tensor:
         """Matrices that read the same input, one above the other: [sum of out_features, in_features]."""
         return torch.cat([self.matrix(name, shape, shard) for name, shape, shard in parts])
+
+    def stacked_bias(self, parts: Sequence[tuple[str, tuple[int, int], Shard]]) -> torch.Tensor | None:
+        """The biases of `stacked`, 0 where a part has none; None where none has one."""
+        biases = [self.bias(name, shape[0], shard) for name, shape, shard in parts]
+        if all(bias is None for bias in biases):
+            return None
+        sizes = [shape[0] // self.group.size if shard is Shard.ROWS else shape[0] for _, shape, shard in parts]
+        zeros = [torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes]
+        return torch.cat([zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)])
 
     def bounds(self, name: str, size: int, multiple_of: int = 1) -> tuple[int, int]:
         """This rank's `start, stop` of a dimension that the ranks divide evenly.

@@ -1,12 +1,13 @@
 """EAGLE3 and EAGLE3.1 drafts (Li et al. 2025, arXiv 2503.01840; 3.1: arXiv 2605.09992): all but the attention.
 
-H the draft's hidden size, Ht the target's, C aux chunks, layer prefix `layers.0.` or `midlayer.`.
+H the draft's hidden size, Ht the target's, C aux chunks; names are canonical (`checkpoint.stored_parts`).
 
 | tensor | shape | meaning |
 |---|---|---|
 | embed_tokens.weight | [vocab_size, H] | shared with the target where absent or bit-equal |
 | fc.weight | [H, C * Ht] | fuses the target's aux hidden states |
 | fc_norm.I.weight, 3.1 only | [Ht] | norm of aux chunk I before fc |
+| input_norm.weight, only with norm_before_fc | [C * Ht] | norm of all aux chunks before fc |
 | layers.0.input_layernorm.weight | [H] | norm of the token embedding |
 | layers.0.hidden_norm.weight | [H] | norm of the fused or fed-back hidden state |
 | layers.0.self_attn.* | reads 2 * H | see `layers.mla`, `layers.mha` |
@@ -14,10 +15,14 @@ H the draft's hidden size, Ht the target's, C aux chunks, layer prefix `layers.0
 | layers.0.mlp.* | | see `layers.mlp` |
 | norm.weight | [H] | final norm |
 | lm_head.weight | [draft_vocab_size, H] | shared with the target where absent or bit-equal |
-| d2t, t2d | | see `models.vocabulary` |
+| d2t, t2d | | see `checkpoint.vocabulary_map` |
+
+A linear layer and a norm may have a bias. A draft of several layers has `layers.1.` and so on, which read the residual
+stream alone: they have no hidden_norm, and their attention reads H.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,16 +35,19 @@ from kimi_backend.layers.embedding import ParallelHead, VocabParallelEmbedding
 from kimi_backend.layers.linear import ColumnParallelLinear
 from kimi_backend.layers.load_quantization import quantizing_kernels
 from kimi_backend.layers.mlp import DenseMlp
+from kimi_backend.layers.norm import RmsNorm
 from kimi_backend.layers.weight_loader import WeightLoader
 from kimi_backend.models.kimi_k25 import EmbedAndHead
 from kimi_backend.models.vocabulary import load_vocabulary_map
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_kernels.attention_batch import AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.weights import FP8_BLOCK_SIZE
 
 
 class Eagle3Draft(ABC):
-    """One decoder layer that reads [embedding of the next token ; hidden state] and predicts the token after it."""
+    """Decoder layers, of which the first reads [embedding of the next token ; hidden state], that predict the token
+    after it."""
 
     def __init__(
         self,
@@ -64,13 +72,11 @@ class Eagle3Draft(ABC):
         self._head_format = linear_format if head_format is None else head_format
         self._head_kernels = quantizing_kernels(kernels, self._head_format)
         kernels = quantizing_kernels(kernels, linear_format)
-        loader = WeightLoader(source, kernels, group, device, dtype)
-        _refuse_more_layers(source)
-        layer = draft_layer_loader(loader)
-        hidden = config.hidden_size
+        loader = draft_loader(config, source, kernels, group, device, dtype)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         self._kernels = kernels
         self._group = group
-        self._eps = config.rms_norm_eps
+        self._eps = eps
         self._norm_output = config.norm_output
         self._norm_before_residual = config.norm_before_residual
         self._embed: VocabParallelEmbedding | None = None
@@ -81,14 +87,20 @@ class Eagle3Draft(ABC):
             self._head = ParallelHead.load(
                 head_loader, "lm_head", config.draft_vocab_size, hidden, keeps_weight=self._shares_head
             )
-        self._fc_norm = _load_fc_norm(loader, config)
         aux_width = config.num_aux_hidden_states * config.target_hidden_size
+        self._fc_norm, self._fc_norm_bias = _load_fc_norm(loader, config)
+        self._norm_before_fc = RmsNorm(loader, "input_norm", aux_width, eps) if config.norm_before_fc else None
         self._fc = ColumnParallelLinear.load(loader, [("fc", (hidden, aux_width))])
-        self._input_norm = layer.vector("input_layernorm.weight", hidden)
-        self._hidden_norm = layer.vector("hidden_norm.weight", hidden)
-        self._post_norm = layer.vector("post_attention_layernorm.weight", hidden)
-        self._mlp = DenseMlp(layer.scoped("mlp"), hidden, config.intermediate_size)
-        self._norm = loader.vector("norm.weight", hidden)
+        layers = [loader.scoped(f"layers.{index}") for index in range(config.num_hidden_layers)]
+        self._hidden_norm = RmsNorm(layers[0], "hidden_norm", hidden, eps)
+        self._input_norms = [RmsNorm(layer, "input_layernorm", hidden, eps) for layer in layers]
+        self._post_norms = [RmsNorm(layer, "post_attention_layernorm", hidden, eps) for layer in layers]
+        self._mlps = [DenseMlp(layer.scoped("mlp"), hidden, config.intermediate_size) for layer in layers]
+        self._norm = RmsNorm(loader, "norm", hidden, eps)
+        pair = (self._input_norms[0], self._hidden_norm)
+        self._pair_bias = _side_by_side([norm.bias for norm in pair], [norm.weight for norm in pair])
+        self._input_sizes = [2 * hidden] + [hidden] * (config.num_hidden_layers - 1)
+        """Width of the rows that each layer's attention reads."""
         if loader.has("embed_tokens.weight"):
             self._embed = VocabParallelEmbedding.load(loader, "embed_tokens", config.vocab_size, hidden)
         self.vocabulary_map = load_vocabulary_map(source, config.draft_vocab_size, config.vocab_size, device)
@@ -108,14 +120,18 @@ class Eagle3Draft(ABC):
 
     @abstractmethod
     def _attend(
-        self, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
+        self, layer: int, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
     ) -> torch.Tensor:
-        """x: [T, 2 * H] -> [T, H] on every rank."""
+        """x: [T, 2 * H], of later layers [T, H] -> [T, H] on every rank."""
 
     def combine_aux(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Fuse what the target captured: [T, C * Ht] -> [T, H]. Once for each row that comes from the target."""
         if self._fc_norm is not None:
             aux_hidden_states = self._kernels.chunked_rms_norm(aux_hidden_states, self._fc_norm, self._eps)
+            if self._fc_norm_bias is not None:
+                aux_hidden_states = aux_hidden_states + self._fc_norm_bias
+        if self._norm_before_fc is not None:
+            aux_hidden_states = self._norm_before_fc(aux_hidden_states)
         return self._fc.gathered(aux_hidden_states)
 
     def forward(
@@ -126,7 +142,7 @@ class Eagle3Draft(ABC):
         kv_cache: torch.Tensor,
         kv_scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the layer over one step's rows; row p pairs the hidden state at position p with the token at p + 1.
+        """Run the layers over one step's rows; row p pairs the hidden state at position p with the token at p + 1.
 
         Args:
             token_ids: [T] int32 or int64, of the target's vocabulary.
@@ -138,14 +154,23 @@ class Eagle3Draft(ABC):
         """
         if self._embed is None:
             raise CheckpointError("embed_tokens.weight", ["the draft's file lacks it; set_embed_and_head first"])
-        normed_pair = self._kernels.concat_rms_norm(
-            self._embed(token_ids), self._input_norm, hidden, self._hidden_norm, self._eps
-        )
-        residual = normed_pair[:, hidden.shape[1] :] if self._norm_before_residual else hidden
-        attended = self._attend(normed_pair, metadata, kv_cache, kv_scale)
-        normed, residual = self._kernels.add_rms_norm(attended, residual, self._post_norm, self._eps)
-        normed, residual = self._kernels.add_rms_norm(self._mlp(normed), residual, self._norm, self._eps)
+        attention_input, residual = self._first_input(self._embed(token_ids), hidden)
+        for layer, (post_norm, mlp) in enumerate(zip(self._post_norms, self._mlps, strict=True)):
+            attended = self._attend(layer, attention_input, metadata, kv_cache, kv_scale)
+            normed, residual = post_norm.add(attended, residual)
+            is_last = layer + 1 == len(self._mlps)
+            following = self._norm if is_last else self._input_norms[layer + 1]
+            attention_input, residual = following.add(mlp(normed), residual)
+        normed = attention_input
         return normed, normed if self._norm_output else residual
+
+    def _first_input(self, embedding: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the first layer's attention reads, [T, 2 * H], and the residual stream that it adds to, [T, H]."""
+        norm, hidden_norm = self._input_norms[0], self._hidden_norm
+        pair = self._kernels.concat_rms_norm(embedding, norm.weight, hidden, hidden_norm.weight, self._eps)
+        if self._pair_bias is not None:
+            pair = pair + self._pair_bias
+        return pair, pair[:, hidden.shape[1] :] if self._norm_before_residual else hidden
 
     def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
         """normed: [R, H] -> [R, draft_vocab_size] of its dtype on every rank; columns as `vocabulary_map`
@@ -207,9 +232,17 @@ class Eagle3Draft(ABC):
         return self._head
 
 
-def draft_layer_loader(loader: WeightLoader) -> WeightLoader:
-    """A loader of the one layer, under either of its names."""
-    return loader.scoped("midlayer" if loader.has("midlayer.input_layernorm.weight") else "layers.0")
+def draft_loader(
+    config: Eagle3DraftConfig,
+    source: TensorSource,
+    kernels: KernelSet,
+    group: TensorParallelGroup,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> WeightLoader:
+    """A loader that knows the size of the file's fp8 blocks."""
+    block_size = config.quantization.block_size or FP8_BLOCK_SIZE
+    return WeightLoader(source, kernels, group, device, dtype, fp8_block_size=block_size)
 
 
 def _check_shared(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -219,15 +252,20 @@ def _check_shared(name: str, found: tuple[int, ...], expected: tuple[int, ...]) 
         )
 
 
-def _load_fc_norm(loader: WeightLoader, config: Eagle3DraftConfig) -> torch.Tensor | None:
-    """[C, Ht], or None where aux hidden states go into fc as they are."""
+def _load_fc_norm(loader: WeightLoader, config: Eagle3DraftConfig) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weights [C, Ht] and biases [C * Ht]; None where there are none."""
     if not config.fc_norm:
+        return None, None
+    width, chunks = config.target_hidden_size, range(config.num_aux_hidden_states)
+    weights = [loader.vector(f"fc_norm.{chunk}.weight", width) for chunk in chunks]
+    biases = [loader.optional_vector(f"fc_norm.{chunk}.bias", width) for chunk in chunks]
+    return torch.stack(weights), _side_by_side(biases, weights)
+
+
+def _side_by_side(biases: Sequence[torch.Tensor | None], likes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Biases one after the other, 0 where one is missing; None where all are."""
+    if all(bias is None for bias in biases):
         return None
-    chunks = range(config.num_aux_hidden_states)
-    return torch.stack([loader.vector(f"fc_norm.{chunk}.weight", config.target_hidden_size) for chunk in chunks])
-
-
-def _refuse_more_layers(source: TensorSource) -> None:
-    more = sorted(name for name in source.names() if name.startswith("layers.") and not name.startswith("layers.0."))
-    if more:
-        raise CheckpointError("draft checkpoint", [f"{more[0]}: a draft of one layer is expected, found a second"])
+    return torch.cat(
+        [torch.zeros_like(like) if bias is None else bias for bias, like in zip(biases, likes, strict=True)]
+    )

@@ -7,8 +7,7 @@ from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.layers.mha import MhaAttention
 from kimi_backend.layers.rotary import cos_sin_table
-from kimi_backend.layers.weight_loader import WeightLoader
-from kimi_backend.models.eagle3_draft import Eagle3Draft, draft_layer_loader
+from kimi_backend.models.eagle3_draft import Eagle3Draft, draft_loader
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_kernels.attention_batch import AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
@@ -30,9 +29,12 @@ class Eagle3MhaDraft(Eagle3Draft):
     ) -> None:
         super().__init__(config, source, kernels, group, device, dtype, linear_format, head_format)
         self._config = config
-        loader = draft_layer_loader(WeightLoader(source, self._kernels, group, device, dtype))
+        loader = draft_loader(config, source, self._kernels, group, device, dtype)
         cos_sin = cos_sin_table(config.head_dim, config.max_position_embeddings, config.rope, device)
-        self._attention = MhaAttention(loader.scoped("self_attn"), config, cos_sin, input_size=2 * config.hidden_size)
+        self._attentions = [
+            MhaAttention(loader.scoped(f"layers.{index}.self_attn"), config, cos_sin, input_size=input_size)
+            for index, input_size in enumerate(self._input_sizes)
+        ]
 
     @property
     def config(self) -> Eagle3MhaDraftConfig:
@@ -43,11 +45,11 @@ class Eagle3MhaDraft(Eagle3Draft):
         return None
 
     def kv_pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """[2, num_blocks, block_size, num_key_value_heads of this rank, head_dim]."""
+        """[2 * num_hidden_layers, num_blocks, block_size, num_key_value_heads of this rank, head_dim]."""
         num_kv_heads = self._config.num_key_value_heads // self._group.size
-        return (2, num_blocks, block_size, num_kv_heads, self._config.head_dim)
+        return (2 * self._config.num_hidden_layers, num_blocks, block_size, num_kv_heads, self._config.head_dim)
 
     def _attend(
-        self, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
+        self, layer: int, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
     ) -> torch.Tensor:
-        return self._attention(x, metadata, kv_cache, kv_scale)
+        return self._attentions[layer](x, metadata, kv_cache[2 * layer : 2 * layer + 2], kv_scale)

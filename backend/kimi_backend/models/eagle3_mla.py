@@ -7,8 +7,7 @@ from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.layers.mla import MlaAttention
 from kimi_backend.layers.rotary import cos_sin_table
-from kimi_backend.layers.weight_loader import WeightLoader
-from kimi_backend.models.eagle3_draft import Eagle3Draft, draft_layer_loader
+from kimi_backend.models.eagle3_draft import Eagle3Draft, draft_loader
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_kernels.attention_batch import AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
@@ -30,15 +29,19 @@ class Eagle3MlaDraft(Eagle3Draft):
     ) -> None:
         super().__init__(config, source, kernels, group, device, dtype, linear_format, head_format)
         self._config = config
-        loader = draft_layer_loader(WeightLoader(source, self._kernels, group, device, dtype))
-        self._attention = MlaAttention(
-            loader.scoped("self_attn"),
-            config,
-            cos_sin_table(config.qk_rope_head_dim, config.max_position_embeddings, config.rope, device),
-            hidden_size=config.hidden_size,
-            rms_norm_eps=config.rms_norm_eps,
-            input_size=2 * config.hidden_size,
-        )
+        loader = draft_loader(config, source, self._kernels, group, device, dtype)
+        cos_sin = cos_sin_table(config.qk_rope_head_dim, config.max_position_embeddings, config.rope, device)
+        self._attentions = [
+            MlaAttention(
+                loader.scoped(f"layers.{index}.self_attn"),
+                config,
+                cos_sin,
+                hidden_size=config.hidden_size,
+                rms_norm_eps=config.rms_norm_eps,
+                input_size=input_size,
+            )
+            for index, input_size in enumerate(self._input_sizes)
+        ]
 
     @property
     def config(self) -> Eagle3MlaDraftConfig:
@@ -49,10 +52,10 @@ class Eagle3MlaDraft(Eagle3Draft):
         return self._config.num_attention_heads // self._group.size
 
     def kv_pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """[1, num_blocks, block_size, latent_dim]."""
-        return (1, num_blocks, block_size, self._config.latent_dim)
+        """[num_hidden_layers, num_blocks, block_size, latent_dim]."""
+        return (self._config.num_hidden_layers, num_blocks, block_size, self._config.latent_dim)
 
     def _attend(
-        self, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
+        self, layer: int, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
     ) -> torch.Tensor:
-        return self._attention(x, metadata, kv_cache[0], kv_scale)
+        return self._attentions[layer](x, metadata, kv_cache[layer], kv_scale)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kimi_backend.checkpoint.draft_names import DraftTensors, canonical_draft_name
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
+from kimi_backend.checkpoint.random_tensors import RandomTensors
+from kimi_backend.checkpoint.stored_parts import CanonicalTensors, canonical_draft_name
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
@@ -75,7 +76,7 @@ def test_variants_change_the_list() -> None:
 
 def test_the_mla_draft_weighs_what_its_file_weighs() -> None:
     specs = draft_tensor_specs(Eagle3DraftConfig.from_hf_json(DRAFT_FAMILIES["k2.5-eagle3-mla"], TARGET))
-    weights = {name: spec for name, spec in specs.items() if name not in ("d2t", "t2d")}
+    weights = {name: specs[name] for name in RandomTensors(specs).names() - {"d2t", "t2d"}}
     assert sum(spec.num_bytes for spec in weights.values()) == 6_031_208_448  # published: 6.03 GB
     assert weights["layers.0.self_attn.q_a_proj.weight"].shape == (1536, 14336)
     assert weights["layers.0.self_attn.kv_a_proj_with_mqa.weight"].shape == (576, 14336)
@@ -109,10 +110,13 @@ def test_norms_that_the_operator_switched_off_may_stay() -> None:
     assert "fc_norm.0.weight" not in draft_tensor_specs(Eagle3DraftConfig.from_hf_json(mla_draft(), TARGET))
 
 
-@pytest.mark.parametrize("name", ["midlayer.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["midlayer.mlp.up_proj.weight", "midlayer.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+)
 def test_draft_names_have_one_canonical_spelling(name: str) -> None:
     assert canonical_draft_name(name) == "layers.0.mlp.up_proj.weight"
-    source = DraftTensors(InMemoryTensors({name: torch.arange(6).reshape(3, 2), "fc.weight": torch.zeros(1)}), "draft")
+    stored = {name: torch.arange(6).reshape(3, 2), "fc.weight": torch.zeros(1)}
+    source = CanonicalTensors.of_draft(InMemoryTensors(stored), {}, "draft")
     assert source.names() == {"layers.0.mlp.up_proj.weight", "fc.weight"}
     assert source.shape("layers.0.mlp.up_proj.weight") == (3, 2)
     assert source.read("layers.0.mlp.up_proj.weight", 0, 1, 2).tolist() == [[2, 3]]
@@ -123,4 +127,26 @@ def test_draft_names_have_one_canonical_spelling(name: str) -> None:
 def test_two_spellings_of_one_tensor_are_refused() -> None:
     tensors = {"midlayer.hidden_norm.weight": torch.ones(1), "layers.0.hidden_norm.weight": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"'layers\.0.*' and 'midlayer.*' are the same one"):
-        DraftTensors(InMemoryTensors(tensors), "draft")
+        CanonicalTensors.of_draft(InMemoryTensors(tensors), {}, "draft")
+
+
+def test_fused_tensors_become_their_parts() -> None:
+    config = Eagle3DraftConfig.from_hf_json(mla_draft([2, 30, 58]), TARGET)
+    specs = draft_tensor_specs(config)
+    rows = 1536 + 576
+    fused = {"midlayer.self_attn.fused_qkv_a_proj_with_mqa.weight": torch.arange(rows * 8).reshape(rows, 8)}
+    source = CanonicalTensors.of_draft(InMemoryTensors(fused), specs, "draft")
+    q_a, kv_a = (f"layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    assert source.names() == {q_a, kv_a}
+    assert (source.shape(q_a), source.shape(kv_a)) == ((1536, 8), (576, 8))
+    whole = next(iter(fused.values()))
+    assert torch.equal(source.read(kv_a, 0, 1, 3), whole[1537:1539])
+    assert torch.equal(source.read(kv_a, 1, 2, 4), whole[1536:, 2:4])
+    assert torch.equal(source.read(q_a), whole[:1536])
+    short = {name: tensor[:-1] for name, tensor in fused.items()}
+    with pytest.raises(CheckpointError, match=r"expected the rows \[1536, 576\] of .*, found 2111 rows"):
+        CanonicalTensors.of_draft(InMemoryTensors(short), specs, "draft")
+
+
+def test_later_names_of_several_draft_layers() -> None:
+    assert canonical_draft_name("midlayer.1.mlp.up_proj.weight") == "layers.1.mlp.up_proj.weight"

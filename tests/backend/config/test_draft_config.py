@@ -16,7 +16,16 @@ from kimi_backend.config.draft_config import (
 )
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.errors import ConfigError
-from support.family_configs import DRAFT_FAMILIES, Json, kimi_k25, mha_draft, mla_draft, text_config, yarn
+from support.family_configs import (
+    DRAFT_FAMILIES,
+    Json,
+    int4_quantization,
+    kimi_k25,
+    mha_draft,
+    mla_draft,
+    text_config,
+    yarn,
+)
 
 TARGET = KimiModelConfig.from_hf_json(kimi_k25())
 
@@ -136,8 +145,6 @@ def test_both_encodings_of_the_same_states_agree(num_layers: int, rest: set[int]
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        ([0, 30, 58], r"layer_ids is \[0, 30, 58\], expected a list that starts with 1 .* or 2"),
-        ([3, 30, 58], r"layer_ids is \[3, 30, 58\], expected a list that starts with 1"),
         ([2, 58, 30], r"layer_ids is \[2, 58, 30\], meaning .*\[2, 58, 30\]; expected rising layers from 0 to 61"),
         ([2, 2, 58], r"layer_ids is \[2, 2, 58\]"),
         ([2, 30, 62], r"layer_ids is \[2, 30, 62\], .* from 0 to 61"),
@@ -177,7 +184,9 @@ def test_overrides_win_over_the_file() -> None:
         norm_output=True,
         aux_layer_ids=(3, 31, 59),
     )
-    assert parse(mla_draft([0, 1, 2]), DraftOverrides(aux_layer_ids=(2, 30, 58))).aux_layer_ids == (2, 30, 58)
+    overridden = parse(mla_draft([0, 1, 2]), DraftOverrides(aux_layer_ids=(2, 30, 58)))
+    assert overridden.aux_layer_ids == (2, 30, 58)
+    assert (overridden.aux_layer_rule, overridden.warnings) == ("set by the operator", ())
     assert not parse(mla_draft([2, 30, 58], fc_norm=True), DraftOverrides(fc_norm=False)).fc_norm
 
 
@@ -213,7 +222,7 @@ def test_beta_fast_needs_yarn() -> None:
 
 SHARED_INTEGERS = ["hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings", "vocab_size"]
 MLA_INTEGERS = ["kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"]
-MHA_INTEGERS = ["num_key_value_heads", "head_dim", "sliding_window"]
+MHA_INTEGERS = ["num_key_value_heads", "head_dim"]
 JUNK = st.one_of(
     st.integers(max_value=0), st.booleans(), st.floats(), st.text(max_size=4), st.lists(st.integers(), max_size=2)
 )
@@ -243,24 +252,35 @@ def test_junk_in_a_flag_is_refused_by_name(field: str, junk: Any) -> None:
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        (mla_draft(num_hidden_layers=2), "num_hidden_layers is 2, expected an integer of at least 1 and at most 1"),
         (mla_draft(architectures=["LlamaForCausalLM"]), r"architectures is \['LlamaForCausalLM'\], expected"),
         (mla_draft(architectures=None), "architectures is None, expected"),
         (mla_draft(eagle_config=[1]), r"eagle_config is \[1\], expected an object"),
         (mla_draft([2, 30, 58], eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state is False, expec"),
         (mla_draft(use_aux_hidden_state=False), "use_aux_hidden_state is False, expected True"),
-        (mla_draft(norm_before_fc=True), "norm_before_fc is True, expected False"),
         (mla_draft(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (mla_draft(attention_bias=True), "attention_bias is True"),
-        (mha_draft(mlp_bias=True), "mlp_bias is True"),
-        (mla_draft(tie_word_embeddings=True), "tie_word_embeddings is True"),
-        (mla_draft(quantization_config={"quant_method": "modelopt"}), "quantization_config is .*, expected none"),
+        (mla_draft(num_hidden_layers=17), "num_hidden_layers is 17, expected an integer of at least 1 and at most 16"),
+        (mla_draft(norm_before_fc=True, fc_norm=True), "norm_before_fc is True, expected False beside fc_norm"),
+        (mla_draft(quantization_config={"quant_method": "modelopt"}), "quant_method is 'modelopt', expected"),
+        (mla_draft(quantization_config=int4_quantization()), r"expected none, or fp8 \(int4 takes its unpacking"),
+        (mla_draft(mla_use_nope=True), r"mla_use_nope is True, expected False \(another value takes attention without"),
+        (mla_draft([2], eagle_config={"use_last_layernorm": False}), "use_last_layernorm is False, expected True"),
+        (mla_draft([2], eagle_config={"parallel_draft_step": 2}), "eagle_config: parallel_draft_step is 2, expected 1"),
+        (mla_draft(use_mtp_layernorm=True), "use_mtp_layernorm is True, expected False"),
+        (mla_draft(use_moe=True), r"use_moe is True, expected False \(another value takes routed experts"),
+        (mha_draft(num_experts=128), "num_experts is 128, expected null"),
+        (mha_draft(sliding_window=-2), "sliding_window is -2, expected an integer of at least 1"),
+        (mha_draft(sliding_window=4, layer_types=["linear"]), "layer_types is .*, expected 'full_attention' or"),
+        (
+            mha_draft(num_hidden_layers=2, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+            "sliding_window is 4, expected a window of all layers or of none",
+        ),
+        (mha_draft(speculators_model_type="dflash"), "speculators_model_type is 'dflash', expected 'eagle3'"),
         (mla_draft(vocab_size=129280), "vocab_size is 129280, expected 163840, the target's"),
         (mla_draft(draft_vocab_size=163841), "draft_vocab_size is 163841, expected .* at most 163840"),
         (mla_draft(hidden_size=4096), "hidden_size is 4096, expected 7168, the target's hidden_size; a draft of"),
         (mla_draft(target_hidden_size=4096), "target_hidden_size is 4096, expected 7168, the target's"),
         (mla_draft([2, 30, 58], num_aux_hidden_states=4), "num_aux_hidden_states is 4, expected 3, the number of aux"),
-        (mla_draft(rope_scaling={**yarn(), "type": "dynamic"}), "type is 'dynamic', expected 'default' or 'yarn'"),
+        (mla_draft(rope_scaling={**yarn(), "type": "dynamic"}), "type is 'dynamic', expected 'default' or 'linear'"),
         (mla_draft(qk_rope_head_dim=33), "qk_rope_head_dim is 33, expected an even integer"),
         (mla_draft(rms_norm_eps=0), "rms_norm_eps is 0, expected a finite number above 0"),
         (mla_draft(torch_dtype="float64"), "torch_dtype is 'float64'"),
@@ -291,3 +311,108 @@ def test_a_draft_may_leave_its_queries_uncompressed() -> None:
     config = parse(mla_draft([2, 30, 58], q_lora_rank=None))
     assert isinstance(config, Eagle3MlaDraftConfig)
     assert config.q_lora_rank is None
+
+
+@pytest.mark.parametrize("listed", [[0, 30, 58], [3, 30, 58], [5]])
+def test_ambiguous_aux_lists_are_layer_inputs_with_a_warning(listed: list[int]) -> None:
+    config = parse(mla_draft(listed))
+    assert config.aux_layer_ids == tuple(listed)
+    (warning,) = config.warnings
+    assert "taken as layer inputs" in warning and "kimi probe" in warning
+
+
+def test_the_rule_of_the_aux_layers_is_told() -> None:
+    rules = {
+        "layer outputs, as the first id says, [1, 29, 57]": [1, 29, 57],
+        "layer inputs, [2, 30, 58]": [2, 30, 58],
+        "the default, since the file lists none": [],
+    }
+    assert {parse(mla_draft(listed)).aux_layer_rule for listed in rules.values()} == rules.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"sliding_window": 512}, 512),
+        ({"sliding_window": 512, "use_sliding_window": True}, 512),
+        ({"sliding_window": 512, "use_sliding_window": False}, None),
+        ({"sliding_window": 512, "model_type": "qwen2"}, None),
+        ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 28}, None),
+        ({"sliding_window": 512, "max_window_layers": 28}, 512),
+        ({"sliding_window": 512, "layer_types": ["sliding_attention"]}, 512),
+        ({"sliding_window": 512, "layer_types": ["full_attention"]}, None),
+        ({"sliding_window": -1}, None),
+        ({"sliding_window": 0}, None),
+        ({"sliding_window": None}, None),
+    ],
+)
+def test_when_a_draft_has_a_window(fields: Json, window: int | None) -> None:
+    config = parse(mha_draft([2, 30, 58], **fields))
+    assert isinstance(config, Eagle3MhaDraftConfig)
+    assert (config.sliding_window, config.warnings) == (window, ())
+
+
+@pytest.mark.parametrize(("positions", "is_told"), [(4096, True), (131072, True), (262144, False), (None, False)])
+def test_the_target_decides_how_long_sequences_are(positions: int | None, is_told: bool) -> None:
+    config = parse(mla_draft([2, 30, 58], max_position_embeddings=positions))
+    assert (config.max_position_embeddings, config.trained_positions) == (262144, positions)
+    assert bool(config.warnings) is is_told
+    assert not is_told or f"max_position_embeddings is {positions}, the target's is 262144" in config.warnings[0]
+
+
+def test_a_field_that_nobody_knows_is_told_by_name() -> None:
+    draft = mla_draft([2, 30, 58], eagle_config={"drift": 0.5}, new_norm="l2", initializer_range=0.02)
+    assert parse(draft).warnings == (
+        "draft config.json: this server does not know and ignores new_norm 'l2'",
+        "draft config.json eagle_config: this server does not know and ignores drift 0.5",
+    )
+    target = KimiModelConfig.from_hf_json(kimi_k25(new_router=True))
+    assert target.warnings == ("config.json text_config: this server does not know and ignores new_router True",)
+    assert TARGET.warnings == ()
+
+
+@pytest.mark.parametrize("name", ["Eagle3DeepseekV3ForCausalLM"])
+def test_other_names_of_the_mla_draft(name: str) -> None:
+    assert parse(mla_draft([2, 30, 58], architectures=[name])) == parse(mla_draft([2, 30, 58]))
+
+
+def test_other_names_of_the_mha_draft() -> None:
+    plain = parse(mha_draft([2, 30, 58]))
+    assert parse(mha_draft([2, 30, 58], architectures=["Eagle3LlamaForCausalLM"])) == plain
+
+
+def speculators(**changes: Any) -> Json:
+    """The layout of the speculators library."""
+    layer = mha_draft(rope_scaling=None)
+    del layer["architectures"], layer["draft_vocab_size"]
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": 32000,
+        "norm_before_residual": False,
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "a/b"}},
+        "speculators_version": "0.3.0",
+        "target_hidden_size": None,
+        "torch_dtype": "float16",
+        "transformer_layer_config": layer,
+        **changes,
+    }
+
+
+def test_the_speculators_layout() -> None:
+    config, plain = parse(speculators()), parse(mha_draft(draft_vocab_size=32000))
+    assert (config, config.warnings) == (plain, ())
+    flags = parse(speculators(norm_before_residual=True, norm_output=True, eagle_aux_hidden_state_layer_ids=[2, 9]))
+    assert (flags.norm_before_residual, flags.norm_output, flags.aux_layer_ids) == (True, True, (2, 9))
+    silent = parse(speculators(norm_before_residual=None))
+    assert silent.norm_before_residual and "norm_before_residual is missing; true is taken" in silent.warnings[0]
+    with pytest.raises(ConfigError, match="transformer_layer_config is None, expected an object"):
+        parse(speculators(transformer_layer_config=None))
+
+
+def test_an_empty_quantization_config_is_none() -> None:
+    assert parse(mla_draft([2, 30, 58], quantization_config={})) == parse(mla_draft([2, 30, 58]))
+    assert KimiModelConfig.from_hf_json(text_config(quantization_config={})) == KimiModelConfig.from_hf_json(
+        text_config()
+    )

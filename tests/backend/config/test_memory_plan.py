@@ -261,8 +261,8 @@ def test_every_plan_keeps_its_rules(
         (
             K25,
             Eagle3DraftConfig.from_hf_json(mha_draft([2, 30, 58], max_position_embeddings=131072), K25),
-            {"max_model_len": 131073},
-            "max_model_len is 131073, expected at most 131072, the draft's",
+            {"tp_size": 8, "max_model_len": 262145},
+            "max_model_len is 262145, expected at most 262144, the target's",
         ),
         (K25, None, {"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', expected one of"),
         (

@@ -250,10 +250,10 @@ def test_a_missing_field_is_named(field: str) -> None:
         ({"hidden_act": "x" * 10_000}, r"hidden_act is 'x{50,100}\.\.\.x{50,100}', expected 'silu'"),
         ({"bos_token_id": -1}, "bos_token_id is -1"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling: type is 'linear', expected 'default' or 'yarn'",
+            {"rope_scaling": {"type": "longrope", "factor": 2}},
+            "rope_scaling: type is 'longrope', expected 'default' or 'linear' or 'llama3' or 'yarn'",
         ),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "rope_type is 'llama3'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type is 'dynamic'"),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling: type is missing"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected an object"),
         ({"rope_scaling": {**yarn(), "factor": 0.5}}, "factor is 0.5, expected a finite number of at least 1"),
@@ -288,7 +288,7 @@ def _int4_with(path: str, value: Any) -> Json:
         ({"quant_method": "nvfp4"}, "quant_method is 'nvfp4', expected 'compressed-tensors' or 'fp8'"),
         ({"quant_method": "quark"}, "quant_method is 'quark'"),
         ({"quant_method": "modelopt"}, "quant_method is 'modelopt'"),
-        ({}, "quant_method is missing"),
+        ({"fmt": "e4m3"}, "quant_method is missing"),
         (_int4_with("format", "float-quantized"), "format is 'float-quantized', expected 'pack-quantized'"),
         (_int4_with("quantization_status", "frozen"), "quantization_status is 'frozen'"),
         (
@@ -296,7 +296,11 @@ def _int4_with(path: str, value: Any) -> Json:
             r"kv_cache_scheme is .*, expected null \(nothing else is supported\)",
         ),
         (_int4_with("config_groups", {}), r"config_groups is \{\}, expected an object with exactly one group"),
-        (_int4_with("config_groups/group_0/targets", ["Embedding"]), "targets is"),
+        (
+            _int4_with("config_groups/group_0/targets", ["Embedding"]),
+            r"\(targets, ignore\) leaves model.layers.1.mlp.exp",
+        ),
+        (_int4_with("config_groups/group_0/targets", []), r"targets is \[\], expected"),
         (_int4_with("config_groups/group_0/input_activations", {"num_bits": 8}), "input_activations is"),
         (_int4_with("config_groups/group_0/weights", None), "weights is None, expected an object"),
         (_int4_with("config_groups/group_0/weights/num_bits", 8), "num_bits is 8, expected an integer of at least 4"),
@@ -321,7 +325,7 @@ def _int4_with(path: str, value: Any) -> Json:
         ),
         (
             _int4_with("ignore", [*int4_quantization()["ignore"], "re:.*layers.7.mlp.experts.*"]),
-            "ignore covers model.layers.7.mlp.experts.0.gate_proj, expected all routed experts quantised",
+            r"\(targets, ignore\) leaves model.layers.7.mlp.experts.0.gate_proj as it is, expected all routed",
         ),
         (fp8_quantization(96), "moe_intermediate_size is 2048, expected a multiple of the fp8 weight_block_size 96"),
         ({**fp8_quantization(), "fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
@@ -330,7 +334,7 @@ def _int4_with(path: str, value: Any) -> Json:
         ({**fp8_quantization(), "weight_block_size": [0, 0]}, "weight_block_size is"),
         (
             {**fp8_quantization(), "modules_to_not_convert": ["model.layers.3.mlp"]},
-            "ignore covers model.layers.3.mlp.exp",
+            r"\(targets, ignore\) leaves model.layers.3.mlp.exp",
         ),
     ],
 )
@@ -398,3 +402,39 @@ def test_only_regular_files_are_read(tmp_path: Any) -> None:
 def test_kv_dtypes_are_checked() -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype is 'int3', expected one of float32, bfloat16"):
         KimiModelConfig.from_hf_json(text_config()).kv_bytes_per_token("int3")
+
+
+def test_int4_files_may_list_the_modules_that_exist() -> None:
+    """As llm-compressor's exports do: no pattern covers `q_proj`, which the model does not have."""
+    modules = ["lm_head"]
+    for layer in range(61):
+        parts = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+        modules += [f"model.layers.{layer}.self_attn.{part}" for part in parts]
+        mlp = "mlp.shared_experts" if layer else "mlp"
+        modules += [f"model.layers.{layer}.{mlp}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+    config = KimiModelConfig.from_hf_json(text_config(quantization_config=_int4_with("ignore", modules)))
+    assert config.quantization.quantizes("model.layers.1.mlp.experts.0.up_proj")
+    missing = _int4_with("ignore", [name for name in modules if name != "model.layers.3.self_attn.o_proj"])
+    with pytest.raises(ConfigError, match=r"quantises model\.layers\.3\.self_attn\.o_proj to int4"):
+        KimiModelConfig.from_hf_json(text_config(quantization_config=missing))
+    uncompressed = [name.replace("q_a_proj", "q_proj") for name in modules if "q_b_proj" not in name]
+    changes = {"q_lora_rank": None, "quantization_config": _int4_with("ignore", uncompressed)}
+    assert KimiModelConfig.from_hf_json(text_config(**changes)).q_lora_rank is None
+
+
+def test_int4_files_may_name_the_experts_as_targets() -> None:
+    quantization = _int4_with("config_groups/group_0/targets", [r"re:.*mlp\.experts\..*"])
+    quantization["ignore"] = []
+    quantization["config_groups"]["group_0"]["weights"]["actorder"] = "static"
+    config = KimiModelConfig.from_hf_json(text_config(quantization_config=quantization)).quantization
+    assert config.quantizes("model.layers.1.mlp.experts.0.up_proj")
+    assert not config.quantizes("model.layers.1.mlp.shared_experts.up_proj")
+    assert not config.quantizes("model.layers.1.self_attn.o_proj")
+
+
+def test_names_that_other_servers_take() -> None:
+    assert KimiModelConfig.from_hf_json(
+        text_config(architectures=["KimiK2ForCausalLM"])
+    ) == KimiModelConfig.from_hf_json(text_config())
+    ue8m0 = {**fp8_quantization(), "scale_fmt": "ue8m0"}
+    assert KimiModelConfig.from_hf_json(text_config(quantization_config=ue8m0)).quantization.block_size == 128

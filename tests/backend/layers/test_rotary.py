@@ -1,16 +1,18 @@
 import math
+from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kimi_backend.config.rope_config import RopeConfig
+from kimi_backend.config.json_fields import JsonFields
+from kimi_backend.config.rope_config import RopeConfig, RopeType
 from kimi_backend.layers.rotary import cos_sin_table, inverse_frequencies
 
 CPU = torch.device("cpu")
 KIMI = RopeConfig(
-    is_yarn=True,
+    type=RopeType.YARN,
     theta=50000.0,
     interleaved=True,
     factor=64.0,
@@ -20,7 +22,7 @@ KIMI = RopeConfig(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
-PLAIN = RopeConfig(is_yarn=False, theta=50000.0, interleaved=True)
+PLAIN = RopeConfig(theta=50000.0, interleaved=True)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +32,14 @@ PLAIN = RopeConfig(is_yarn=False, theta=50000.0, interleaved=True)
 def test_the_ramp_of_kimis_settings(theta: float, beta_fast: float, ramp: tuple[int, int]) -> None:
     """Pairs below the ramp keep their frequency, pairs from its end on are slowed 64-fold."""
     rope = RopeConfig(
-        is_yarn=True,
+        type=RopeType.YARN,
         theta=theta,
         interleaved=True,
         factor=64.0,
         original_max_position_embeddings=4096,
         beta_fast=beta_fast,
     )
-    plain = inverse_frequencies(64, RopeConfig(is_yarn=False, theta=theta, interleaved=True))
+    plain = inverse_frequencies(64, RopeConfig(theta=theta, interleaved=True))
     slowing = plain / inverse_frequencies(64, rope)
     low, high = ramp
     torch.testing.assert_close(slowing[: low + 1], torch.ones(low + 1, dtype=torch.float64))
@@ -60,10 +62,29 @@ def test_frequencies_and_magnitude_equal_the_transformers_librarys(scaling: dict
     config = DeepseekV3Config(qk_rope_head_dim=64, rope_parameters={"rope_type": "yarn", **scaling})
     expected, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config)
     fields = {name: value for name, value in scaling.items() if name != "rope_theta"}
-    rope = RopeConfig(is_yarn=True, theta=50000.0, interleaved=True, **fields)  # type: ignore[arg-type]
+    rope = RopeConfig(type=RopeType.YARN, theta=50000.0, interleaved=True, **fields)  # type: ignore[arg-type]
     torch.testing.assert_close(inverse_frequencies(64, rope).float(), expected, rtol=1e-5, atol=0)
     first = cos_sin_table(64, 1, rope, CPU)[0, 0]
     assert float(first) == pytest.approx(magnitude, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 16.0},
+    ],
+)
+def test_the_frequencies_of_llama_drafts_equal_the_transformers_librarys(scaling: dict[str, Any]) -> None:
+    scaling = {"rope_theta": 500000.0, **scaling}
+    if scaling["rope_type"] == "llama3":
+        scaling["original_max_position_embeddings"] = 8192
+    config = LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=scaling)
+    expected, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+    rope = RopeConfig.from_fields(JsonFields({"rope_parameters": scaling}, "config.json"), interleaved=False)
+    torch.testing.assert_close(inverse_frequencies(128, rope).float(), expected, rtol=1e-5, atol=0)
+    assert (rope.cos_sin_scale, magnitude) == (1.0, 1.0)
 
 
 def test_the_table_is_exact_at_the_last_position() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kimi_backend.config.draft_config import DraftOverrides
-from support.draft_steps import DraftSteps, build_draft
+from support.draft_steps import DraftSteps, build_draft, build_stored_draft
 from support.naive_eagle3 import NaiveDraft
-from support.tiny_checkpoints import random_draft
+from support.tiny_checkpoints import random_draft, with_biases
 from support.tiny_configs import YARN, draft_config, target_config
 
 MAX_RELATIVE_ERROR = 1e-4
@@ -32,7 +32,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "MHA, reduced vocabulary": ("mha", {"draft_vocab_size": 48}),
     "MLA, reduced vocabulary": ("mla", {"draft_vocab_size": 48}),
+    "MLA of three layers": ("mla31", {"num_hidden_layers": 3}),
+    "MHA of two layers, residual from the normed hidden": (
+        "mha",
+        {"num_hidden_layers": 2, "norm_before_residual": True},
+    ),
+    "MHA, a norm over all aux states": ("mha", {"norm_before_fc": True}),
+    "MHA, linear rope": ("mha", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "MHA, Llama 3's rope": (
+        "mha",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "rope_theta": 100.0,
+        },
+    ),
 }
+BIASED = {
+    "MHA with biases": ("mha", {"attention_bias": True, "num_hidden_layers": 2}),
+    "MLA 3.1 with biases": ("mla31", {"attention_bias": True, "norm_before_residual": True}),
+    "MLA with biases, a norm over all aux states": ("mla", {"q_lora_rank": None, "norm_before_fc": True}),
+}
+CASES |= BIASED
 
 
 def assert_close(ours: torch.Tensor, naive: torch.Tensor) -> None:
@@ -43,10 +69,12 @@ def assert_close(ours: torch.Tensor, naive: torch.Tensor) -> None:
 class Pair:
     """A draft and its naive twin, fed the same rows."""
 
-    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
+    def __init__(self, kind: str, fields: dict[str, Any], *, has_biases: bool = False) -> None:
         self.config = draft_config(kind, TARGET, **fields)
         tensors = random_draft(self.config)
-        self.draft = build_draft(self.config, tensors)
+        if has_biases:
+            tensors = with_biases(tensors)
+        self.draft = build_stored_draft(self.config, tensors)
         # A second sequence rides along in every extension, so that batches are ragged.
         self.steps = DraftSteps(self.draft, [64, 64])
         self.naive = NaiveDraft(self.config, tensors)
@@ -88,7 +116,7 @@ class Pair:
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_equal_the_naive_draft(case: str) -> None:
-    pair = Pair(*CASES[case])
+    pair = Pair(*CASES[case], has_biases=case in BIASED)
     pair.extend(13)
     feedback = pair.extend(6)
     pair.single_steps(4, *feedback)

@@ -37,17 +37,26 @@ def test_a_full_vocabulary_needs_no_map(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({}, "d2t: missing: expected offsets of 4 draft tokens"),
-        ({"d2t": TOKEN_IDS}, "column 3 is token 12, expected 0 to 9"),
-        ({"d2t": torch.tensor([5, 1, 1, 1])}, r"columns 0 and 1 are tokens 5 and 2, expected strictly increasing"),
-        ({"d2t": torch.tensor([3, 2, 2, 2])}, "columns 0 and 1 are tokens 3 and 3"),
-        ({"d2t": torch.tensor([-1, 1, 1, 1])}, "column 0 is token -1"),
-        ({"d2t": OFFSETS[:3]}, r"expected shape \[4\], found \[3\]"),
+        ({}, r"d2t: missing, expected \[4\] int64"),
+        ({"d2t": TOKEN_IDS}, r"expected target ids from 0 to 9, found 12 for draft id 3 \(d2t holds offsets"),
+        ({"d2t": torch.tensor([5, 1, 1, 1])}, "expected rising target ids, found 5 then 2 for draft ids 0 and 1"),
+        ({"d2t": torch.tensor([3, 2, 2, 2])}, "expected rising target ids, found 3 then 3"),
+        ({"d2t": torch.tensor([-1, 1, 1, 1])}, "found -1 for draft id 0"),
+        ({"d2t": OFFSETS[:3]}, r"d2t: expected shape \[4\], found \[3\]"),
         ({"t2d": MASK[:9]}, r"t2d: expected shape \[10\], found \[9\]"),
-        ({"t2d": ~MASK}, r"t2d: 6 tokens are set, expected draft_vocab_size \(4\)"),
-        ({"d2t": OFFSETS, "t2d": MASK.roll(1)}, "column 0 is token 1, but t2d says token 0"),
+        ({"t2d": ~MASK}, "t2d: expected 4 target ids marked, found 6"),
+        ({"d2t": OFFSETS, "t2d": MASK.roll(1)}, "t2d: expected the target ids of d2t, found id 0 marked where"),
+        ({"d2t": TOKEN_IDS, "t2d": MASK.roll(1)}, "d2t: expected target ids from 0 to 9, found 12"),
     ],
 )
 def test_a_wrong_map_is_refused_with_what_was_found(tensors: Tensors, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(tensors)
+
+
+def test_absolute_ids_are_taken_where_the_mask_tells() -> None:
+    loaded, offsets = load({"d2t": TOKEN_IDS, "t2d": MASK}), load({"d2t": OFFSETS})
+    assert loaded is not None and offsets is not None
+    assert torch.equal(loaded.token_id_of_column, offsets.token_id_of_column)
+    full = {"d2t": torch.arange(VOCAB_SIZE), "t2d": torch.ones(VOCAB_SIZE, dtype=torch.bool)}
+    assert load(full, VOCAB_SIZE) is None
