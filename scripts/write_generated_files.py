@@ -180,6 +180,24 @@ def metrics_page(text: str) -> str:
     return _replace_table(text, "metrics", rows)
 
 
+def published_drafts_page(text: str) -> str:
+    """docs/published_drafts.md with its table rewritten."""
+    rows = ["| repository | config | form | outcome |", "| --- | --- | --- | --- |"]
+    for entry in json.loads((ROOT / "tests/support/published_drafts.json").read_text()):
+        config = entry["config"]
+        rope = config.get("rope_scaling") or {}
+        parts = ["MLA" if "kv_lora_rank" in config else f"{config['num_attention_heads']} heads"]
+        if "kv_lora_rank" not in config:
+            parts[0] += f", {config['num_key_value_heads']} of keys"
+        parts += [f"{rope.get('rope_type') or rope.get('type') or 'mrope'} rope"] if rope else []
+        parts += ["EAGLE3.1"] if config.get("fc_norm") else []
+        whole = config.get("draft_vocab_size", config["vocab_size"]) == config["vocab_size"]
+        parts += ["all tokens"] if whole else [f"{config['draft_vocab_size']:,} tokens"]
+        outcome = f"refused: {entry['reason']}" if "reason" in entry else "right"
+        rows.append(f"| {entry['repository']} | `{entry['path']}` | {', '.join(parts)} | {outcome} |")
+    return _replace_table(text, "published drafts", rows)
+
+
 def openai_page(text: str) -> str:
     """docs/openai.md with its tables rewritten."""
     # A host that only runs tests on a GPU need not have pydantic.
@@ -219,6 +237,7 @@ GENERATED: dict[str, Callable[[str], str]] = {
     "docs/protocol.md": protocol_page,
     "docs/metrics.md": metrics_page,
     "docs/openai.md": openai_page,
+    "docs/published_drafts.md": published_drafts_page,
 }
 
 

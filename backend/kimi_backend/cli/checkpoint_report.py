@@ -15,7 +15,7 @@ from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.config.memory_plan import MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
-from kimi_backend.config.rope_config import RopeConfig
+from kimi_backend.config.rope_config import RopeConfig, RopeType
 from kimi_backend.errors import CheckpointError, ConfigError
 
 Report = dict[str, Any]
@@ -54,6 +54,7 @@ def report_target(checkpoint: TargetCheckpoint) -> Report:
         "rope": describe_rope(config.rope),
         "softmax_scale": config.softmax_scale,
         "kv_bytes_per_token": {dtype: config.kv_bytes_per_token(dtype) for dtype in _KV_DTYPES},
+        **_warnings(config.warnings),
     }
 
 
@@ -66,7 +67,10 @@ def report_draft(checkpoint: DraftCheckpoint, tp_size: int) -> Report:
         "algorithm": "EAGLE3.1" if config.fc_norm or config.norm_output else "EAGLE3",
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
+        "num_hidden_layers": config.num_hidden_layers,
         "aux_layer_ids": list(config.aux_layer_ids),
+        "aux_layer_rule": config.aux_layer_rule,
+        "trained_positions": config.trained_positions,
         "num_tensors": len(names),
         "num_bytes": checkpoint.num_bytes,
         "num_parameters": num_parameters(specs),
@@ -75,7 +79,12 @@ def report_draft(checkpoint: DraftCheckpoint, tp_size: int) -> Report:
         "head": "own" if "lm_head.weight" in names else "the target's",
         "rope": describe_rope(config.rope),
         "kv_bytes_per_token": {dtype: config.kv_bytes_per_token(dtype, tp_size) for dtype in _KV_DTYPES},
+        **_warnings(config.warnings),
     }
+
+
+def _warnings(warnings: tuple[str, ...]) -> Report:
+    return {"warnings": list(warnings)} if warnings else {}
 
 
 def report_memory(
@@ -127,10 +136,15 @@ def describe_format(config: KimiModelConfig) -> str:
 
 def describe_rope(rope: RopeConfig) -> str:
     pairing = "interleaved" if rope.interleaved else "half-split"
-    if not rope.is_yarn:
-        return f"theta {rope.theta:g}, {pairing}"
-    betas = f"beta_fast {rope.beta_fast:g}, beta_slow {rope.beta_slow:g}"
     original = rope.original_max_position_embeddings
+    if rope.type is RopeType.DEFAULT:
+        return f"theta {rope.theta:g}, {pairing}"
+    if rope.type is RopeType.LINEAR:
+        return f"linear, theta {rope.theta:g}, factor {rope.factor:g}, {pairing}"
+    if rope.type is RopeType.LLAMA3:
+        turns = f"turns {rope.low_freq_factor:g} to {rope.high_freq_factor:g}"
+        return f"llama3, theta {rope.theta:g}, factor {rope.factor:g} over {original}, {turns}, {pairing}"
+    betas = f"beta_fast {rope.beta_fast:g}, beta_slow {rope.beta_slow:g}"
     return f"yarn, theta {rope.theta:g}, factor {rope.factor:g} over {original}, {betas}, {pairing}"
 
 

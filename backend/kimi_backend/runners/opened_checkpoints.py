@@ -66,8 +66,21 @@ class Checkpoints:
             raise ConfigError("setting checkpoint: empty, the folder of a checkpoint is needed")
         for pretence in settings.pretences:
             logger.warning("pretence=%r, for timing only", pretence)
-        if settings.load_format == "dummy":
-            return cls._dummy(settings, placement.device)
+        is_dummy = settings.load_format == "dummy"
+        checkpoints = cls._dummy(settings, placement.device) if is_dummy else cls._from_files(settings)
+        checkpoints._log_configs()
+        return checkpoints
+
+    def _log_configs(self) -> None:
+        draft = self.draft.config if self.draft else None
+        for warning in (*self.target.config.warnings, *(draft.warnings if draft else ())):
+            logger.warning("%s", warning)
+        if draft is not None:
+            layers = ", ".join(f"R({j})" for j in draft.aux_layer_ids)
+            logger.info("the draft reads %s of the target: %s", layers, draft.aux_layer_rule)
+
+    @classmethod
+    def _from_files(cls, settings: ServingSettings) -> "Checkpoints":
         target = TargetCheckpoint.open(settings.checkpoint)
         if not settings.draft:
             return cls(target=target, draft=None)

@@ -229,13 +229,14 @@ TARGET_TENSORS: dict[str, tuple[Break, str]] = {
     ),
 }
 
+OTHER_MASK = torch.arange(2048) < 512
 DRAFT_TENSORS: dict[str, tuple[Break, str]] = {
     "d2t absent, t2d absent": (
         draft_weights(lambda tensors: (tensors.pop("d2t"), tensors.pop("t2d"))),
         r"d2t: missing, expected \[512\] int64, since draft_vocab_size < vocab_size",
     ),
     "d2t of absolute ids": (
-        draft_weights(put("d2t", lambda offsets: offsets + torch.arange(512))),
+        draft_weights(lambda tensors: tensors.update({"d2t": tensors["d2t"] + torch.arange(512), "t2d": OTHER_MASK})),
         r"d2t: expected (target ids from 0 to 2047|rising)",
     ),
     "d2t not increasing": (
@@ -288,7 +289,7 @@ DRAFT_TENSORS: dict[str, tuple[Break, str]] = {
         draft_weights(add("layers.1.hidden_norm.weight", torch.ones(128))),
         r"layers\.1\.hidden_norm\.weight: unexpected",
     ),
-    "config says two layers": (draft_field("num_hidden_layers", 2), "num_hidden_layers is 2, expected"),
+    "config says two layers": (draft_field("num_hidden_layers", 2), r"layers\.1\.mlp\.up_proj\.weight: missing"),
     "config says fc_norm": (draft_field("fc_norm", True), r"fc_norm\.0\.weight: missing, expected \[128\]"),
     "config says a larger draft vocabulary": (
         draft_field("draft_vocab_size", 600),
