@@ -13,7 +13,7 @@ import pytest
 from support.server_process import MAX_MODEL_LEN
 
 KIMI = [sys.executable, "-m", "kimi_backend.cli.main"]
-TIMEOUT_S = 120
+TIMEOUT_S = 60
 
 
 def run(*words):
@@ -45,9 +45,11 @@ def test_a_bad_value_is_one_message_and_exit_code_2(url):
 class Terminal:
     """`kimi chat` on a terminal of its own."""
 
-    def __init__(self, *words):
+    def __init__(self, *words, **env):
         self._master, slave = pty.openpty()
-        self.process = subprocess.Popen([*KIMI, *words], stdin=slave, stdout=slave, stderr=slave)
+        # It answers no question for the cursor's position, and its history is not the user's.
+        env = {**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", **env}
+        self.process = subprocess.Popen([*KIMI, *words], stdin=slave, stdout=slave, stderr=slave, env=env)
         os.close(slave)
         os.set_blocking(self._master, False)
         self.seen = ""
@@ -74,24 +76,60 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(url):
-    opened = Terminal("chat", f"--url={url}", f"--max-tokens={MAX_MODEL_LEN - 100}", "--seed=2")
+def terminal(url, tmp_path):
+    options = [f"--url={url}", f"--max-tokens={MAX_MODEL_LEN - 100}", "--seed=2"]
+    opened = Terminal("chat", *options, XDG_CONFIG_HOME=str(tmp_path))
     yield opened
     opened.close()
 
 
-def test_ctrl_c_cancels_an_answer_and_neither_chat_nor_server(terminal, url):
-    terminal.wait_for("> ")
-    terminal.type("tell me everything\n")
+READY = "\x1b[?2004h"
+"""What prompt_toolkit writes when it takes a line: pasted text comes in brackets."""
+CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
+
+
+def test_ctrl_c_stops_an_answer_and_neither_chat_nor_server(terminal, url):
+    terminal.wait_for(READY, terminal.wait_for("/reset"))
+    terminal.type("tell me everything\r")
     end = terminal.wait_for("everything")
     time.sleep(0.5)
     terminal.process.send_signal(signal.SIGINT)
-    end = terminal.wait_for("cancelled", end)
-    terminal.wait_for("> ", end)
+    end = terminal.wait_for("stopped", end)
+    terminal.wait_for(READY, end)
     assert terminal.process.poll() is None
-    terminal.type("/exit\n")
+    terminal.type("/exit\r")
     assert terminal.process.wait(TIMEOUT_S) == 0
     assert run("generate", "hi", f"--url={url}", "--max-tokens=2").returncode == 0
+
+
+def test_ctrl_c_clears_a_line_arrows_find_it_and_several_lines_are_one_question(terminal, tmp_path):
+    terminal.wait_for(READY)
+    terminal.type("/nothing\r")
+    end = terminal.wait_for(READY, terminal.wait_for("is no command"))
+    terminal.type("half")
+    end = terminal.wait_for("half", end)
+    terminal.type(CTRL_C)
+    end = terminal.wait_for(READY, end)
+    terminal.type(f"first{ALT_ENTER}second\r")
+    end = terminal.wait_for(READY, terminal.wait_for("tokens/s", end))
+    terminal.type(UP + "\r")  # the same question again
+    end = terminal.wait_for("tokens/s", end)
+    assert terminal.process.poll() is None
+    terminal.type(CTRL_D)
+    assert terminal.process.wait(TIMEOUT_S) == 0
+    history = (tmp_path / "kimi" / "chat_history").read_text()
+    assert history.count("+first\n+second\n") == 1
+    assert "half" not in history
+
+
+def test_a_conversation_in_a_pipe(url):
+    lines = "hello\n/retry\n/system be brief\n/retry\nhello\n"
+    done = subprocess.run(
+        [*KIMI, "chat", f"--url={url}", "--max-tokens=8", "--seed=2"], input=lines, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stderr.count("8 tokens, ") == 3
+    assert "nothing was asked yet" in done.stderr
 
 
 @pytest.mark.parametrize("generator", ["own", "perf_analyzer"])

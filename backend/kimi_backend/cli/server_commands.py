@@ -135,8 +135,8 @@ def chat_command(
     num_speculative_tokens: K_OPTION = None,
     thinking: Annotated[bool | None, typer.Option(help="For templates that know a thinking switch.")] = None,
 ) -> None:
-    """Talk to the model. Ctrl-C cancels an answer, not the server."""
-    from kimi_backend.cli.talk import chat
+    """Talk to the model, with line editing and a history. Ctrl-C stops an answer, not the server."""
+    from kimi_backend.cli.chat import chat
 
     fields = _sampling(
         max_tokens=max_tokens,

@@ -1,6 +1,7 @@
-"""`kimi generate` and `kimi chat`: one prompt, or a conversation, against a running server."""
+"""`kimi generate`: one prompt against a running server, and what `kimi chat` shares with it."""
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from rich.console import Console
 from kimi_backend.errors import KimiError
 from kimi_client import Chunk, Completion, KimiClient, KimiClientError, Stream
 
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _notes = Console(stderr=True, highlight=False)
 
 
@@ -30,7 +32,7 @@ def describe_completion(completion: Completion) -> str:
     return ", ".join(parts)
 
 
-def _take_ctrl_c() -> None:
+def take_ctrl_c() -> None:
     """Let Ctrl-C interrupt, also where this process was started with the signal ignored, as background jobs are."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,8 +52,13 @@ def _print_stream(stream: Stream) -> Completion | None:
 
 
 def _write(chunk: Chunk) -> None:
-    sys.stdout.write(chunk.text)
+    sys.stdout.write(printable(chunk.text) if sys.stdout.isatty() else chunk.text)
     sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    """The text without what would steer a terminal: a model may write anything."""
+    return _STEERING.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 @contextmanager
@@ -66,7 +73,7 @@ def client_errors() -> Iterator[None]:
 @client_errors()
 def generate(url: str, prompt: str, fields: dict[str, Any], as_json: bool) -> None:
     """Stream one completion to stdout, or print it as one JSON object."""
-    _take_ctrl_c()
+    take_ctrl_c()
     client = KimiClient(url)
     if as_json:
         completion = client.generate(text_input=prompt, **fields)
@@ -88,31 +95,3 @@ def generate(url: str, prompt: str, fields: dict[str, Any], as_json: bool) -> No
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
-
-
-@client_errors()
-def chat(url: str, system: str | None, fields: dict[str, Any]) -> None:
-    """Read a line, stream the answer, repeat. Ctrl-C cancels an answer; Ctrl-D or /exit leaves, /reset starts over."""
-    _take_ctrl_c()
-    client = KimiClient(url)
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    _notes.print("[dim]Ctrl-C cancels an answer, /reset starts over, Ctrl-D leaves[/dim]")
-    while True:
-        try:
-            line = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            sys.stdout.write("\n")
-            return
-        if line == "/exit":
-            return
-        if line == "/reset":
-            messages = list(opening)
-            continue
-        if not line:
-            continue
-        question = {"role": "user", "content": line}
-        answer = _print_stream(client.stream(messages=[*messages, question], **fields))
-        if answer is not None:
-            messages += [question, {"role": "assistant", "content": answer.text}]
-            _notes.print(f"[dim]{describe_completion(answer)}[/dim]")
