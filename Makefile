@@ -10,7 +10,7 @@ SMOKE := tests/backend/cache tests/backend/cli tests/backend/config tests/backen
 	tests/backend/types tests/client tests/docs
 STAMP := $(VENV)/.installed
 
-.PHONY: demo drafts setup lint fmt check test soak test-gpu generated clean
+.PHONY: demo drafts setup lint fmt check test soak test-gpu generated docs clean
 
 setup: $(STAMP)  ## make the virtual environment and install everything the tests need
 
@@ -31,6 +31,10 @@ fmt: $(STAMP)
 
 generated: $(STAMP)  ## rewrite what is declared in code and repeated in docs/ and config.pbtxt
 	$(BIN)/python scripts/write_generated_files.py
+
+docs: $(STAMP)  ## the pages of README and docs/ as a site in out/site, every link checked
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python scripts/build_site.py
 
 lint: $(STAMP)  ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .
