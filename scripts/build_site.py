@@ -52,7 +52,7 @@ def main() -> None:
         build(config)
     except Abort as error:
         sys.exit(str(error))
-    print(f"{len(pages)} pages: {Path(config.site_dir).relative_to(ROOT)}/index.html")
+    sys.stdout.write(f"{len(pages)} pages: {Path(config.site_dir).relative_to(ROOT)}/index.html\n")
 
 
 if __name__ == "__main__":
