@@ -39,4 +39,4 @@ def test_each_page_is_reached_from_the_readme():
         links = re.findall(r"\]\(([^)#\s]+\.md)", FENCE.sub("", (ROOT / page).read_text()))
         targets = {((ROOT / page).parent / link).resolve() for link in links if "://" not in link}
         new |= {str(target.relative_to(ROOT)) for target in targets if target.exists()} - reached
-    assert set(PAGES) - reached == set()
+    assert set(PAGES) - reached == set(), "link them from docs/README.md"
