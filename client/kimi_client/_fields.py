@@ -48,6 +48,8 @@ class RequestFields(TypedDict, total=False):
     """Texts that end the output; not part of it."""
     stop_token_ids: Sequence[int] | None
     """Tokens that end the output."""
+    stop_control_tokens: str | Sequence[str] | None
+    """Control tokens that end the output, such as </think>."""
     include_stop_str_in_output: bool | None
     """Keep the stop text in the output (default false)."""
     skip_special_tokens: bool | None
@@ -70,6 +72,8 @@ class RequestFields(TypedDict, total=False):
     """JSON object for the chat template, such as {"thinking": false}."""
     return_token_ids: bool | None
     """Send `output_ids` and `prompt_token_ids` too (default false)."""
+    return_control_offsets: bool | None
+    """Send `control_offsets` and `begins_thinking` too (default false)."""
 
 
 INPUT_TYPES = {
@@ -92,6 +96,7 @@ INPUT_TYPES = {
     "bad_words": "BYTES",
     "stop": "BYTES",
     "stop_token_ids": "INT32",
+    "stop_control_tokens": "BYTES",
     "include_stop_str_in_output": "BOOL",
     "skip_special_tokens": "BOOL",
     "ignore_eos": "BOOL",
@@ -104,5 +109,6 @@ INPUT_TYPES = {
     "tools": "BYTES",
     "chat_template_kwargs": "BYTES",
     "return_token_ids": "BOOL",
+    "return_control_offsets": "BOOL",
 }
 JSON_INPUTS = frozenset({"messages", "logit_bias", "tools", "chat_template_kwargs"})

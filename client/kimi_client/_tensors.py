@@ -90,6 +90,11 @@ def _ids(result: grpcclient.InferResult, name: str) -> tuple[int, ...]:
     return () if array is None else tuple(array.reshape(-1).tolist())
 
 
+def _flag(result: grpcclient.InferResult, name: str) -> bool:
+    array = result.as_numpy(name)
+    return array is not None and bool(array.any())
+
+
 def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
     entries = json.loads(text) if text else []
     return tuple(
@@ -107,16 +112,20 @@ def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
 def parse_chunk(result: grpcclient.InferResult) -> Chunk:
     """One response's tensors as a chunk."""
     count = result.as_numpy("num_output_tokens")
-    statistics = _text(result, "statistics")
+    text = _text(result, "statistics")
+    statistics = json.loads(text) if text else {}
+    stop_token_id = statistics.get("stop_token_id")
     return Chunk(
         text=_text(result, "text_output"),
         num_tokens=0 if count is None else int(count.reshape(-1)[0]),
         token_ids=_ids(result, "output_ids"),
         prompt_token_ids=_ids(result, "prompt_token_ids"),
+        control_offsets=_ids(result, "control_offsets"),
+        begins_thinking=_flag(result, "begins_thinking"),
         logprobs=_logprobs(_text(result, "logprobs")),
         finish_reason=_text(result, "finish_reason") or None,
-        stop_reason=_text(result, "stop_reason") or None,
-        statistics=json.loads(statistics) if statistics else {},
+        stop_reason=(_text(result, "stop_reason") or None) if stop_token_id is None else stop_token_id,
+        statistics=statistics,
     )
 
 

@@ -29,12 +29,16 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     """stop, length or cancelled in the last chunk."""
-    stop_reason: str | None = None
-    """The stop text or token id that matched."""
+    stop_reason: str | int | None = None
+    """The stop text or token id that matched, or why it was cancelled."""
     statistics: dict[str, Any] = field(default_factory=dict)
     """The last chunk's: usage, times, speculation."""
     prompt_token_ids: tuple[int, ...] = ()
     """The first chunk's, with `return_token_ids=True`."""
+    control_offsets: tuple[int, ...] = ()
+    """With `return_control_offsets=True`: where control tokens show, counted in characters of the whole text."""
+    begins_thinking: bool = False
+    """The first chunk's, likewise: the prompt ends inside a think block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Completion:
 
     text: str
     finish_reason: str
-    stop_reason: str | None
+    stop_reason: str | int | None
     num_output_tokens: int
     token_ids: tuple[int, ...]
     """Empty unless `return_token_ids=True`."""
@@ -51,6 +55,10 @@ class Completion:
     statistics: dict[str, Any]
     prompt_token_ids: tuple[int, ...] = ()
     """Empty unless `return_token_ids=True`."""
+    control_offsets: tuple[int, ...] = ()
+    """Empty unless `return_control_offsets=True`: characters of the text before each control token that shows in it."""
+    begins_thinking: bool = False
+    """The prompt ends inside a think block; False unless likewise."""
 
     @property
     def speculation(self) -> dict[str, Any] | None:
@@ -71,4 +79,6 @@ def join_chunks(chunks: Sequence[Chunk]) -> Completion:
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         statistics=last.statistics,
         prompt_token_ids=chunks[0].prompt_token_ids,
+        control_offsets=tuple(offset for chunk in chunks for offset in chunk.control_offsets),
+        begins_thinking=chunks[0].begins_thinking,
     )

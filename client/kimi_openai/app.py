@@ -14,11 +14,13 @@ from starlette.routing import Route
 
 from kimi_client.aio import AsyncKimiClient
 from kimi_openai.chat_page import show_chat_page
+from kimi_openai.chat_replies import ChatWriter
 from kimi_openai.connection import ClientLeft, read_body
+from kimi_openai.declared_tools import DeclaredTools
 from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
 from kimi_openai.generation import Generation
-from kimi_openai.replies import ChatWriter, CompletionWriter, Envelope, ReplyWriter
-from kimi_openai.reply_splitter import ReplySplitter
+from kimi_openai.replies import CompletionWriter, Envelope, ReplyWriter
+from kimi_openai.reply_reader import ReplyReader
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
 from kimi_openai.request_parsing import parse_body, shown
 from kimi_openai.server_fields import ServerRequest, chat_fields, completion_fields, declares_tools
@@ -106,11 +108,17 @@ class Endpoint:
     async def chat(self, request: Request) -> Response:
         body = parse_body(await read_body(request), ChatRequest)
         asked = chat_fields(body)
-        splitter = ReplySplitter(
-            begins_with_reasoning=self._settings.splits_thinking and _thinks(body),
-            reads_tool_calls=declares_tools(body),
-        )
-        writer = ChatWriter(splitter, with_logprobs=bool(body.logprobs), with_token_ids=bool(body.return_token_ids))
+        tools = DeclaredTools(body.tools, body.messages) if declares_tools(body) else None
+
+        def make_reader(begins_thinking: bool) -> ReplyReader:
+            return ReplyReader(
+                tools,
+                begins_thinking=begins_thinking,
+                splits_thinking=self._settings.splits_thinking,
+                is_one_call_enough=body.parallel_tool_calls is False,
+            )
+
+        writer = ChatWriter(make_reader, with_logprobs=bool(body.logprobs), with_token_ids=bool(body.return_token_ids))
         return await self._reply(request, body, asked, writer, "chatcmpl-")
 
     async def complete(self, request: Request) -> Response:
@@ -126,13 +134,8 @@ class Endpoint:
         envelope = Envelope(reply_id=prefix + generation.request_id, model=model)
         if not body.stream:
             return await generation.answer_whole(request, writer, envelope)
-        includes_usage = body.stream_options is not None and body.stream_options.include_usage
+        includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return await generation.answer_streamed(request, writer, envelope, includes_usage=includes_usage)
-
-
-def _thinks(body: ChatRequest) -> bool:
-    """Whether the template opens a think block: Kimi's does unless it is told not to."""
-    return (body.chat_template_kwargs or {}).get("thinking", True) is not False
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

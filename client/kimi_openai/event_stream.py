@@ -95,11 +95,11 @@ async def whole_reply(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         raise ApiError(500, "the server's stream ended before the reply did")
 
 
-def check_end(finish_reason: str | None, why: str | None) -> None:
+def check_end(finish_reason: str | None, why: str | int | None) -> None:
     """Pass silently unless the server cut the reply off, as it does at the request's deadline.
 
     Raises:
         ApiError: 504, with the server's reason.
     """
     if finish_reason == "cancelled":
-        raise timed_out(why or "cancelled by the server")
+        raise timed_out(str(why or "cancelled by the server"))

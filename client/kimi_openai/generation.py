@@ -52,10 +52,8 @@ class Generation:
             self._stream.cancel()
         check_end(completion.finish_reason, completion.stop_reason)
         more = {"prompt_token_ids": list(completion.prompt_token_ids)} if completion.prompt_token_ids else {}
-        statistics = completion.statistics
-        body = envelope.wrap(
-            writer.whole_object, [writer.whole(completion)], usage=usage(statistics), statistics=statistics, **more
-        )
+        statistics, choice = completion.statistics, await writer.whole(completion)
+        body = envelope.wrap(writer.whole_object, [choice], usage=usage(statistics), statistics=statistics, **more)
         return JSONResponse(body, headers=self._headers())
 
     async def answer_streamed(

@@ -1,16 +1,47 @@
 """Log-probabilities in the two forms of the API."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from kimi_client import TokenLogprob
+from kimi_openai.reply_markers import MARKS, Mark
+from kimi_openai.reply_text import CALLS, REASONING, Channel
 
 _REPLACEMENT = "\ufffd"
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat."""
-    return {"content": [_chat_entry(entry) for entry in entries], "refusal": None}
+class ChatLogprobs:
+    """`choices[].logprobs` of a chat, piece by piece: a list for each part of the message that tokens belong to."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[TokenLogprob] = deque()
+        self._num_controls = 0
+
+    def take(
+        self, entries: Sequence[TokenLogprob], channels: Sequence[Channel], *, is_last: bool
+    ) -> dict[str, Any] | None:
+        """The object for these tokens and those that waited; None where there is none.
+
+        Args:
+            channels: `ReplyReader.channels` so far. A token waits while its channel is not known.
+            is_last: the reply has ended; nothing waits any more.
+        """
+        self._waiting.extend(entries)
+        found: dict[str, list[dict[str, Any]]] = {}
+        while self._waiting:
+            # No ordinary token is spelled like a whole marker.
+            mark = MARKS.get(self._waiting[0].token)
+            is_known = self._num_controls + (mark is not None) < len(channels)
+            name = channels[min(self._num_controls, len(channels) - 1)].name
+            if not is_last and not (is_known and name is not None):
+                break
+            if mark is not None:
+                self._num_controls += 1
+                is_thought = mark in (Mark.THINK_BEGIN, Mark.THINK_END)
+                name = (REASONING if is_thought else CALLS).name
+            found.setdefault(name or "content", []).append(_chat_entry(self._waiting.popleft()))
+        return {"content": [], "refusal": None, **found} if found else None
 
 
 def _chat_entry(entry: TokenLogprob) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 Types are checked here; ranges are the server's to check, which names the field too.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Number = Annotated[float, Field(ge=-3e38, le=3e38)]
 
 
@@ -31,8 +31,14 @@ def _extension(meaning: str) -> Any:
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Thinking(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["enabled", "disabled"]
 
 
 class GenerationRequest(BaseModel):
@@ -44,7 +50,9 @@ class GenerationRequest(BaseModel):
     max_tokens: Int | None = _taken("Most output tokens. Default: 16 for a completion; for a chat the server's.")
     temperature: Number | None = _taken("0 is greedy (default 1).")
     top_p: Number | None = _taken("Keep the most likely tokens up to this mass (default 1).")
-    seed: Seed | None = _taken("Same seed, same text; `statistics.seed` of the reply has the one that was used.")
+    seed: Seed | None = _taken(
+        "Same seed, same text; `statistics.seed` of the reply has the one that was used, -1 as 2^64 - 1."
+    )
     stop: Texts | None = _taken("Up to 16 texts that end the output; not part of it.")
     presence_penalty: Number | None = _taken("-2 to 2 (default 0).")
     frequency_penalty: Number | None = _taken("-2 to 2 (default 0).")
@@ -81,7 +89,13 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Int | None = _taken("And of this many most likely ones, 0 to 20; needs `logprobs`.")
     tools: list[Any] | None = _taken("Declared to the model by the chat template; its calls come as `tool_calls`.")
     tool_choice: Any = _taken('"auto", or "none", which declares no tools. Others cannot be enforced and are refused.')
-    chat_template_kwargs: dict[str, Any] | None = _extension('For the chat template, such as {"thinking": false}.')
+    parallel_tool_calls: bool | None = _taken("false: the reply ends behind its first call (default true).")
+    reasoning_effort: Literal["none"] | None = _taken('"none" turns thinking off.')
+    thinking: Thinking | None = _extension('{"type": "disabled"} turns thinking off, "enabled" on.')
+    enable_thinking: bool | None = _extension("false turns thinking off, true on.")
+    chat_template_kwargs: dict[str, Any] | None = _extension(
+        'For the chat template, such as {"thinking": false}; what it does not read is refused.'
+    )
 
 
 class CompletionRequest(GenerationRequest):
@@ -107,13 +121,11 @@ REFUSED: dict[str, Any] = {
     "echo": False,
     "suffix": "",
     "response_format": {"type": "text"},
-    "parallel_tool_calls": True,
     "modalities": ["text"],
     "audio": NO_VALUE,
     "functions": NO_VALUE,
     "function_call": NO_VALUE,
     "prediction": NO_VALUE,
-    "reasoning_effort": NO_VALUE,
     "verbosity": NO_VALUE,
     "web_search_options": NO_VALUE,
     "prompt_logprobs": NO_VALUE,
@@ -125,6 +137,5 @@ REFUSED: dict[str, Any] = {
 INSTEAD = {
     "functions": "give tools",
     "function_call": "give tool_choice",
-    "reasoning_effort": 'give chat_template_kwargs, such as {"thinking": false}',
 }
 """What a refusal suggests."""

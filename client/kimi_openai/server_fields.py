@@ -7,6 +7,7 @@ from kimi_openai.errors import bad_field
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
 from kimi_openai.request_parsing import shown
 
+CALL_END = "<|tool_call_end|>"
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats have none."""
 
@@ -45,9 +46,31 @@ def chat_fields(request: ChatRequest) -> ServerRequest:
         raise bad_field("top_logprobs", f"{request.top_logprobs} given, it needs logprobs: true")
     if declares_tools(request):
         fields["tools"] = request.tools
-    if request.chat_template_kwargs is not None:
-        fields["chat_template_kwargs"] = request.chat_template_kwargs
+        if request.parallel_tool_calls is False:
+            fields["stop_control_tokens"] = [CALL_END]
+            names["stop_control_tokens"] = "parallel_tool_calls"
+    if (kwargs := _template_kwargs(request)) is not None:
+        fields["chat_template_kwargs"] = kwargs
+    fields["return_control_offsets"] = True
     return ServerRequest(fields, names)
+
+
+def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
+    """The template's arguments, with the one switch for thinking that all ways to ask for it come to."""
+    kwargs = request.chat_template_kwargs
+    given = {
+        "thinking": None if request.thinking is None else request.thinking.type == "enabled",
+        "enable_thinking": request.enable_thinking,
+        "reasoning_effort": False if request.reasoning_effort == "none" else None,
+    }
+    switches = {name: is_on for name, is_on in given.items() if is_on is not None}
+    in_kwargs = [bool(kwargs[name]) for name in ("thinking", "enable_thinking") if kwargs and name in kwargs]
+    if not switches:
+        return kwargs
+    field, is_on = next(iter(switches.items()))
+    if {*switches.values(), *in_kwargs} != {is_on}:
+        raise bad_field(field, f"turns thinking {'on' if is_on else 'off'}, and another field of the request does not")
+    return kwargs if in_kwargs else {**(kwargs or {}), "thinking": is_on}
 
 
 def declares_tools(request: ChatRequest) -> bool:
@@ -78,7 +101,11 @@ def completion_fields(request: CompletionRequest) -> ServerRequest:
 def _common_fields(request: GenerationRequest) -> dict[str, Any]:
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "given, it needs stream: true")
+    if request.allowed_token_ids == []:
+        raise bad_field("allowed_token_ids", "[] given, at least one token must be allowed")
     given = {name: getattr(request, name) for name in SAME_NAME}
+    if request.seed is not None:
+        given["seed"] = request.seed % 2**64
     return {name: value for name, value in given.items() if value is not None and value != []}
 
 

@@ -11,7 +11,7 @@ class EndpointSettings:
     """Names that clients may ask for; replies carry the one that was asked for."""
     api_key: str = ""
     """What clients must send as a bearer token; empty asks for none."""
-    splits_thinking: bool = False
-    """The chat template opens replies with <think>: what comes before </think> is sent as `reasoning_content`."""
+    splits_thinking: bool = True
+    """Thoughts are sent as `reasoning_content`; False leaves them in `content`, as the model wrote them."""
     has_chat_page: bool = True
     """`/` answers with a chat page for browsers."""

@@ -28,8 +28,18 @@ SHORT = {"max_tokens": 12, "seed": 5, "temperature": 0.8}
 
 @pytest.fixture(scope="module")
 def endpoint(url):
-    with running_endpoint(EndpointSettings(url=url)) as running:
+    """Replies as the server says them; the model of these tests thinks until its last token."""
+    with running_endpoint(EndpointSettings(url=url, splits_thinking=False)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def splitting_client(url):
+    with (
+        running_endpoint(EndpointSettings(url=url)) as running,
+        openai.OpenAI(base_url=running.base_url, api_key="any", max_retries=0) as connected,
+    ):
+        yield connected
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +257,77 @@ def test_32_streams_at_once_say_what_each_says_alone(endpoint, direct):
     assert len(set(texts)) > 16
 
 
-def test_a_tools_markers_reach_the_endpoint_as_text(client, direct):
-    """The server leaves them in; what no call can be made of stays content."""
+THINKING_OFF = (
+    {"thinking": {"type": "disabled"}},
+    {"enable_thinking": False},
+    {"reasoning_effort": "none"},
+    *({"chat_template_kwargs": {"thinking": value}} for value in (False, 0, None, "", [])),
+)
+
+
+def test_the_rendered_prompt_decides_what_is_thought(splitting_client):
+    ask = {"model": "kimi", "messages": MESSAGES, **SHORT}
+    message = splitting_client.chat.completions.create(**ask).choices[0].message
+    assert (message.content, bool(message.reasoning_content)) == ("", True)
+    for more in THINKING_OFF:
+        message = splitting_client.chat.completions.create(**ask, extra_body=more).choices[0].message
+        assert message.content, more
+        assert not hasattr(message, "reasoning_content"), more
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(splitting_client):
+    with pytest.raises(openai.BadRequestError, match="is thinking meant") as caught:
+        splitting_client.chat.completions.create(
+            model="kimi", messages=MESSAGES, extra_body={"chat_template_kwargs": {"thinkin": False}}
+        )
+    assert caught.value.param == "chat_template_kwargs.thinkin"
+
+
+def test_a_message_is_continued(client, direct):
+    begun = {"role": "assistant", "content": "Well, "}
+    reply = client.chat.completions.create(
+        model="kimi",
+        messages=[*MESSAGES, {**begun, "partial": True}],
+        extra_body={"return_token_ids": True},
+        **SHORT,
+    )
+    whole = direct.generate(messages=[*MESSAGES, begun], max_tokens=1, return_token_ids=True).prompt_token_ids
+    shared = len(reply.prompt_token_ids)
+    assert tuple(reply.prompt_token_ids) == whole[:shared]
+    assert len(whole) > shared + 4, "the end of the turn, and the beginning of the next"
+
+
+SMALL_THINGS = [
+    {"seed": -1},
+    {"stream_options": {"include_usage": None}, "stream": True},
+    {"extra_body": {"repetition_penalty": 0.01}},
+    {"parallel_tool_calls": False, "tools": TOOLS},
+]
+
+
+@pytest.mark.parametrize("more", SMALL_THINGS, ids=lambda more: next(iter(more)))
+def test_small_things_are_taken(client, more):
+    reply = client.chat.completions.create(model="kimi", messages=MESSAGES, max_tokens=2, **more)
+    if "stream" in more:
+        list(reply)
+
+
+def test_a_token_that_ended_the_reply_is_a_number(client):
+    ask = {"model": "kimi", "prompt": "once", "max_tokens": 4, "seed": 3}
+    ids = (
+        client.completions.create(**ask, extra_body={"return_token_ids": True, "ignore_eos": True}).choices[0].token_ids
+    )
+    choice = client.completions.create(**ask, extra_body={"stop_token_ids": [ids[1]]}).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", ids[1])
+
+
+def test_a_value_is_quoted_as_it_was_sent(client):
+    with pytest.raises(openai.BadRequestError, match=r"top_p: 1\.1 given"):
+        client.completions.create(model="kimi", prompt="a", top_p=1.1)
+
+
+def test_a_tools_markers_reach_the_endpoint_as_control_tokens(client, direct):
+    """The server leaves them in the text and says where they are: with tools declared they are no content."""
     marker = "<|tool_call_begin|>"
     ids = direct.generate(messages=[*MESSAGES, TOOL_TURN, TOOL_RETURN], max_tokens=1, return_token_ids=True)
     found = [token_id for token_id in set(ids.prompt_token_ids) if _text_of(direct, token_id) == marker]
@@ -256,8 +335,12 @@ def test_a_tools_markers_reach_the_endpoint_as_text(client, direct):
     reply = client.chat.completions.create(
         model="kimi", messages=MESSAGES, tools=TOOLS, max_tokens=2, extra_body={"allowed_token_ids": found}
     )
-    assert reply.choices[0].message.content == marker * 2
+    assert reply.choices[0].message.content == ""
     assert reply.choices[0].message.tool_calls is None
+    reply = client.chat.completions.create(
+        model="kimi", messages=MESSAGES, max_tokens=2, extra_body={"allowed_token_ids": found}
+    )
+    assert reply.choices[0].message.content == marker * 2
 
 
 CALLS = [{"id": "functions.find:0", "type": "function", "function": {"name": "find", "arguments": "{}"}}]

@@ -77,8 +77,8 @@ def openai_command(
         list[str] | None, typer.Option(help="Name that clients ask for; may be given again (default: kimi).")
     ] = None,
     split_thinking: Annotated[
-        bool, typer.Option("--split-thinking", help="Send what comes before </think> as reasoning_content.")
-    ] = False,
+        bool, typer.Option(help="Send thoughts as reasoning_content, or leave them in the content as they are written.")
+    ] = True,
     chat_page: Annotated[bool, typer.Option(help="Answer / with a chat page for browsers.")] = True,
 ) -> None:
     """An OpenAI-compatible HTTP endpoint in front of a running server. KIMI_API_KEY sets a key. See docs/openai.md."""

@@ -1,5 +1,6 @@
 """One request's output on its way out: text, stop strings, statistics. Touched by the emitter thread only."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -81,6 +82,7 @@ class RequestOutput:
             request_id=self.sequence.request.request_id,
             token_ids=tuple(token_ids),
             text=text,
+            control_offsets=update.control_offsets,
             logprobs=_token_logprobs(output.logprobs, token_ids, self.sequence.params.logprobs or 0),
             finish_reason=None if finish is None else finish.reason,
             matched_stop=matched if matched is not None or finish is None else finish.matched_stop,
@@ -109,7 +111,7 @@ class RequestOutput:
         )
         update = self._text.push(token_ids[:-1] if hides_last else token_ids)
         if hides_last and update.matched_stop is None:
-            return TextUpdate(text=update.text, num_tokens=len(token_ids)), token_ids
+            return dataclasses.replace(update, num_tokens=len(token_ids)), token_ids
         return update, token_ids[: update.num_tokens]
 
     def _stats(self, end_s: float) -> RequestStats:

@@ -61,6 +61,7 @@ INPUT_FIELDS = (
     RequestField("stop", Kind.TEXTS, "Texts that end the output; not part of it."),
     RequestField("stop_words", Kind.TEXTS, "Same as `stop`."),
     RequestField("stop_token_ids", Kind.INTS, "Tokens that end the output."),
+    RequestField("stop_control_tokens", Kind.TEXTS, "Control tokens that end the output, such as </think>."),
     RequestField("include_stop_str_in_output", Kind.BOOL, "Keep the stop text in the output (default false)."),
     RequestField("skip_special_tokens", Kind.BOOL, "Leave special tokens out of the text (default true)."),
     RequestField("ignore_eos", Kind.BOOL, "Do not stop at the end-of-sequence token (default false)."),
@@ -76,6 +77,9 @@ INPUT_FIELDS = (
     RequestField("tools", Kind.JSON, "JSON list of tools for the chat template."),
     RequestField("chat_template_kwargs", Kind.JSON, 'JSON object for the chat template, such as {"thinking": false}.'),
     RequestField("return_token_ids", Kind.BOOL, "Send `output_ids` and `prompt_token_ids` too (default false)."),
+    RequestField(
+        "return_control_offsets", Kind.BOOL, "Send `control_offsets` and `begins_thinking` too (default false)."
+    ),
     RequestField("return_num_input_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
     RequestField("return_num_output_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
     RequestField("exclude_input_in_output", Kind.BOOL, "Must be true where given: the prompt is never repeated."),
@@ -137,6 +141,19 @@ OUTPUT_FIELDS = (
     ResponseField("output_ids", "TYPE_INT32", "[ -1 ]", "Their ids, where `return_token_ids` asked for them."),
     ResponseField(
         "prompt_token_ids", "TYPE_INT32", "[ -1 ]", "The prompt's, in the first response, where asked for likewise."
+    ),
+    ResponseField(
+        "control_offsets",
+        "TYPE_INT32",
+        "[ -1 ]",
+        "Where `return_control_offsets` asked for it: for each control token that shows in the text, such as"
+        " `</think>`, the characters of the whole text before it. The same letters anywhere else are text.",
+    ),
+    ResponseField(
+        "begins_thinking",
+        "TYPE_BOOL",
+        "[ 1 ]",
+        "In the first response, where asked for likewise: the prompt ends inside a `<think>` block.",
     ),
     ResponseField(
         "logprobs",

@@ -11,6 +11,8 @@ from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingP
 
 PROMPT_FIELDS = ("text_input", "messages", "input_ids")
 
+THINK_BEGIN = "<think>"
+
 EncodeChat = Callable[..., list[int]]
 """encode_chat(messages, *, tools, template_kwargs) -> prompt token ids."""
 
@@ -21,6 +23,9 @@ class ParsedRequest:
     stream: bool
     """One response a step; else one in all."""
     return_token_ids: bool
+    return_control_offsets: bool = False
+    begins_thinking: bool | None = None
+    """The prompt ends inside a think block; None where nobody asked."""
 
 
 class RequestParser:
@@ -62,11 +67,20 @@ class RequestParser:
             timeout_s=values.get("timeout_s"),
             cache_salt=values.get("cache_salt"),
         )
+        return_control_offsets = values.get("return_control_offsets", False)
         return ParsedRequest(
             generate=generate,
             stream=values.get("stream", False),
             return_token_ids=values.get("return_token_ids", False),
+            return_control_offsets=return_control_offsets,
+            begins_thinking=self._ends_thinking(prompt) if return_control_offsets else None,
         )
+
+    def _ends_thinking(self, prompt: list[int]) -> bool:
+        """Whether the prompt's last control token opens a think block: what comes next are thoughts."""
+        controls = frozenset(self._tokenizer.control_tokens.values())
+        last = next((token_id for token_id in reversed(prompt) if token_id in controls), None)
+        return last is not None and last == self._tokenizer.control_tokens.get(THINK_BEGIN)
 
     def _prompt_token_ids(self, values: dict[str, Any], max_prompt_tokens: int | None) -> list[int]:
         given = [name for name in PROMPT_FIELDS if name in values]
@@ -106,6 +120,8 @@ class RequestParser:
         return self._encode_chat(values["messages"], tools=values.get("tools"), template_kwargs=kwargs)
 
     def _sampling(self, values: dict[str, Any]) -> SamplingParams:
+        if values.get("allowed_token_ids") == []:
+            raise InvalidRequestError("allowed_token_ids: [] given, at least one token must be allowed")
         names = (
             "temperature",
             "top_p",
@@ -125,12 +141,19 @@ class RequestParser:
             top_k=0 if values.get("top_k") == -1 else values.get("top_k", 0),
             max_tokens=values.get("max_tokens", self._default_max_tokens or None),
             stop=tuple(values.get("stop", ())),
-            stop_token_ids=tuple(values.get("stop_token_ids", ())),
+            stop_token_ids=(*values.get("stop_token_ids", ()), *self._control_ids(values)),
             allowed_token_ids=tuple(values.get("allowed_token_ids", ())),
             include_stop_in_output=values.get("include_stop_str_in_output", False),
             logit_bias=_logit_bias(values.get("logit_bias", {})),
             bad_words=self._bad_words(values.get("bad_words", [])),
         )
+
+    def _control_ids(self, values: dict[str, Any]) -> list[int]:
+        names = values.get("stop_control_tokens", [])
+        for name in names:
+            if name not in self._tokenizer.control_tokens:
+                raise InvalidRequestError(f"stop_control_tokens: {shown(name)} given, which is no control token")
+        return [self._tokenizer.control_tokens[name] for name in names]
 
     def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenised at the start of a text and after a space."""

@@ -40,12 +40,17 @@ def tensor_value(name: str, array: Any) -> Any:
     Args:
         array: numpy array of any shape; strings as bytes objects.
     """
-    values = array.reshape(-1).tolist()
     kind = FIELDS[name].kind
+    if kind is Kind.FLOAT:
+        # What the client wrote, 0.01, and not what float32 made of it, 0.009999999776482582.
+        return _only(name, [float(str(value)) for value in array.reshape(-1)])
+    values = array.reshape(-1).tolist()
     if kind in (Kind.TEXT, Kind.TEXTS, Kind.JSON):
         values = [_decode(name, value) for value in values]
-    if kind.is_list:
-        return values
+    return values if kind.is_list else _only(name, values)
+
+
+def _only(name: str, values: list[Any]) -> Any:
     if len(values) != 1:
         raise InvalidRequestError(f"{name}: {len(values)} elements given, exactly 1 is allowed")
     return values[0]

@@ -137,6 +137,8 @@ class ResponseSender:
             return_token_ids=live.parsed.return_token_ids,
             with_logprobs=live.parsed.generate.sampling.logprobs is not None,
             prompt_token_ids=prompt if live.is_first and live.parsed.return_token_ids else (),
+            return_control_offsets=live.parsed.return_control_offsets,
+            begins_thinking=live.parsed.begins_thinking if live.is_first else None,
         )
         live.is_first = False
         if not self._ends_by_error(delta):

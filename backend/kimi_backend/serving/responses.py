@@ -19,13 +19,15 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         deltas[-1],
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         text="".join(delta.text for delta in deltas),
+        control_offsets=tuple(offset for delta in deltas for offset in delta.control_offsets),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
     )
 
 
-def statistics_json(stats: RequestStats) -> dict[str, Any]:
-    """Usage, times and speculation of a finished request, as JSON values."""
+def statistics_json(stats: RequestStats, matched_stop: str | int | None = None) -> dict[str, Any]:
+    """Usage, times and speculation of a finished request, as JSON values; also the token that ended it, if one did."""
     values = dataclasses.asdict(stats)
+    values["stop_token_id"] = matched_stop if isinstance(matched_stop, int) else None
     values["speculative_decoding"] = speculation_json(stats.speculation)
     del values["speculation"]
     if not stats.pretences:
@@ -83,15 +85,18 @@ class ResponseBuilder:
         return_token_ids: bool,
         with_logprobs: bool,
         prompt_token_ids: Sequence[int] = (),
+        return_control_offsets: bool = False,
+        begins_thinking: bool | None = None,
     ) -> Any:
         """
         Args:
             num_input_tokens: 0 in all but a request's first response: clients add them up.
             prompt_token_ids: to be sent; empty in all but a first response, and where they were not asked for.
+            begins_thinking: to be sent; None likewise.
         """
         reason = "" if delta.finish_reason is None else delta.finish_reason.value
         stop = delta.error if delta.matched_stop is None else str(delta.matched_stop)
-        statistics = "" if delta.stats is None else json.dumps(statistics_json(delta.stats))
+        statistics = "" if delta.stats is None else json.dumps(statistics_json(delta.stats, delta.matched_stop))
         tensors = [
             self._text("text_output", delta.text),
             self._text("finish_reason", reason),
@@ -104,6 +109,10 @@ class ResponseBuilder:
             tensors.append(self._ids("output_ids", delta.token_ids))
         if prompt_token_ids:
             tensors.append(self._ids("prompt_token_ids", prompt_token_ids))
+        if return_control_offsets and delta.control_offsets:
+            tensors.append(self._ids("control_offsets", delta.control_offsets))
+        if begins_thinking is not None:
+            tensors.append(self._pb.Tensor("begins_thinking", np.array([[begins_thinking]])))
         if with_logprobs:
             tensors.append(self._text("logprobs", json.dumps(logprobs_json(delta.logprobs, self._token_text))))
         return self._pb.InferenceResponse(output_tensors=tensors)

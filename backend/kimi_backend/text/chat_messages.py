@@ -2,10 +2,12 @@
 
 A message is an object with `role` (one of ROLES), `content` (text, or a list of parts of type "text", which are joined;
 may be null or absent where an assistant called tools or only reasoned), and optionally `name`, `tool_call_id`,
-`reasoning_content` (text) and `tool_calls`. Other fields go to the template as they are.
+`reasoning_content` (text; `reasoning` is another name for it) and `tool_calls`. The last one, if it is an assistant's,
+may be `partial` (or `prefix`): the reply continues it. Other fields go to the template as they are.
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
@@ -13,6 +15,10 @@ from kimi_backend.text.unicode_text import require_valid_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+CONTINUE_FIELDS = ("partial", "prefix")
+"""What other servers call the mark of a message that the reply continues."""
+THINKING_NAMES = ("thinking", "enable_thinking")
+"""What templates call their switch for thinking."""
 MAX_JSON_DEPTH = 64
 RESERVED_KWARGS = frozenset(
     {
@@ -32,7 +38,11 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequestError(f"messages is {_shown(messages)}; a list with at least one message is expected")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    checked = [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    for index, message in enumerate(checked[:-1]):
+        if message.get("partial"):
+            raise InvalidRequestError(f"messages[{index}].partial: true given, only the last message can be continued")
+    return checked
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -58,15 +68,21 @@ def check_tools(tools: Any) -> list[dict[str, Any]] | None:
             raise InvalidRequestError(
                 f"{field}.function.parameters must be a JSON schema object; got {_shown(function['parameters'])}"
             )
+        if function.pop("strict", None):
+            raise InvalidRequestError(f"{field}.function.strict: true given, only false is supported")
         checked.append(copied)
     return checked or None
 
 
-def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
-    """The template's extra arguments, such as {"thinking": false}.
+def check_template_kwargs(kwargs: Any, known: Collection[str]) -> dict[str, Any]:
+    """The template's extra arguments, such as {"thinking": false}. The switch for thinking may go by either name.
+
+    Args:
+        known: variables that the template reads.
 
     Raises:
-        InvalidRequestError: not an object, or it names a variable that the server sets.
+        InvalidRequestError: not an object, or it names a variable that the server sets, or that the template does not
+            read.
     """
     if kwargs is None:
         return {}
@@ -79,8 +95,19 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
                 f"chat_template_kwargs.{key} is set by the server; give {key} in its own field, if it has one"
             )
         if not key.isidentifier():
-            raise InvalidRequestError(f"chat_template_kwargs has the key {key!r}; a variable name is expected")
-    return copied
+            raise InvalidRequestError(f"chat_template_kwargs has the key {_shown(key)}; a variable name is expected")
+    return {_known_kwarg(key, known): value for key, value in copied.items()}
+
+
+def _known_kwarg(key: str, known: Collection[str]) -> str:
+    if key in known:
+        return key
+    if key in THINKING_NAMES and (others := [name for name in THINKING_NAMES if name in known]):
+        return others[0]
+    choices = sorted(name for name in known if name not in RESERVED_KWARGS)
+    near = difflib.get_close_matches(key, choices, 1, cutoff=0.6)
+    meant = f" (is {near[0]} meant?)" if near else f"; it reads {', '.join(choices) or 'none'}"
+    raise InvalidRequestError(f"chat_template_kwargs.{_cut(key)}: the model's chat template does not read it{meant}")
 
 
 def copy_json(value: Any, field: str, depth: int = 0) -> Any:
@@ -117,6 +144,15 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     for key, value in message.items():
         if key in ("role", "content") or value is None:
             continue
+        if key in CONTINUE_FIELDS:
+            _check_continued(message, key, field)
+            if value:
+                checked["partial"] = True
+            continue
+        if key == "reasoning":
+            if message.get("reasoning_content") is not None:
+                continue
+            key = "reasoning_content"
         if key in TEXT_FIELDS and not isinstance(value, str):
             raise InvalidRequestError(f"{field}.{key} is {_shown(value)}; text is expected")
         if key == "tool_calls":
@@ -129,13 +165,22 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     return checked
 
 
+def _check_continued(message: Mapping[str, Any], key: str, field: str) -> None:
+    value = message[key]
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{field}.{key} is {_shown(value)}; true or false is expected")
+    if value and (message.get("role") != "assistant" or message.get("tool_calls")):
+        raise InvalidRequestError(f"{field}.{key}: true given, only an assistant's text can be continued")
+
+
 def _join_content(message: Mapping[str, Any], field: str) -> str:
     content = message.get("content")
     if isinstance(content, str):
         require_valid_unicode(content, f"{field}.content")
         return content
     if content is None:
-        if message.get("role") == "assistant" and (message.get("tool_calls") or message.get("reasoning_content")):
+        has_more = any(message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning"))
+        if message.get("role") == "assistant" and has_more:
             return ""
         raise InvalidRequestError(f"{field}.content is missing; text, or a list of text parts, is expected")
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
@@ -173,5 +218,8 @@ def _check_tool_calls(calls: Any, field: str) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else text[:80] + "…"

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kimi_backend.errors import CheckpointError, InvalidRequestError
+from kimi_backend.text.call_ids import number_calls
 from kimi_backend.text.chat_messages import TEXT_FIELDS, check_messages, check_template_kwargs, check_tools
 from kimi_backend.text.prompt_guard import PromptGuard, StandIns, strings_in
 from kimi_backend.text.special_tokens import ControlTokenSplitter
@@ -57,9 +58,15 @@ class ChatTemplate:
         """
         environment = _make_environment()
         self._source = source + (tools_source or "")
+        self._variables = frozenset(
+            name
+            for template in (source, tools_source or "")
+            for name in meta.find_undeclared_variables(environment.parse(template))
+        )
         self._template = environment.from_string(source)
         self._tools_template = environment.from_string(tools_source) if tools_source is not None else self._template
         self._tokenizer = tokenizer
+        self._end_ids = frozenset(tokenizer.eos_token_ids)
         self._splitter = ControlTokenSplitter(tokenizer.control_tokens)
         self._guard = PromptGuard(tokenizer.control_tokens)
 
@@ -76,7 +83,8 @@ class ChatTemplate:
         Args:
             messages: see `chat_messages`.
             tools: OpenAI tool declarations.
-            add_generation_prompt: end with the opening of an assistant's turn.
+            add_generation_prompt: end with the opening of an assistant's turn, unless the last message is `partial`:
+                then the prompt ends inside it.
             template_kwargs: the template's own switches, such as {"thinking": False}.
 
         Raises:
@@ -87,8 +95,11 @@ class ChatTemplate:
         if stand_ins is not None:
             variables = _protect(variables, stand_ins)
         template = self._tools_template if variables["tools"] else self._template
-        own = {"add_generation_prompt": add_generation_prompt, **self._tokenizer.special_names}
+        is_continued = variables["messages"][-1].pop("partial", False)
+        own = {"add_generation_prompt": add_generation_prompt and not is_continued, **self._tokenizer.special_names}
         rendered = _run(template, variables | own)
+        if is_continued:
+            rendered = self._without_end(rendered)
         token_ids: list[int] = []
         for piece in self._splitter.split(rendered):
             if isinstance(piece, int):
@@ -106,10 +117,21 @@ class ChatTemplate:
         )
         return prompt.token_ids
 
+    def _without_end(self, rendered: str) -> str:
+        """The prompt without the end of its last turn."""
+        ends = [text for text, token_id in self._tokenizer.control_tokens.items() if token_id in self._end_ids]
+        at = max((rendered.rfind(text) for text in ends), default=-1)
+        if at < 0:
+            raise InvalidRequestError(
+                "messages: the model's chat template does not end turns, so none can be continued"
+            )
+        return rendered[:at]
+
     def _check(self, messages: Any, tools: Any, template_kwargs: Any) -> dict[str, Any]:
-        kwargs = check_template_kwargs(template_kwargs)
-        checked_tools = check_tools(tools)
-        variables: dict[str, Any] = {"messages": check_messages(messages), "tools": checked_tools, "documents": None}
+        kwargs = check_template_kwargs(template_kwargs, self._variables)
+        checked_tools, checked_messages = check_tools(tools), check_messages(messages)
+        number_calls(checked_messages)
+        variables: dict[str, Any] = {"messages": checked_messages, "tools": checked_tools, "documents": None}
         if checked_tools and _TYPESCRIPT_VARIABLE in self._source:
             # K2.5 and later were trained on these declarations, written from schemas with sorted keys.
             variables["tools"] = sort_keys(checked_tools)

@@ -1,4 +1,8 @@
-"""From a request's new token ids to the text its client gets: detokenizer, then stop strings."""
+"""From a request's new token ids to the text its client gets: detokenizer, then stop strings.
+
+A control token that shows in the text, such as `<|tool_call_begin|>`, and the same letters spelled by ordinary tokens
+look alike there. Whoever reads the text is told where the control tokens are.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ class TextUpdate:
     matched_stop: str | None = None
     num_chars_cut: int = 0
     """Decoded characters that are not emitted because of the stop string, itself included unless it is output."""
+    control_offsets: tuple[int, ...] = ()
+    """For each control token among the pushed tokens that shows: characters of the request's whole text before it."""
 
 
 class TextStream:
@@ -46,25 +52,42 @@ class TextStream:
         self._has_stops = bool(stops)
         self._num_unsearched = min_tokens if stops else 0
         self._matched = False
+        hidden = tokenizer.special_token_ids if skip_special else frozenset()
+        self._shown_controls = {i: text for text, i in tokenizer.control_tokens.items() if i not in hidden}
+        self._num_decoded = 0
 
     def push(self, token_ids: Sequence[int]) -> TextUpdate:
         """The text that these tokens complete. After a match nothing counts any more."""
         if self._matched:
             return TextUpdate(text="", num_tokens=0)
-        if not self._has_stops:
-            return TextUpdate(text=self._detokenizer.push(token_ids), num_tokens=len(token_ids))
+        if not self._has_stops and self._shown_controls.keys().isdisjoint(token_ids):
+            text = self._detokenizer.push(token_ids)
+            self._num_decoded += len(text)
+            return TextUpdate(text=text, num_tokens=len(token_ids))
         pieces = self._detokenizer.push_each(token_ids)
+        offsets = self._control_offsets(token_ids, pieces)
         num_unsearched = min(self._num_unsearched, len(pieces))
         self._num_unsearched -= num_unsearched
         unsearched = "".join(pieces[:num_unsearched])
         text, match = self._matcher.push("".join(pieces[num_unsearched:]))
         if match is None:
-            return TextUpdate(text=unsearched + text, num_tokens=len(token_ids))
+            return TextUpdate(text=unsearched + text, num_tokens=len(token_ids), control_offsets=offsets)
         self._matched = True
-        return self._last_update(unsearched + text, pieces, num_unsearched, match)
+        return self._last_update(unsearched + text, pieces, num_unsearched, match, offsets)
+
+    def _control_offsets(self, token_ids: Sequence[int], pieces: Sequence[str]) -> tuple[int, ...]:
+        offsets = []
+        for token_id, piece in zip(token_ids, pieces, strict=True):
+            self._num_decoded += len(piece)
+            # Bytes of a character that the control token cut off come before it, as U+FFFD.
+            if (control := self._shown_controls.get(token_id)) is not None and piece.endswith(control):
+                offsets.append(self._num_decoded - len(control))
+        return tuple(offsets)
 
     @staticmethod
-    def _last_update(text: str, pieces: list[str], num_unsearched: int, match: StopMatch) -> TextUpdate:
+    def _last_update(
+        text: str, pieces: list[str], num_unsearched: int, match: StopMatch, offsets: tuple[int, ...]
+    ) -> TextUpdate:
         """The update for a match: the last token that counts is the one that completed the stop string."""
         num_chars_after = 0
         num_tokens = len(pieces)
@@ -78,6 +101,7 @@ class TextStream:
             num_tokens=num_tokens,
             matched_stop=match.stop,
             num_chars_cut=match.num_chars_cut - num_chars_after,
+            control_offsets=offsets,
         )
 
     def finish(self) -> TextUpdate:

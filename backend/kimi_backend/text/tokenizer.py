@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a reply: generation_config.json's, else config.json's, else the tokenizer's own."""
+        """Every id that ends a reply: generation_config.json's and config.json's, else the tokenizer's own."""
         ...
 
     @property

@@ -74,11 +74,14 @@ def raise_problems(path: Path, problems: list[str]) -> None:
 
 
 def read_eos_token_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a reply, from the first file that names any, else the tokenizer's own end of sequence.
+    """The ids that end a reply: generation_config.json's, then config.json's; else the tokenizer's own end of sequence.
+
+    Kimi's first file names <|im_end|>, the end of a turn, and its second [EOS]: a model may end by either.
 
     Raises:
         CheckpointError: `eos_token_id` is not an id, or a list of ids, below `vocab_size`.
     """
+    found: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if not path.exists():
@@ -94,8 +97,10 @@ def read_eos_token_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int)
         if not ids or not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
             allowed = f"an id from 0 to {vocab_size - 1}, or a list of them"
             raise CheckpointError(str(path), [f"eos_token_id is {value!r}; allowed: {allowed}"])
-        return tuple(dict.fromkeys(ids))
-    return () if tokenizer_eos is None else (tokenizer_eos,)
+        found |= dict.fromkeys(ids)
+    if not found and tokenizer_eos is not None:
+        return (tokenizer_eos,)
+    return tuple(found)
 
 
 def _added_tokens(config: dict[str, Any], problems: list[str]) -> tuple[AddedToken, ...]:

@@ -173,6 +173,8 @@ class TokenDelta:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    control_offsets: tuple[int, ...] = ()
+    """For each control token that shows in the text: characters of the request's whole text before it."""
     matched_stop: str | int | None = None
     """The stop string or token id that ended the request."""
     error: str | None = None

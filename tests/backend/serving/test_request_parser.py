@@ -1,5 +1,7 @@
 """The request surface: what every field becomes, and what each wrong value is told."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ class CharacterTokenizer:
     """One id a character: enough to see what was encoded."""
 
     longest_token_bytes: int | None = 4
+    control_tokens: ClassVar = {"<think>": 1001, "</think>": 1002, "<|im_end|>": 1003}
 
     def encode(self, text, allow_special=False):
         assert not allow_special, "client text must never become control tokens"
@@ -185,6 +188,8 @@ BAD = [
     ("surrogate in texts", PROMPT, {"bad_words": ["a", "\ud800"]}, "bad_words[1]: character 0 is the lone surrogate"),
     ("surrogate in the prompt", {"sampling_parameters": strings('{"text_input": "\\ud800"}')}, {}, "text_input: char"),
     ("blank bad word", PROMPT, {"bad_words": [" "]}, "bad_words: ' ' given"),
+    ("no token allowed", PROMPT, {"allowed_token_ids": []}, "allowed_token_ids: [] given"),
+    ("no control token", PROMPT, {"stop_control_tokens": ["a"]}, "stop_control_tokens: 'a' given"),
     ("prompt in output", PROMPT, {"exclude_input_in_output": False}, "exclude_input_in_output: false given"),
 ]
 
@@ -201,6 +206,27 @@ def test_without_a_chat_template_messages_are_refused():
     assert parser.parse("r", PROMPT, {}).generate.sampling.max_tokens == 5
     with pytest.raises(InvalidRequestError, match="no chat template"):
         parser.parse("r", {"messages": strings("[]")}, {})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins_thinking"),
+    [([5, 1001], True), ([1001, 5], True), ([1001, 1002], False), ([1001, 1002, 5, 1003], False), ([5], False)],
+)
+def test_the_prompt_says_whether_thoughts_come(parser, prompt, begins_thinking):
+    ids = {"input_ids": np.array([prompt], dtype=np.int32)}
+    assert parser.parse("r", ids, {}).begins_thinking is None
+    assert parser.parse("r", ids, {"return_control_offsets": True}).begins_thinking is begins_thinking
+
+
+def test_control_tokens_that_end_the_output(parser):
+    parameters = {"stop_token_ids": [5], "stop_control_tokens": ["</think>"]}
+    assert parser.parse("r", {"text_input": strings("a")}, parameters).generate.sampling.stop_token_ids == (5, 1002)
+
+
+@pytest.mark.parametrize("value", [0.01, 0.1, 1.1, 0.3, 100.0, 1e-30, 3.0e38])
+def test_a_number_is_what_was_sent_and_not_what_float32_made_of_it(parser, value):
+    tensors = {"text_input": strings("a"), "repetition_penalty": np.array([[value]], dtype=np.float32)}
+    assert parser.parse("r", tensors, {}).generate.sampling.repetition_penalty == value
 
 
 def test_a_long_value_is_shortened_in_the_message(parser):

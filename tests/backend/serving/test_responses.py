@@ -1,5 +1,6 @@
 """What a response holds on every path a request can take."""
 
+import dataclasses
 import threading
 import time
 
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.response_sender import MOST_POLLED_AT_ONCE, POLLS_A_ROUND, ResponseSender
-from kimi_backend.serving.responses import MOST_KEPT, ResponseBuilder, logprobs_json, merge_deltas
-from kimi_backend.types.request import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
+from kimi_backend.serving.responses import MOST_KEPT, ResponseBuilder, logprobs_json, merge_deltas, statistics_json
+from kimi_backend.types.request import FinishReason, GenerateRequest, RequestStats, TokenDelta, TokenLogprobs
 from support import fake_pb_utils as pb
 
 
@@ -126,6 +127,39 @@ def test_a_refused_request_gets_its_one_end(sender):
     time.sleep(0.05)
     assert out.finals == len(out.sent) == 1
     assert "secret" not in out.sent[0][0].error().message()
+
+
+def test_control_offsets_and_thinking_are_sent_where_they_were_asked_for(sender):
+    for request_id, asked in (("a", {}), ("b", {"return_control_offsets": True, "begins_thinking": True})):
+        out = pb.RecordingSender()
+        sender.register(request_id, out, dataclasses.replace(parsed(), **asked))
+        for i in range(3):
+            finish = FinishReason.STOP if i == 2 else None
+            made = delta(i, finish, request_id=request_id)
+            sender.put(dataclasses.replace(made, control_offsets=(i, i + 9) if i else ()))
+            wait_for(lambda i=i, out=out: len(out.sent) == i + 1)
+        named = [{tensor.name(): tensor.as_numpy() for tensor in sent.output_tensors()} for sent, _ in out.sent]
+        found = [tensors["control_offsets"].tolist() for tensors in named if "control_offsets" in tensors]
+        assert found == ([[[1, 10]], [[2, 11]]] if asked else [])
+        assert [bool(tensors["begins_thinking"]) for tensors in named if "begins_thinking" in tensors] == [True] * bool(
+            asked
+        )
+
+
+def test_a_stop_token_is_told_from_a_stop_text_that_looks_like_it():
+    stats = RequestStats(
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_output_tokens=1,
+        queue_time_s=0.0,
+        first_token_time_s=None,
+        total_time_s=1.0,
+        num_preemptions=0,
+        seed=1,
+        speculation=None,
+    )
+    assert statistics_json(stats, 7)["stop_token_id"] == 7
+    assert statistics_json(stats, "7")["stop_token_id"] is None
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.text(max_size=3)), min_size=1, max_size=6))

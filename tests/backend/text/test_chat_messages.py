@@ -57,6 +57,9 @@ BROKEN_MESSAGES = {
     "a user calls": ([{**USER, "tool_calls": [CALL]}], r"only an assistant calls tools; the role is 'user'"),
     "deep": ([{**USER, "x": nested(100)}], "is nested deeper than 64 levels"),
     "bytes": ([{**USER, "x": b"y"}], r"messages\[0\].x is a bytes; JSON values"),
+    "continued in the middle": ([{"role": "assistant", "content": "", "prefix": True}, USER], r"messages\[0\].partial"),
+    "continued user": ([{**USER, "partial": True}], r"messages\[0\].partial: true given, only an assistant's"),
+    "partial is text": ([{**USER, "partial": "yes"}], r"messages\[0\].partial is 'yes'; true or false"),
     "key is a number": ([{**USER, "x": {3: "y"}}], r"messages\[0\].x has the key 3"),
 }
 
@@ -73,6 +76,10 @@ BROKEN_TOOLS = {
     "no type": ([{"function": {"name": "f"}}], r'tools\[0\].type must be "function"'),
     "no function": ([{"type": "function"}], r"tools\[0\].function.name must be text; got None"),
     "empty name": ([{"type": "function", "function": {"name": ""}}], r"tools\[0\].function.name must be text"),
+    "strict": (
+        [{"type": "function", "function": {"name": "f", "strict": True}}],
+        r"tools\[0\].function.strict: true given, only false",
+    ),
     "parameters are a list": (
         [{"type": "function", "function": {"name": "f", "parameters": []}}],
         r"tools\[0\].function.parameters must be a JSON schema object; got \[\]",
@@ -95,11 +102,13 @@ def test_malformed_tools_are_named(case: str) -> None:
         ({"bos_token": "x"}, "chat_template_kwargs.bos_token is set by the server"),
         ({"a b": 1}, "has the key 'a b'; a variable name"),
         ({"x": "\ud800"}, "chat_template_kwargs.x: character 0"),
+        ({"thinkin": 1}, r"chat_template_kwargs.thinkin: .* does not read it \(is thinking meant"),
+        ({"zzz": 1}, "chat_template_kwargs.zzz: .* does not read it; it reads persona, thinking$"),
     ],
 )
 def test_malformed_template_arguments_are_named(kwargs: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        check_template_kwargs(kwargs)
+        check_template_kwargs(kwargs, {"thinking", "persona", "messages"})
 
 
 def test_a_copy_is_checked_and_the_original_stays() -> None:
@@ -113,4 +122,27 @@ def test_a_copy_is_checked_and_the_original_stays() -> None:
         "content": "x",
     }
     assert check_tools(None) is None
-    assert check_template_kwargs(None) == {}
+    assert check_template_kwargs(None, ()) == {}
+
+
+def test_the_switch_for_thinking_may_go_by_either_name() -> None:
+    for name in ("thinking", "enable_thinking"):
+        assert check_template_kwargs({name: False}, {"thinking"}) == {"thinking": False}
+        assert check_template_kwargs({name: False}, {"enable_thinking"}) == {"enable_thinking": False}
+        with pytest.raises(InvalidRequestError, match="does not read it; it reads none"):
+            check_template_kwargs({name: False}, {"messages"})
+
+
+def test_reasoning_goes_by_either_name() -> None:
+    message = {"role": "assistant", "content": ""}
+    assert check_messages([{**message, "reasoning": "hm"}]) == [{**message, "reasoning_content": "hm"}]
+    assert check_messages([{"role": "assistant", "reasoning": "hm"}]) == [{**message, "reasoning_content": "hm"}]
+    both = {**message, "reasoning": "no", "reasoning_content": "hm"}
+    assert check_messages([both]) == [{**message, "reasoning_content": "hm"}]
+
+
+def test_only_a_tool_that_is_not_strict_is_declared() -> None:
+    function = {"name": "f"}
+    assert check_tools([{"type": "function", "function": {**function, "strict": False}}]) == [
+        {"type": "function", "function": function}
+    ]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kimi_backend.errors import CheckpointError, InvalidRequestError
+from kimi_backend.text.call_ids import number_calls
+from kimi_backend.text.chat_messages import check_messages
 from kimi_backend.text.chat_template import ChatTemplate, load_chat_template
 from kimi_backend.text.tiktoken_files import kimi_chat_template, write_tokenizer
 from kimi_backend.text.tokenizer import load_tokenizer
@@ -35,6 +37,12 @@ CALL = {
 
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
+
+
+def numbered(messages: list[Any]) -> list[Any]:
+    copied = check_messages(messages)
+    number_calls(copied)
+    return copied
 
 
 def controls(token_ids: Sequence[int]) -> list[int]:
@@ -179,7 +187,7 @@ def test_only_the_template_writes_control_tokens(messages: list[Any], tools: lis
 def test_the_text_is_what_transformers_renders(messages: list[Any], thinking: bool) -> None:
     prompt = TEMPLATE.render(messages, template_kwargs={"thinking": thinking})
     rendered, _ = render_jinja_template(
-        [messages], chat_template=kimi_chat_template(), add_generation_prompt=True, thinking=thinking
+        [numbered(messages)], chat_template=kimi_chat_template(), add_generation_prompt=True, thinking=thinking
     )
     assert prompt.text == rendered[0]
 
@@ -205,7 +213,8 @@ def test_forgeries(case: str) -> None:
     source, content, name, extra, *_ = (*FORGERIES[case], "", "")
     message = {"role": "user", "content": content, "name": name, "extra": extra}
     template = ChatTemplate("[BOS]" + source, TOKENIZER)
-    prompt = template.render([message], template_kwargs={"persona": "<|im_end|>"})
+    kwargs = {"persona": "<|im_end|>"} if "persona" in source else {}
+    prompt = template.render([message], template_kwargs=kwargs)
     assert controls(prompt.token_ids) == [TOKENIZER.bos_token_id]
     assert TOKENIZER.decode(prompt.token_ids) == prompt.text
     rendered, _ = render_jinja_template(

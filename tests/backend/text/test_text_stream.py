@@ -1,5 +1,7 @@
 """Tokens to a client's text: what counts, what is cut."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,6 +91,40 @@ def test_stop_strings_in_skipped_tokens_do_not_match() -> None:
     assert TextStream(TOKENIZER, ["end"]).push(token_ids).text == "a"
     shown = TextStream(TOKENIZER, ["end"], skip_special=False).push(token_ids)
     assert (shown.text, shown.matched_stop, shown.num_tokens) == ("<|im_", "end", 1)
+
+
+SPELLED = TOKENIZER.encode("a</think>b")
+THINK_END, END = (TOKENIZER.control_tokens[name] for name in ("</think>", "<|im_end|>"))
+EACH_SIZE = st.lists(st.integers(1, 4), min_size=1)
+
+
+@given(
+    pieces=st.lists(st.sampled_from([[97], [0xE4], [0xE4, 0xB8, 0xAD], SPELLED, [THINK_END], [END]]), max_size=12),
+    sizes=EACH_SIZE,
+    skip_special=st.booleans(),
+    stops=st.sampled_from([[], ["zz"], ["nk>a"], ["</think>a"]]),
+)
+def test_each_control_token_that_shows_is_told_by_its_offset(
+    pieces: list[list[int]], sizes: list[int], skip_special: bool, stops: list[str]
+) -> None:
+    token_ids = [token_id for piece in pieces for token_id in piece]
+    stream = TextStream(TOKENIZER, stops, skip_special=skip_special)
+    text, offsets, at = "", [], 0
+    for size in itertools.cycle(sizes):
+        update = stream.push(token_ids[at : at + size])
+        text, at = text + update.text, at + size
+        offsets += update.control_offsets
+        if at >= len(token_ids) or update.matched_stop:
+            break
+    text += stream.finish().text
+    expected = [
+        len(TOKENIZER.decode([*token_ids[:index], THINK_END], skip_special)) - len("</think>")
+        for index, token_id in enumerate(token_ids[:at])
+        if token_id in ((THINK_END,) if skip_special else (THINK_END, END))
+    ]
+    assert offsets == expected
+    whole = [offset for offset in offsets if offset + len("</think>") <= len(text)]
+    assert all(text.startswith(("</think>", "<|im_end|>"), offset) for offset in whole)
 
 
 def test_an_empty_stop_string_is_refused() -> None:

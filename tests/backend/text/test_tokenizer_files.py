@@ -133,7 +133,8 @@ def test_unreadable_config_is_named(content: str | bytes, message: str, tmp_path
     ("generation", "config", "expected"),
     [
         ({"eos_token_id": [770, 769, 770]}, {}, (770, 769)),
-        ({"eos_token_id": 769}, {"eos_token_id": 1}, (769,)),
+        ({"eos_token_id": 769}, {"eos_token_id": 1}, (769, 1)),
+        ({"eos_token_id": [769, 1]}, {"eos_token_id": [1, 2]}, (769, 1, 2)),
         ({}, {"eos_token_id": 771}, (771,)),
         ({}, {"text_config": {"eos_token_id": 772}}, (772,)),
         ({}, {}, (769,)),

@@ -50,7 +50,10 @@ class ScriptedStream(AsyncStream):
         pieces = REPLIES[self._message]
         for index, (text, num_tokens) in enumerate(pieces, 1):
             end = {"finish_reason": "stop", "statistics": STATISTICS} if index == len(pieces) else {}
-            yield Chunk(text, num_tokens, token_ids=tuple(range(num_tokens)), **end)
+            if text.startswith("</think>"):
+                end["control_offsets"] = (sum(len(before) for before, _ in pieces[: index - 1]),)
+            thinks = index == 1 and self._message == "think"
+            yield Chunk(text, num_tokens, token_ids=tuple(range(num_tokens)), begins_thinking=thinks, **end)
 
     def cancel(self):
         self.is_cancelled = True
@@ -144,7 +147,8 @@ def test_a_reply_streams_and_its_rounds_are_counted(page):
     assert ask(page, "hello") == "Hello world."
     (asked,) = ScriptedClient.asked
     assert asked["messages"] == [{"role": "user", "content": "hello"}]
-    assert (asked["temperature"], asked["chat_template_kwargs"]) == (0.6, {"thinking": True})
+    assert asked["temperature"] == 0.6
+    assert "chat_template_kwargs" not in asked
     assert "num_speculative_tokens" not in asked
     assert page.evaluate("$('per-round').textContent") == "2.50"
     assert page.evaluate("[...document.querySelectorAll('#positions span:nth-child(3n)')].map(e => e.textContent)") == [

@@ -7,10 +7,13 @@ import re
 import pytest
 
 from kimi_client import Chunk, KimiClientError, RequestCancelled, ServerFailed, TokenLogprob
+from kimi_openai.chat_replies import ChatWriter
+from kimi_openai.declared_tools import DeclaredTools
 from kimi_openai.event_stream import EventStream, chunk_events
-from kimi_openai.replies import ChatWriter, CompletionWriter, Envelope
-from kimi_openai.reply_splitter import ReplySplitter
+from kimi_openai.replies import CompletionWriter, Envelope
+from kimi_openai.reply_reader import ReplyReader
 from support.openai_endpoint import read_events
+from support.reply_texts import place_controls
 
 STATISTICS = {"num_prompt_tokens": 3, "num_output_tokens": 2, "num_cached_tokens": 1, "seed": 7}
 END = {"finish_reason": "stop", "statistics": STATISTICS}
@@ -20,9 +23,14 @@ CALL = (
 )
 
 
-def chat_writer(*, thinks=False, tools=False, logprobs=False):
-    splitter = ReplySplitter(begins_with_reasoning=thinks, reads_tool_calls=tools)
-    return ChatWriter(splitter, with_logprobs=logprobs, with_token_ids=False)
+TOOLS = DeclaredTools([{"type": "function", "function": {"name": "f"}}], [])
+
+
+def chat_writer(*, tools=False, logprobs=False):
+    def make_reader(begins_thinking):
+        return ReplyReader(TOOLS if tools else None, begins_thinking=begins_thinking)
+
+    return ChatWriter(make_reader, with_logprobs=logprobs, with_token_ids=False)
 
 
 def completion_writer(*, logprobs=False, ids=False):
@@ -108,20 +116,26 @@ def test_a_chat_begins_with_the_role():
 
 
 def test_thoughts_and_calls_have_their_own_deltas():
-    text = f"why</think>so{CALL}"
-    found = events([Chunk(c, 1) for c in text] + [Chunk("", 0, **END)], chat_writer(thinks=True, tools=True))
+    text, offsets = place_controls(f"why</think>so{CALL}")
+    chunks = [Chunk("", 0, begins_thinking=True, control_offsets=offsets), *(Chunk(c, 1) for c in text)]
+    found = events([*chunks, Chunk("", 0, **END)], chat_writer(tools=True))
     deltas = [event["choices"][0]["delta"] for event in found[1:]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why"
     assert "".join(delta.get("content", "") for delta in deltas) == "so"
-    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-    assert calls == [
-        {"index": 0, "id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    ]
+    first, *more = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert first == {
+        "index": 0,
+        "id": "functions.f:0",
+        "type": "function",
+        "function": {"name": "f", "arguments": "{"},
+    }
+    assert more == [{"index": 0, "function": {"arguments": "}"}}]
     assert reasons(found)[-1] == "tool_calls"
 
 
 def test_a_call_and_a_full_length_is_length():
-    chunks = [Chunk(CALL + "and", 9, finish_reason="length", statistics=STATISTICS)]
+    text, offsets = place_controls(CALL + "and")
+    chunks = [Chunk(text, 9, finish_reason="length", statistics=STATISTICS, control_offsets=offsets)]
     assert reasons(events(chunks, chat_writer(tools=True)))[-1] == "length"
 
 
@@ -154,6 +168,24 @@ def test_logprobs_of_a_chat():
         }
     ]
     assert second[0]["bytes"] is None
+
+
+def test_logprobs_have_the_channel_of_their_text():
+    """Also behind a call inside thoughts, where it is not known before the end, or a think token, says so."""
+    for end, channel in (("", "content"), ("</think>", "reasoning_content")):
+        tokens = ["hm", *re.split("(<[|].*?[|]>)", CALL), " so", *([end] if end else [])]
+        _, offsets = place_controls("".join(tokens))
+        head = Chunk("", 0, begins_thinking=True, control_offsets=offsets)
+        chunks = [Chunk(token, 1, logprobs=(TokenLogprob(1, -1.0, token=token),)) for token in filter(None, tokens)]
+        found = events([head, *chunks, Chunk("", 0, **END)], chat_writer(tools=True, logprobs=True))
+        pieces = [event["choices"][0]["logprobs"] for event in found if event["choices"][0]["logprobs"]]
+        named = {name: [] for name in ("reasoning_content", "content", "tool_calls")}
+        for piece in pieces:
+            for name, entries in piece.items():
+                named.get(name, []).extend(entry["token"] for entry in entries or ())
+        assert "".join(named["tool_calls"]) == CALL
+        assert named[channel][-1 - bool(end)] == " so"
+        assert sum(map(len, named.values())) == len(chunks)
 
 
 def test_logprobs_of_a_completion_go_on_counting():

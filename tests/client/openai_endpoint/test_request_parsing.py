@@ -49,7 +49,8 @@ BAD_COMPLETIONS = [
     ({"temperature": 1e300}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
     ({"top_p": [1]}, "top_p"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"seed": 2**64}, "seed"),
     ({"stop": 3}, "stop"),
     ({"stop": ["a", 3]}, "stop[1]"),
@@ -83,7 +84,11 @@ BAD_CHATS = [
     ({"tools": "f"}, "tools"),
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
+    ({"thinking": "off"}, "thinking"),
+    ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "thinking"),
+    ({"enable_thinking": False, "chat_template_kwargs": {"thinking": True}}, "enable_thinking"),
     ({"functions": []}, "functions"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
@@ -111,8 +116,6 @@ def test_a_bad_chat_is_told_which_field(values, param):
 def test_a_mistyped_name_gets_a_suggestion():
     with pytest.raises(ApiError, match="is temperature meant"):
         complete(temprature=1)
-    with pytest.raises(ApiError, match="thinking"):
-        chat(reasoning_effort="none")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_prompts():
 
 
 def test_a_chats_fields():
-    assert chat() == {"messages": MESSAGES}
+    assert chat() == {"messages": MESSAGES, "return_control_offsets": True}
     assert chat(max_tokens=3)["max_tokens"] == chat(max_completion_tokens=3)["max_tokens"] == 3
     assert chat(max_tokens=3, max_completion_tokens=3)["max_tokens"] == 3
     assert chat(logprobs=True)["logprobs"] == 0
@@ -160,6 +163,27 @@ def test_a_chats_fields():
     assert chat(chat_template_kwargs={"thinking": False})["chat_template_kwargs"] == {"thinking": False}
 
 
+def test_all_ways_to_turn_thinking_off_are_one():
+    off = {"thinking": False}
+    for field in ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, {"reasoning_effort": "none"}):
+        assert chat(**field)["chat_template_kwargs"] == off
+        assert chat(**field, chat_template_kwargs={"a": 1})["chat_template_kwargs"] == {"a": 1} | off
+        assert chat(**field, chat_template_kwargs=off)["chat_template_kwargs"] == off
+    assert chat(thinking={"type": "enabled"})["chat_template_kwargs"] == {"thinking": True}
+    assert chat(chat_template_kwargs={"thinking": []})["chat_template_kwargs"] == {"thinking": []}
+
+
+def test_a_single_call_ends_the_reply():
+    assert chat(tools=[TOOL], parallel_tool_calls=False)["stop_control_tokens"] == ["<|tool_call_end|>"]
+    for more in ({"parallel_tool_calls": True}, {"parallel_tool_calls": False, "tool_choice": "none"}):
+        assert "stop_control_tokens" not in chat(tools=[TOOL], **more)
+
+
+def test_small_things_as_openai_takes_them():
+    assert complete(seed=-1)["seed"] == 2**64 - 1
+    assert complete(stream=True, stream_options={"include_usage": None}) == complete()
+
+
 def test_stop_may_be_a_text_or_a_list():
     assert complete(stop="x")["stop"] == complete(stop=["x"])["stop"] == ["x"]
     assert "stop" not in complete(stop=[])
@@ -169,6 +193,7 @@ def test_every_field_has_a_way_to_the_server_and_every_input_a_field():
     elsewhere = {"model", "stream", "stream_options"}
     assert set(GenerationRequest.model_fields) == {*SAME_NAME} | elsewhere
     reached = {*SAME_NAME, "stream", "text_input", "input_ids", "messages", "logprobs", "tools", "chat_template_kwargs"}
+    reached |= {"return_control_offsets", "stop_control_tokens"}
     assert reached == set(INPUT_TYPES)
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
     assert not known & IGNORED
