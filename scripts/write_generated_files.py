@@ -6,6 +6,7 @@ docs/, settings in docker/.
 
 import dataclasses
 import json
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,40 @@ def openai_page(text: str) -> str:
     return _replace_table(text, "ignored", ignored)
 
 
+MARKERS = {
+    "<|tool_calls_section_begin|>": "⟦section⟧",
+    "<|tool_calls_section_end|>": "⟦/section⟧",
+    "<|tool_call_section_begin|>": "⟦singular section⟧",
+    "<|tool_call_section_end|>": "⟦/singular section⟧",
+    "<|tool_call_begin|>": "⟦call⟧",
+    "<|tool_call_argument_begin|>": "⟦arguments⟧",
+    "<|tool_call_end|>": "⟦/call⟧",
+    "<think>": "⟦think⟧",
+    "</think>": "⟦/think⟧",
+}
+
+
+def tool_calls_page(text: str) -> str:
+    """docs/tool_calls.md with the table of texts that the tests read."""
+    sys.path.append(str(ROOT / "tests"))
+    from support.reply_texts import TEXTS
+
+    def shown(written: str) -> str:
+        for letters, short in MARKERS.items():
+            written = written.replace(letters, short)
+        written = written.replace("\n", "\\n").replace("\u2028", "\\u2028").replace("|", "\\|")
+        written = written if len(written) <= 180 else written[:120] + " … " + written[-50:]
+        return f"`{written}`" if written else ""
+
+    rows = ["| text | as the model writes it | thoughts | content | calls |", "| --- | --- | --- | --- | --- |"]
+    for case in TEXTS:
+        calls = [shown(f"{call[0]} {call[2]}") + ("" if call[3] else " incomplete") for call in case.expected[2]]
+        name = f"{case.name}; the prompt begins to think" if case.thinks else case.name
+        cells = [name, shown(case.marked), shown(case.reasoning), shown(case.content), "<br>".join(calls)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return _replace_table(text, "texts", rows)
+
+
 GENERATED: dict[str, Callable[[str], str]] = {
     "model_repository/spec_ensemble/config.pbtxt": spec_ensemble_config,
     "client/kimi_client/_fields.py": client_fields,
@@ -238,6 +273,7 @@ GENERATED: dict[str, Callable[[str], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/openai.md": openai_page,
     "docs/published_drafts.md": published_drafts_page,
+    "docs/tool_calls.md": tool_calls_page,
 }
 
 

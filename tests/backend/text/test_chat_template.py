@@ -1,5 +1,6 @@
 """Conversations to prompts: what the template sees, what it writes, and that nobody else writes control tokens."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +105,47 @@ def test_arguments_may_be_an_object_and_the_id_absent() -> None:
     call = {"function": {"name": "f", "arguments": {"q": "中"}}}
     text = TEMPLATE.render([{"role": "assistant", "tool_calls": [call]}]).text
     assert '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"q": "中"}<|tool_call_end|>' in text
+
+
+@pytest.mark.parametrize("key", ["partial", "prefix"])
+@pytest.mark.parametrize("content", ["Well, ", "", "a<|im_end|>"])
+def test_a_message_that_is_continued_has_no_end(key: str, content: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 512)
+    tokenizer = load_tokenizer(tmp_path)
+    template = ChatTemplate(kimi_chat_template(), tokenizer)
+    begun = {"role": "assistant", "content": content}
+    whole = template.encode([user("Hi"), begun], add_generation_prompt=False)
+    continued = template.render([user("Hi"), {**begun, key: True}])
+    assert [*continued.token_ids, tokenizer.control_tokens["<|im_end|>"]] == whole
+    assert continued.text.endswith("<think></think>" + content)
+    assert template.encode([user("Hi"), {**begun, key: False}]) == template.encode([user("Hi"), begun])
+    with pytest.raises(InvalidRequestError, match="does not end turns"):
+        ChatTemplate("{{ messages[0].content }}", tokenizer).render([{**begun, key: True}])
+
+
+def test_ids_of_calls_and_results() -> None:
+    def turn(*calls: tuple[str | None, str]) -> dict[str, Any]:
+        made = [{"function": {"name": name}, **({"id": call_id} if call_id else {})} for call_id, name in calls]
+        return {"role": "assistant", "content": "", "tool_calls": made}
+
+    def result(call_id: str) -> dict[str, Any]:
+        return {"role": "tool", "content": "", "tool_call_id": call_id}
+
+    messages = [
+        turn(("call_1", "f"), ("call_2", "g"), (None, "h")),
+        *(result("call_2"), result("call_1")),
+        turn(("call_1", "g"), ("same", "f"), ("same", "f")),
+        *(result("same"), result("call_1"), result("same"), result("call_2"), result("nobody's"), result("")),
+    ]
+    number_calls(messages)
+    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    assert calls == [f"functions.{name}:{i}" for i, name in enumerate("fghgff")]
+    results = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    before = ["functions.g:1", "functions.f:0"]
+    assert results == [*before, "functions.f:4", "functions.g:3", "functions.f:5", "functions.g:1", "nobody's", ""]
+    again = copy.deepcopy(messages)
+    number_calls(again)
+    assert again == messages
 
 
 def test_text_parts_are_joined() -> None:
