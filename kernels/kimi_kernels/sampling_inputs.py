@@ -16,7 +16,9 @@ BANNED_FOREVER = 2**31 - 1
 
 STATUS_OK = 0
 STATUS_NOT_FINITE = 1
-"""A row's logits held NaN or +inf, or nothing was left to draw from."""
+"""A row's logits held NaN or +inf, or became infinite by the processors."""
+STATUS_NO_TOKEN_LEFT = 2
+"""A row's logits were finite, and bans, masks and logits of -inf left no token to draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class SampleOutput:
     token_ids: torch.Tensor
     """[R] int64, target ids; PLACEHOLDER_TOKEN_ID where the status is not STATUS_OK."""
     status: torch.Tensor
-    """[R] int32: STATUS_OK or STATUS_NOT_FINITE."""
+    """[R] int32: STATUS_OK, STATUS_NOT_FINITE or STATUS_NO_TOKEN_LEFT."""
     logprobs: torch.Tensor | None = None
     """[R] float32: log-softmax of the raw logits at the drawn token, when asked for."""
     top_logprob_ids: torch.Tensor | None = None

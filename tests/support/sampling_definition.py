@@ -12,6 +12,7 @@ EXP2_TEXT = "0x1.e974fcp-10 0x1.277854p-7 0x1.c91ce6p-5 0x1.ebdb56p-3 0x1.62e4ba
 LOG = [F(float.fromhex(text)) for text in LOG_TEXT.split()]
 EXP2 = [F(float.fromhex(text)) for text in EXP2_TEXT.split()]
 NOT_FINITE = (-1, 1)
+NO_TOKEN_LEFT = (-1, 2)
 
 
 def philox_block(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
@@ -115,6 +116,8 @@ def draw(logits: dict[int, F], case: SequenceCase, window_len: int, mask: list[i
         l = processed_logits(logits, case, window_len, mask)  # noqa: E741
         is_greedy = F(case.temperature) < F(1e-5)
         y = l if is_greedy else {token: F(value * F(F(1) / F(case.temperature))) for token, value in l.items()}
+        if max(y.values()) == -np.inf:
+            return NO_TOKEN_LEFT
         if not np.isfinite(max(y.values())):
             return NOT_FINITE
         if is_greedy:

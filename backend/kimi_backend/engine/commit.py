@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from kimi_backend.scheduler.plan_builder import DraftWork, emitted_tokens, first_rows
 from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
-from kimi_backend.types.plan import FloatArray, Int64Array, TargetPlan, TargetReply
-from kimi_backend.types.request import EndCause, FinishReason
+from kimi_backend.types.plan import STATUS_NO_TOKEN_LEFT, FloatArray, Int64Array, TargetPlan, TargetReply
+from kimi_backend.types.request import EndCause, FinishReason, SamplingParams
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ def commit_step(
             commit.outputs.append(output)
             num_proposals = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens)
         elif status[index] != 0:
-            sequence.finish = _bad_logits(status[index])
+            sequence.finish = _failed(sequence, status[index])
             commit.outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
         else:
             sequence.target_len += num_rows
@@ -105,7 +105,7 @@ def _append(
     if num_kept < len(token_ids):
         token_ids = token_ids[:num_kept]
     if status != 0 and sequence.finish is None:
-        sequence.finish = _bad_logits(status)
+        sequence.finish = _failed(sequence, status)
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
     if num_proposed:
@@ -121,9 +121,16 @@ def _logprob_rows(sequence: Sequence, reply: TargetReply, index: int) -> Logprob
     return LogprobRows(reply.logprobs[index], reply.top_logprob_ids[index], reply.top_logprobs[index])
 
 
-def _bad_logits(status: int) -> Finish:
-    message = (
-        "the model's logits were not finite, or the request's bans and masks left no token to draw"
-        f" (row status {status})"
-    )
+def _failed(sequence: Sequence, status: int) -> Finish:
+    """How a sequence ends whose row drew nothing: a request that bans every token is told from bad logits."""
+    fields = banning_fields(sequence.params)
+    if status == STATUS_NO_TOKEN_LEFT and fields:
+        message = f"{', '.join(fields)}: no token is left to draw as output token {sequence.num_output_tokens + 1}"
+        return Finish(FinishReason.ERROR, error=message, cause=EndCause.NO_TOKEN_LEFT)
+    message = f"the model's logits were not finite (row status {status})"
     return Finish(FinishReason.ERROR, error=message, cause=EndCause.BAD_LOGITS)
+
+
+def banning_fields(params: SamplingParams) -> list[str]:
+    """The names of a request's fields that keep tokens from being drawn."""
+    return [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]

@@ -25,7 +25,7 @@ from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder, store_fo
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following, as_launching, as_queueing
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, DrawnHandle, TargetReply
+from kimi_backend.types.plan import STATUS_NO_TOKEN_LEFT, AuxHandle, DraftPlan, DraftReply, DrawnHandle, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -215,7 +215,7 @@ class EngineCore:
             sequence, finish = output.sequence, output.finish
             if finish is None:
                 continue
-            if finish.reason is FinishReason.ERROR:
+            if finish.cause is EndCause.BAD_LOGITS:
                 # Its KV may hold what made the logits bad, and an earlier chunk of it may be published already.
                 assert sequence.blocks is not None
                 self.kv.withdraw(sequence.blocks)
@@ -293,7 +293,8 @@ class EngineCore:
         if status:
             logger.warning("request_id=%s draft status=%d, goes on without", sequence.request.request_id, status)
             assert sequence.blocks is not None
-            self.kv.withdraw_draft(sequence.blocks)
+            if status != STATUS_NO_TOKEN_LEFT:  # what the request bans says nothing of the KV that others share
+                self.kv.withdraw_draft(sequence.blocks)
             self.scheduler.drop_draft(sequence)
             sequence.wants_draft = False
 

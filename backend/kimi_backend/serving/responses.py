@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.boundary import coded_error
-from kimi_backend.types.request import FinishReason, RequestStats, SpeculationStats, TokenDelta, TokenLogprobs
+from kimi_backend.types.request import EndCause, FinishReason, RequestStats, SpeculationStats, TokenDelta, TokenLogprobs
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -118,8 +119,10 @@ class ResponseBuilder:
         return self._pb.InferenceResponse(output_tensors=tensors)
 
     def build_error(self, delta: TokenDelta) -> Any:
-        """A response that ends a request by an error: the engine's failure, or CANCELLED by a shutdown."""
+        """A response that ends a request by an error: its own bans, the engine's failure, or CANCELLED by a shutdown."""
         code = "CANCELLED" if delta.finish_reason is FinishReason.CANCELLED else "INTERNAL"
+        if delta.cause is EndCause.NO_TOKEN_LEFT:
+            code = InvalidRequestError.code
         error = coded_error(self._pb, code, delta.error or "internal error")
         return self._pb.InferenceResponse(output_tensors=[], error=error)
 

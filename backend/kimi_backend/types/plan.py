@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 PROTOCOL_VERSION = 1
 PLACEHOLDER_TOKEN_ID = -1
+STATUS_NO_TOKEN_LEFT = 2
+"""As in `kimi_kernels.sampling_inputs`."""
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

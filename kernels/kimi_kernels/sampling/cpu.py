@@ -18,6 +18,7 @@ from kimi_kernels.sampling.weights_reference import NEGATIVE_INFINITY, FilterPar
 from kimi_kernels.sampling_inputs import (
     GREEDY_TEMPERATURE,
     PLACEHOLDER_TOKEN_ID,
+    STATUS_NO_TOKEN_LEFT,
     STATUS_NOT_FINITE,
     STATUS_OK,
     SampleOutput,
@@ -51,11 +52,15 @@ def sample_tokens(
         process_logits(processed, inputs, rows, order)
     column, best = _draw(processed, inputs, rows, order)
     is_wrong = best.isfinite().logical_not_()
+    has_none_left = best == NEGATIVE_INFINITY
     if processed is not raw:
-        is_wrong |= ~(raw.amax(dim=1) < float("inf"))  # amax hands a NaN on
+        is_raw_wrong = ~(raw.amax(dim=1) < float("inf"))  # amax hands a NaN on
+        is_wrong |= is_raw_wrong
+        has_none_left &= ~is_raw_wrong
     token_ids = column if order.token_ids is None else order.token_ids[column]
     token_ids = token_ids.masked_fill(is_wrong, PLACEHOLDER_TOKEN_ID)
     status = torch.full_like(is_wrong, STATUS_OK, dtype=torch.int32).masked_fill_(is_wrong, STATUS_NOT_FINITE)
+    status.masked_fill_(has_none_left, STATUS_NO_TOKEN_LEFT)
     if num_logprobs is None:
         return SampleOutput(token_ids=token_ids, status=status)
     drawn, top, top_columns = row_logprobs(raw, column, num_logprobs)

@@ -9,6 +9,7 @@ from kimi_kernels.sampling.kernel_noise import LOG2_E, NO_TOKEN, min_weight, ord
 from kimi_kernels.sampling.kernel_rows import (
     LISTED,
     NEVER,
+    NO_TOKEN_LEFT,
     NOT_FINITE,
     OK,
     PLACEHOLDER,
@@ -148,6 +149,7 @@ def merge_row(
     elif only_min_p:
         next_state = tl.full((), STATE_DONE, tl.int32)
     tl.store(ROW_BEST + row, best_y)
-    tl.store(STATUS + row, tl.where(is_ok, OK, NOT_FINITE))
+    has_none_left = (bad == 0) & (best_y == -float("inf"))
+    tl.store(STATUS + row, tl.where(is_ok, OK, tl.where(has_none_left, NO_TOKEN_LEFT, NOT_FINITE)))
     tl.store(TOKEN_IDS + row, tl.where(is_ok, drawn, PLACEHOLDER).to(tl.int64))
     tl.store(STATE + row, tl.where(is_ok & filters, next_state, STATE_DONE))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kimi_kernels.sampling.constants import WEIGHT_BITS
 from kimi_kernels.sampling.kernel_noise import NO_TOKEN, load_columns, load_tokens
-from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE, STATUS_OK
+from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NO_TOKEN_LEFT, STATUS_NOT_FINITE, STATUS_OK
 
 CANDIDATES = tl.constexpr(4)
 """Candidates a row keeps: a top-p row needs `kernel_select` only if none of them survives."""
@@ -32,6 +32,7 @@ WEIGHT_UNIT = tl.constexpr(2.0**-WEIGHT_BITS)
 PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 OK = tl.constexpr(STATUS_OK)
 NOT_FINITE = tl.constexpr(STATUS_NOT_FINITE)
+NO_TOKEN_LEFT = tl.constexpr(STATUS_NO_TOKEN_LEFT)
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from kimi_kernels.sampling.weights_reference import weights_below
 from kimi_kernels.sampling_inputs import (
     GREEDY_TEMPERATURE,
     PLACEHOLDER_TOKEN_ID,
+    STATUS_NO_TOKEN_LEFT,
     STATUS_NOT_FINITE,
     STATUS_OK,
     SampleOutput,
@@ -198,5 +199,6 @@ def finish_shards(
     first = survives.to(torch.int32).argmax(dim=1, keepdim=True)
     is_found = survives.any(dim=1)
     token_ids = torch.where(is_ok & is_found, best.token_ids.gather(1, first)[:, 0], PLACEHOLDER_TOKEN_ID)
-    status = torch.where(is_ok, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
+    failure = torch.where(best.largest == float("-inf"), STATUS_NO_TOKEN_LEFT, STATUS_NOT_FINITE)
+    status = torch.where(is_ok, STATUS_OK, failure).to(torch.int32)
     return SampleOutput(token_ids=token_ids, status=status), is_ok & ~is_found

@@ -14,6 +14,7 @@ from kimi_kernels.sampling.weights_reference import NEGATIVE_INFINITY, FilterPar
 from kimi_kernels.sampling_inputs import (
     GREEDY_TEMPERATURE,
     PLACEHOLDER_TOKEN_ID,
+    STATUS_NO_TOKEN_LEFT,
     STATUS_NOT_FINITE,
     STATUS_OK,
     SampleOutput,
@@ -40,10 +41,12 @@ def sample_tokens(
     is_finite = raw.amax(dim=1) < float("inf")  # amax hands a NaN on
     process_logits(processed, inputs, rows, order)
     column, best = _draw(processed, inputs, rows, order)
+    has_none_left = is_finite & (best == NEGATIVE_INFINITY)
     is_ok = is_finite & best.isfinite()
     token_ids = column if order.token_ids is None else order.token_ids[column]
     token_ids = torch.where(is_ok, token_ids, PLACEHOLDER_TOKEN_ID)
-    status = torch.where(is_ok, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
+    failure = torch.where(has_none_left, STATUS_NO_TOKEN_LEFT, STATUS_NOT_FINITE)
+    status = torch.where(is_ok, STATUS_OK, failure).to(torch.int32)
     if num_logprobs is None:
         return SampleOutput(token_ids=token_ids, status=status)
     drawn, top, top_columns = row_logprobs(raw, column, num_logprobs)

@@ -8,7 +8,7 @@ import pytest
 
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply
-from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
 from support.plain_decoding import decode_plainly
 from support.random_requests import random_requests
@@ -262,8 +262,33 @@ def test_a_request_that_may_draw_nothing_fails_alone() -> None:
     pair = Pair([nothing, good])
     pair.harness.run()
     assert pair.outcomes[0].finishes[0].reason is FinishReason.ERROR
-    assert "left no token to draw" in (pair.outcomes[0].finishes[0].error or "")
+    assert pair.outcomes[0].finishes[0].cause is EndCause.NO_TOKEN_LEFT
+    error = pair.outcomes[0].finishes[0].error
+    assert error == "allowed_token_ids, bad_words: no token is left to draw as output token 1"
     assert pair.outcomes[1].finishes[0].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_request_that_bans_itself_takes_no_prefix_from_the_others(k: int) -> None:
+    """Its KV and the draft's are as good as anybody's."""
+    prompt = tuple(range(10, 43))
+    banned = SamplingParams(seed=1, allowed_token_ids=(4,), bad_words=((4, 4, 4),), max_tokens=20, temperature=1.0)
+    requests = [
+        GenerateRequest(request_id="0", prompt_token_ids=prompt, sampling=SamplingParams(seed=1, max_tokens=2)),
+        GenerateRequest(request_id="1", prompt_token_ids=prompt, sampling=banned, num_speculative_tokens=k),
+        GenerateRequest(request_id="2", prompt_token_ids=prompt, sampling=SamplingParams(seed=1, max_tokens=2)),
+    ]
+    target, draft = ScriptedTarget(describe("target", SCRIPT), SCRIPT), ScriptedDraft(describe("draft", SCRIPT), SCRIPT)
+    harness = EngineHarness(target, draft)
+    outcomes = []
+    for request in requests:
+        outcomes.append(harness.add(request))
+        harness.run()
+    assert outcomes[1].token_ids == [4, 4]
+    assert outcomes[1].finishes[0].cause is EndCause.NO_TOKEN_LEFT
+    cached = [outcome.sequence.num_cached_tokens for outcome in outcomes]
+    assert cached[0] == 0
+    assert cached[1] == cached[2] > 0
 
 
 def test_a_draft_row_that_is_not_finite_only_ends_that_requests_speculation(

@@ -10,6 +10,7 @@ from kimi_kernels.sampling.reference import sample_tokens
 from kimi_kernels.sampling_inputs import (
     BANNED_FOREVER,
     PLACEHOLDER_TOKEN_ID,
+    STATUS_NO_TOKEN_LEFT,
     STATUS_NOT_FINITE,
     STATUS_OK,
     SamplingInputs,
@@ -43,11 +44,11 @@ def test_a_row_that_is_not_finite_fails_alone(poison: float) -> None:
         assert torch.equal(getattr(result, name)[~bad], getattr(clean, name)[~bad]), name
 
 
-def test_all_banned_is_not_finite() -> None:
+def test_all_banned_is_told_from_logits_that_are_not_finite() -> None:
     case = SequenceCase(bans=dict.fromkeys(range(5), BANNED_FOREVER))
     inputs, rows = sampling_tensors([case, SequenceCase(temperature=0.0, bans=case.bans), SequenceCase()])
     result = sample_tokens(torch.zeros(3, 5), inputs, rows)
-    assert result.status.tolist() == [STATUS_NOT_FINITE, STATUS_NOT_FINITE, STATUS_OK]
+    assert result.status.tolist() == [STATUS_NO_TOKEN_LEFT, STATUS_NO_TOKEN_LEFT, STATUS_OK]
     assert result.token_ids[:2].tolist() == [PLACEHOLDER_TOKEN_ID] * 2
 
 

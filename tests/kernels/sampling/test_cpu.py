@@ -9,7 +9,13 @@ from kimi_kernels.sampling import reference
 from kimi_kernels.sampling.cpu import NOISE_ROWS, gumbel_rows, sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.philox_reference import noise_bits
-from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE, SampleOutput, VocabularyMap
+from kimi_kernels.sampling_inputs import (
+    PLACEHOLDER_TOKEN_ID,
+    STATUS_NO_TOKEN_LEFT,
+    STATUS_NOT_FINITE,
+    SampleOutput,
+    VocabularyMap,
+)
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
 
 VOCAB_SIZE = 67
@@ -57,7 +63,7 @@ def test_plain_rows_with_equal_logits_and_wrong_rows(temperature: float) -> None
     logits[3] = -torch.inf
     logits[4, :9] = -torch.inf
     got = sample_tokens(logits, inputs, rows)
-    assert got.status.tolist()[1:4] == [STATUS_NOT_FINITE] * 3
+    assert got.status.tolist()[1:4] == [STATUS_NOT_FINITE, STATUS_NOT_FINITE, STATUS_NO_TOKEN_LEFT]
     assert_same(got, reference.sample_tokens(logits, inputs, rows))
 
 
