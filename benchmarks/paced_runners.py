@@ -24,6 +24,7 @@ from kimi_backend.serving import board_sides
 from kimi_backend.serving.board_order import HostOrder
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
+from kimi_backend.serving.runner_secret import read_secret
 from kimi_backend.serving.runner_server import RunnerServer
 from kimi_backend.serving.step_board import StepBoard
 from kimi_backend.spec_decode.protocols import OnQueued
@@ -203,13 +204,15 @@ def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int)
     settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
     forward_logs(pb_utils, settings.log_level)
     stream = PacedStream()
-    board_sides.order_of = lambda board, device: PacedOrder(board, stream)  # type: ignore[attr-defined]
+    board_sides.order_of = lambda board, *_: PacedOrder(board, stream)  # type: ignore[attr-defined]
     runner: Any
     if role == "target":
         runner = PacedTarget(InstantTarget(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
     else:
         runner = PacedDraft(InstantDraft(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
-    server: Any = RunnerServer(runner, pb_utils, has_board=settings.step_board == "auto")
+    server: Any = RunnerServer(
+        runner, pb_utils, secret=read_secret(os.environ), has_board=settings.step_board == "auto"
+    )
     if role == "target":
         server._description = dataclasses.replace(server._description, aux_buffer=AUX_BUFFER)
     else:

@@ -33,6 +33,7 @@ fi
 problem=$(python3 -m kimi_backend.config.settings 2>&1) || fail "$problem"
 
 repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
+[[ ${KIMI_ADMIN_SECRET:-x} =~ ^[A-Za-z0-9._~-]+$ ]] || fail "KIMI_ADMIN_SECRET: letters, digits and . _ ~ - are allowed"
 [ -d "$repository" ] || repository=$here/../model_repository
 models=(kimi_target spec_ensemble)
 [ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
@@ -45,6 +46,9 @@ done
 work=$(mktemp -d /tmp/kimi.XXXXXX)
 trap 'rm -rf "$work"' EXIT
 export KIMI_DRAIN_FILE=$work/drain
+# What the runners know spec_ensemble by: clients can call every model that is loaded. Models inherit the environment.
+export KIMI_RUNNER_SECRET_FILE=$work/runner_secret
+(umask 077 && head -c 32 /dev/urandom >"$KIMI_RUNNER_SECRET_FILE")
 region_prefix=kimi_${http_port}_
 secret=${KIMI_ADMIN_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 admin=shared-memory,model-repository,model-config,statistics,trace,logging

@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException
 
 from kimi_backend.serving import tensor_names
 from kimi_backend.serving.descriptions import description_from_json
-from support.raw_streams import raw_input
+from support.raw_streams import raw_input, secret_input
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR = re.compile(r'name: "([A-Z_]+)", data_type: TYPE_(\w+), dims: (\[[^\]]*\])')
@@ -56,9 +56,14 @@ def client(url):
         yield connected
 
 
+@pytest.fixture
+def secret(server):
+    return secret_input(server)
+
+
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
-def test_a_runner_describes_itself(client, model):
-    reply = client.infer(model, [raw_input("DESCRIBE", np.ones(1, dtype=np.bool_), "BOOL")])
+def test_a_runner_describes_itself(client, secret, model):
+    reply = client.infer(model, [secret, raw_input("DESCRIBE", np.ones(1, dtype=np.bool_), "BOOL")])
     description = description_from_json(reply.as_numpy("DESCRIPTION")[0])
     assert description.role == ("target" if model == "kimi_target" else "draft")
     assert description.device == "cpu"
@@ -66,12 +71,12 @@ def test_a_runner_describes_itself(client, model):
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
 @pytest.mark.parametrize("plan", [np.zeros(0, np.uint8), np.arange(256, dtype=np.uint8), np.zeros(4096, np.uint8)])
-def test_bytes_that_are_no_plan_are_refused(client, model, plan):
+def test_bytes_that_are_no_plan_are_refused(client, secret, model, plan):
     with pytest.raises(InferenceServerException, match="plan"):
-        client.infer(model, [raw_input("PLAN", plan, "UINT8")])
+        client.infer(model, [secret, raw_input("PLAN", plan, "UINT8")])
 
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
-def test_a_request_for_nothing_is_refused(client, model):
+def test_a_request_for_nothing_is_refused(client, secret, model):
     with pytest.raises(InferenceServerException, match="PLAN and DESCRIBE is needed, none was given"):
-        client.infer(model, [])
+        client.infer(model, [secret])

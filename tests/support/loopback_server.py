@@ -5,10 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from kimi_backend.serving import tensor_names as names
+from kimi_backend.serving.runner_secret import SECRET_BYTES
 from support import fake_pb_utils
 
 if TYPE_CHECKING:
     from kimi_backend.serving.runner_server import RunnerServer
+
+
+SECRET = bytes(range(SECRET_BYTES))
+"""Of every loopback."""
 
 
 class LoopbackServer:
@@ -17,7 +23,7 @@ class LoopbackServer:
     def __init__(self) -> None:
         self.servers: dict[str, RunnerServer] = {}
         self.calls: list[tuple[str, list[str], list[str]]] = []
-        """(model, names of the inputs, names of the outputs) of each call."""
+        """(model, names of the inputs beside the secret, names of the outputs) of each call."""
         self.pb_utils = SimpleNamespace(**vars(fake_pb_utils), InferenceRequest=self._request)
 
     def _request(self, *, model_name: str, requested_output_names: list[str], inputs: list[Any]) -> SimpleNamespace:
@@ -26,7 +32,8 @@ class LoopbackServer:
         def execute() -> Any:
             (response,) = self.servers[model_name].run([request])
             outputs = [] if response.has_error() else [tensor.name() for tensor in response.output_tensors()]
-            self.calls.append((model_name, [tensor.name() for tensor in inputs], outputs))
+            given = [tensor.name() for tensor in inputs if tensor.name() != names.SECRET]
+            self.calls.append((model_name, given, outputs))
             return response
 
         request.exec = execute

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
+from kimi_backend.serving.embedded_server import EmbeddedServer
+
 LONGEST_WAIT_S = 60.0
 
 
@@ -15,6 +17,12 @@ def raw_input(name: str, array: Any, datatype: str) -> grpcclient.InferInput:
     tensor = grpcclient.InferInput(name, list(array.shape), datatype)
     tensor.set_data_from_numpy(array)
     return tensor
+
+
+def secret_input(server: EmbeddedServer) -> grpcclient.InferInput:
+    """What a runner of this server asks its caller for."""
+    assert server.runner_secret_file is not None
+    return raw_input("SECRET", np.frombuffer(server.runner_secret_file.read_bytes(), np.uint8), "UINT8")
 
 
 def text_input(text: str | bytes) -> grpcclient.InferInput:

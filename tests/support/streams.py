@@ -6,6 +6,7 @@ import time
 import urllib.request
 from typing import Any
 
+from kimi_backend.serving.admin_access import admin_headers
 from kimi_backend.serving.embedded_server import EmbeddedServer
 from kimi_client import Completion, KimiClient, KimiClientError
 
@@ -16,7 +17,8 @@ POLL_S = 0.1
 def control(server: EmbeddedServer, model: str, action: str) -> None:
     """action: "load" or "unload"."""
     url = f"http://127.0.0.1:{server.ports.http}/v2/repository/models/{model}/{action}"
-    request = urllib.request.Request(url, data=json.dumps({}).encode(), method="POST")
+    headers = admin_headers(server.admin_secret)
+    request = urllib.request.Request(url, data=json.dumps({}).encode(), method="POST", headers=headers)
     urllib.request.urlopen(request, timeout=60).close()
 
 

@@ -53,6 +53,7 @@ def make_server(
     log_file: Path | None = None,
     drain_folder: Path | None = None,
     ends_with_parent: bool = False,
+    options: tuple[str, ...] = (),
 ) -> EmbeddedServer:
     """An embedded server over these settings, not started yet.
 
@@ -75,6 +76,7 @@ def make_server(
         models=models_to_load(settings),
         exit_timeout_s=max(1, round(settings.drain_timeout_s)),
         ends_with_parent=ends_with_parent,
+        options=options,
     )
 
 

@@ -3,7 +3,7 @@
 Every message names the field, the value and what is allowed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -119,15 +119,18 @@ class PlanChecker:
         rows, proposals = plan.rows, plan.num_proposals
         _expect_shape("num_proposals", proposals, (len(rows.query_lens),))
         _expect_within("num_proposals", proposals, 0, MAX_SPECULATIVE_TOKENS)
-        self._check_rows(rows, slots_needed(plan))
         if plan.follow is not None:
             self._check_follow(plan.follow, len(rows.query_lens))
+        _expect_shape("query_lens", rows.query_lens, proposals.shape)
+        _expect_shape("seq_lens", rows.seq_lens, proposals.shape)
+        self._check_rows(rows, slots_needed(plan))
         _expect_shape("aux_rows", plan.aux_rows, rows.token_ids.shape)
         _expect_within("aux_rows", plan.aux_rows, 0, num_aux_rows - 1)
         num_proposing = int(np.count_nonzero(proposals))
         _expect_shape("greedy", plan.greedy, (num_proposing,))
         _expect_shape("output_index", plan.output_index, (num_proposing,))
         expected = rows.seq_lens[proposals > 0].astype(np.int64) + 1
+        _expect_within("output_index", plan.output_index, 0, self._last_index)
         is_wrong = plan.output_index < expected
         if is_wrong.any():
             wrong = np.flatnonzero(is_wrong)
@@ -137,6 +140,11 @@ class PlanChecker:
             )
         self._check_sampling(plan.sampling, num_proposing)
 
+    @property
+    def _last_index(self) -> int:
+        """Of a token that any step may propose."""
+        return self.limits.max_model_len + MAX_SPECULATIVE_TOKENS
+
     def _check_follow(self, follow: FollowPlan, num_seqs: int) -> None:
         drawn, accepted = follow.drawn.output_token_ids, follow.drawn.num_accepted_tokens
         if drawn is None or accepted is None:
@@ -144,6 +152,7 @@ class PlanChecker:
         _expect_shape("follow.drawn_rows", follow.drawn_rows, (num_seqs,))
         for name in ("room", "first_index"):
             _expect_shape(f"follow.{name}", getattr(follow, name), (num_seqs,))
+        _expect_within("follow.first_index", follow.first_index, 0, self._last_index)
         _expect_within("follow.drawn_rows", follow.drawn_rows, 0, min(len(drawn), len(accepted)) - 1)
 
     def _check_rows(self, rows: RowPlan, slots_needed: npt.NDArray[np.int32]) -> None:
@@ -190,6 +199,10 @@ class PlanChecker:
     def _check_sampling(self, plan: SamplingPlan, num_sampling: int) -> None:
         if self._approved and self._approved[0] is plan and len(plan.temperature) == num_sampling:
             return
+        for f in fields(plan):
+            ndim, expected = getattr(plan, f.name).ndim, 2 if f.name == "history_tail" else 1
+            if ndim != expected:
+                raise InvalidRequestError(f"plan sampling.{f.name}: {ndim} dimensions given, {expected} allowed")
         for name in _PER_SEQUENCE:
             if len(getattr(plan, name)) != num_sampling:
                 raise InvalidRequestError(

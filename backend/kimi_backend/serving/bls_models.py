@@ -15,6 +15,7 @@ from kimi_backend.errors import InvalidRequestError, ModelUnavailableError
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.descriptions import description_from_json
+from kimi_backend.serving.runner_secret import secret_tensor
 from kimi_backend.serving.side_thread import SideThread
 from kimi_backend.spec_decode.protocols import OnQueued
 from kimi_backend.types import codec
@@ -34,13 +35,24 @@ _ONLY_REGION = 0
 
 class _BlsModel:
     def __init__(
-        self, pb_utils: Any, model_name: str, aux_transfer: AuxTransfer, board: BoardTransfer | None = None
+        self,
+        pb_utils: Any,
+        model_name: str,
+        aux_transfer: AuxTransfer,
+        board: BoardTransfer | None = None,
+        *,
+        secret: bytes,
     ) -> None:
-        """board: None where either is always waited for."""
+        """
+        Args:
+            board: None where either is always waited for.
+            secret: what the model knows its caller by (`serving.runner_secret`).
+        """
         self._pb = pb_utils
         self._model_name = model_name
         self._aux_transfer = aux_transfer
         self._board = board or BoardTransfer()
+        self._secret = secret_tensor(pb_utils, secret)
 
     def _describe(self, name: str, to_open: bytes | None) -> RunnerDescription:
         """to_open: the other runner's handle, as the input `name`."""
@@ -59,7 +71,10 @@ class _BlsModel:
         Raises:
             ModelUnavailableError: any failure. The engine cannot mend a runner; it can only do without it.
         """
-        request = self._pb.InferenceRequest(model_name=self._model_name, requested_output_names=outputs, inputs=inputs)
+        # No trace is handed on: one of level TENSORS would show the secret, and what is generated.
+        request = self._pb.InferenceRequest(
+            model_name=self._model_name, requested_output_names=outputs, inputs=[self._secret, *inputs]
+        )
         try:
             response = request.exec()
         except self._pb.TritonModelException as error:

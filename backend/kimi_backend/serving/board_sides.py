@@ -16,7 +16,9 @@ from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.serving.board_order import order_of
 from kimi_backend.serving.processes import is_alive
 from kimi_backend.serving.step_board import (
+    LAST_STAMP,
     LEFT,
+    PROMISED,
     QUEUED,
     TARGET_PID,
     VERIFIED,
@@ -28,6 +30,7 @@ from kimi_backend.serving.step_board import (
 )
 from kimi_backend.spec_decode.protocols import TargetModel, as_launching
 from kimi_backend.types.plan import AuxHandle, DraftReply, DrawnHandle, TargetPlan, TargetReply, TokenHandle
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -35,6 +38,9 @@ LONGEST_WAIT_S = 60.0
 """A step waits no longer for a process that lives: long enough to compile a kernel in."""
 LOOK_S = 0.05
 """So often a process looks whether the other lives."""
+PROMISE_S = 1.0
+"""A draft step that should follow a verify waits so long to hear that the target was given one."""
+_PROMISE_POLL_S = 0.00005
 _NOBODY = 0
 """Process id of a target that has left."""
 _LAST_STEP_S = 1.0
@@ -97,7 +103,14 @@ class DraftSide:
         return self._own.handle
 
     def follow(self, stamp: int, step: Callable[[DrawnHandle], DraftReply | None]) -> DraftReply | None:
-        """Queue a step behind the verify that will be shown under this stamp. step: given what that drew."""
+        """Queue a step behind the verify that will be shown under this stamp. step: given what that drew.
+
+        Returns:
+            None when it cannot follow: the device is never made to wait for a stamp that the target was not given.
+        """
+        if not self._is_promised(stamp):
+            logger.warning("a draft step follows no verify: the target was not given one of its stamp")
+            return None
 
         def behind() -> DraftReply | None:
             self._board.set_word(WAITED, stamp)
@@ -122,6 +135,15 @@ class DraftSide:
             self._let_go()
         self._order.close()
         self._own.close()
+
+    def _is_promised(self, stamp: int) -> bool:
+        """Whether the target was given a verify of this stamp, which is on its way there beside this call."""
+        deadline_s = time.monotonic() + PROMISE_S
+        while self._board.word(PROMISED) != stamp:
+            if self._board.word(TARGET_PID) == _NOBODY or time.monotonic() > deadline_s:
+                return False
+            time.sleep(_PROMISE_POLL_S)
+        return True
 
     def _numbered(self, step: Callable[[], DraftReply | None]) -> DraftReply | None:
         """The target waits for every number, so each is shown, whatever becomes of its step."""
@@ -199,8 +221,9 @@ class TargetSide:
         lines = self._lines
         if lines is None:
             return target.verify(_without_tokens(plan))
+        is_followed = lines.promise(plan.stamp)
         plan = lines.with_tokens(plan)
-        return lines.verify_shown(plan, target) if plan.stamp else target.verify(plan)
+        return lines.verify_shown(plan, target) if is_followed else target.verify(plan)
 
     def close(self) -> None:
         """Leave the board alone."""
@@ -223,8 +246,16 @@ class _TargetLines:
         """Number of the draft step that the last verify waits for."""
         self._board.set_word(TARGET_PID, os.getpid())
         # What the draft awaits of another target will not come.
+        self._board.set_word(PROMISED, 0)
         self._board.set_word(VERIFIED, max(self._board.word(VERIFIED), self._board.word(WAITED)))
         self._watch = _Watch(self._awaited, lambda: opened.owner_pid, self._let_go)
+
+    def promise(self, stamp: int) -> bool:
+        """Tell the draft that a verify of this stamp will be shown. False if none will: it is not a new one."""
+        if not max(self._board.word(PROMISED), self._board.word(VERIFIED)) < stamp <= LAST_STAMP:
+            return False
+        self._board.set_word(PROMISED, stamp)
+        return True
 
     def with_tokens(self, plan: TargetPlan) -> TargetPlan:
         """Queue the wait for the draft's last step before this one. The plan with its tokens, as an array of this
@@ -267,6 +298,7 @@ class _TargetLines:
     def close(self) -> None:
         """Nothing of it is on its way afterwards, and the draft reads nothing of this process."""
         self._watch.close()
+        self._board.set_word(PROMISED, 0)
         self._board.set_word(TARGET_PID, _NOBODY)
         if self._board.word(VERIFIED) < self._board.word(WAITED):
             self._board.show_nothing_drawn(self._board.word(WAITED))
@@ -310,6 +342,6 @@ def _without_tokens(plan: TargetPlan) -> TargetPlan:
     num_seqs = plan.draft_tokens.num_seqs
     if not num_seqs:
         return plan
-    nothing = torch.empty((int(plan.num_sampled_rows.max()), num_seqs), dtype=torch.int32)
+    nothing = torch.empty((1 + MAX_SPECULATIVE_TOKENS, num_seqs), dtype=torch.int32)
     leave_nothing(nothing)
     return replace(plan, draft_tokens=TokenHandle(num_seqs=num_seqs, tensor=nothing))

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -16,7 +17,9 @@ from pathlib import Path
 
 from kimi_backend.errors import ConfigError, ModelUnavailableError
 from kimi_backend.serving import with_parent
+from kimi_backend.serving.admin_access import admin_headers, choose_secret, restricting_options
 from kimi_backend.serving.ports import check_host, check_ports
+from kimi_backend.serving.runner_secret import SECRET_FILE_VARIABLE, write_secret
 from kimi_backend.serving.server_installation import find_installation
 
 SHM_FOLDER = Path("/dev/shm")
@@ -82,6 +85,7 @@ class EmbeddedServer:
         models: tuple[str, ...] = MODELS,
         exit_timeout_s: int = 10,
         ends_with_parent: bool = False,
+        options: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
@@ -89,6 +93,7 @@ class EmbeddedServer:
             environment: variables for the models (`KIMI_*`), on top of this process's.
             shm_prefix: names of the shared-memory regions begin with it; regions of that prefix are swept at start.
             models: loaded in this order; the repository's others stay unloaded.
+            options: more of its command line.
             ends_with_parent: the server ends by itself if the thread that called `start` dies, as by SIGKILL.
         """
         self.ports = ports or ServerPorts()
@@ -100,8 +105,14 @@ class EmbeddedServer:
         self._log_file = log_file
         self._models = models
         self._exit_timeout_s = exit_timeout_s
+        self._options = options
         self._ends_with_parent = ends_with_parent
         self._process: subprocess.Popen[bytes] | None = None
+        self._secrets: tempfile.TemporaryDirectory[str] | None = None
+        self.runner_secret_file: Path | None = None
+        """While it runs (`serving.runner_secret`)."""
+        self.admin_secret = choose_secret({**os.environ, **self._environment})
+        """Opens the restricted APIs (`serving.admin_access`)."""
 
     def load_too(self, model: str) -> None:
         """Load another model of the repository besides; before `start`."""
@@ -125,6 +136,10 @@ class EmbeddedServer:
         check_ports({"HTTP": self.ports.http, "gRPC": self.ports.grpc, "metrics": self.ports.metrics})
         sweep_regions(self.shm_prefix)
         environment = {**os.environ, **self._environment}
+        # Not in /dev/shm, where a server's clients might reach it.
+        self._secrets = tempfile.TemporaryDirectory(prefix="kimi_secrets_")
+        self.runner_secret_file = write_secret(Path(self._secrets.name))
+        environment[SECRET_FILE_VARIABLE] = str(self.runner_secret_file)
         folders = [str(folder) for folder in self._installation.library_folders]
         environment["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(":")
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
@@ -172,12 +187,15 @@ class EmbeddedServer:
         self._kill_group()
         self.process.wait()
         sweep_regions(self.shm_prefix)
+        if self._secrets is not None:
+            self._secrets.cleanup()
 
     def _unload_models(self, timeout_s: float) -> None:
         for name in reversed(self._models):
             url = f"{self._base_url}/repository/models/{name}/unload"
             with contextlib.suppress(urllib.error.URLError, OSError):
-                request = urllib.request.Request(url, data=b"{}", method="POST")
+                headers = admin_headers(self.admin_secret)
+                request = urllib.request.Request(url, data=b"{}", method="POST", headers=headers)
                 urllib.request.urlopen(request, timeout=timeout_s).close()
 
     def _kill_group(self) -> None:
@@ -206,6 +224,8 @@ class EmbeddedServer:
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
             "--disable-auto-complete-config",
+            *restricting_options(self.admin_secret, self._host),
+            *self._options,
         ]
 
     def _is_ready(self) -> bool:

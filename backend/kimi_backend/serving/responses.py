@@ -119,7 +119,7 @@ class ResponseBuilder:
         return self._pb.InferenceResponse(output_tensors=tensors)
 
     def build_error(self, delta: TokenDelta) -> Any:
-        """A response that ends a request by an error: its own bans, the engine's failure, or CANCELLED by a shutdown."""
+        """A response that ends a request by an error: its bans, the engine's failure, or CANCELLED by a shutdown."""
         code = "CANCELLED" if delta.finish_reason is FinishReason.CANCELLED else "INTERNAL"
         if delta.cause is EndCause.NO_TOKEN_LEFT:
             code = InvalidRequestError.code

@@ -13,6 +13,7 @@ import torch.utils.dlpack
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners.plan_bounds import check_hand_over
 from kimi_backend.runners.ranks.peers import NO_PEERS
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_sides import AUTO, AuxReceiver, offer_aux_buffer
@@ -20,6 +21,7 @@ from kimi_backend.serving.board_sides import TargetSide, make_draft_side
 from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
 from kimi_backend.serving.processes import freeze_what_is_loaded
+from kimi_backend.serving.runner_secret import Doorkeeper, read_secret
 from kimi_backend.serving.steps_in_flight import StepsInFlight
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel, as_following
 from kimi_backend.types import codec
@@ -98,14 +100,18 @@ def _aux_from_bytes(tensor: torch.Tensor, row_width: int) -> torch.Tensor:
 class RunnerServer:
     """Answers `kimi_target`'s or `eagle3_draft`'s requests with a runner."""
 
-    def __init__(self, runner: Runner, pb_utils: Any, aux_transfer: str = AUTO, *, has_board: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, pb_utils: Any, aux_transfer: str = AUTO, *, secret: bytes, has_board: bool = False
+    ) -> None:
         """
         Args:
+            secret: what each call carries (`serving.runner_secret`).
             aux_transfer: the setting of that name.
             has_board: whether a draft offers its target a board, where it can (`serving.step_board`).
         """
         self._runner = runner
         self._pb = pb_utils
+        self._door = Doorkeeper(pb_utils, secret)
         peers = getattr(runner, "peers", NO_PEERS)
         offered = offer_aux_buffer(getattr(runner, "aux_buffer", None), aux_transfer, peers)
         self._description = dataclasses.replace(runner.describe(), process_id=os.getpid(), aux_buffer=offered)
@@ -125,7 +131,8 @@ class RunnerServer:
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
         has_board = settings.launch_ahead == "true" and settings.step_board == "auto"
-        server = cls(load(settings), pb_utils, settings.aux_transfer, has_board=has_board)
+        secret = read_secret(os.environ)
+        server = cls(load(settings), pb_utils, settings.aux_transfer, secret=secret, has_board=has_board)
         freeze_what_is_loaded()
         return server
 
@@ -150,6 +157,7 @@ class RunnerServer:
             close()
 
     def _respond(self, request: Any) -> Any:
+        self._door.check(request)
         plan = self._input(request, names.PLAN)
         if self._input(request, names.DESCRIBE) is not None:
             return self._describe(request)
@@ -184,7 +192,9 @@ class RunnerServer:
         """wants_aux_tensor: off where the draft reads the buffer itself; a tensor that nobody asked for costs too."""
         runner: Any = self._runner
         start = time.perf_counter()
-        reply = self._target_side.verify(codec.decode(TargetPlan, buffer), runner)
+        plan = codec.decode(TargetPlan, buffer)
+        check_hand_over(plan, self._description.max_num_seqs)
+        reply = self._target_side.verify(plan, runner)
         outputs: dict[str, Any] = {names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=_us_since(start)))}
         if wants_aux_tensor:
             aux = reply.aux.tensor

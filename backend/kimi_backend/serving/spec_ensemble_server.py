@@ -23,6 +23,7 @@ from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.processes import freeze_what_is_loaded, is_alive
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
+from kimi_backend.serving.runner_secret import read_secret
 from kimi_backend.serving.seat import Seat, seat_of_this_server
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.chat_template import load_chat_template
@@ -71,7 +72,7 @@ def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
 class SpecEnsembleServer:
     """Takes the server's requests and answers each with one or more responses, the last of them final."""
 
-    def __init__(self, settings: ServingSettings, pb_utils: Any, seat: Seat) -> None:
+    def __init__(self, settings: ServingSettings, pb_utils: Any, seat: Seat, runner_secret: bytes) -> None:
         self._seat = seat
         self._pb = pb_utils
         self._settings = settings
@@ -83,8 +84,8 @@ class SpecEnsembleServer:
         self._sender = ResponseSender(pb_utils, self._cancel, partial(_token_text, tokenizer))
         aux_transfer, board = AuxTransfer(), BoardTransfer()
         self._engine = Engine(
-            QueueingBlsTarget(pb_utils, "kimi_target", aux_transfer, board),
-            BlsDraft(pb_utils, "eagle3_draft", aux_transfer, board) if settings.draft else None,
+            QueueingBlsTarget(pb_utils, "kimi_target", aux_transfer, board, secret=runner_secret),
+            BlsDraft(pb_utils, "eagle3_draft", aux_transfer, board, secret=runner_secret) if settings.draft else None,
             settings=scheduler_settings(settings),
             eos_token_ids=tokenizer.eos_token_ids,
             tokenizer=tokenizer,
@@ -102,7 +103,7 @@ class SpecEnsembleServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
-        server = cls(settings, pb_utils, seat_of_this_server())
+        server = cls(settings, pb_utils, seat_of_this_server(), read_secret(os.environ))
         freeze_what_is_loaded()
         return server
 

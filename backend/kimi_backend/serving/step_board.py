@@ -8,29 +8,28 @@ number has been reached. The memory is the host's, so that a process can let its
 
 import json
 import mmap
-import os
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from kimi_backend.runners.ranks.board_words import board_handle
+from kimi_backend.runners.sealed_memory import MemoryHandle, OwnMemory, SealedMemoryError, open_memory
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
 
-NUMBER, TARGET_PID, WAITED, VERIFIED, QUEUED, LEFT = range(6)
-"""Words of the board. NUMBER: its own. TARGET_PID: process that has opened it. WAITED: the last stamp that the draft
-waits for; VERIFIED: of the last verify that is shown. QUEUED: number of the draft's last step; LEFT: of the last one
-that is done."""
+TARGET_PID, WAITED, VERIFIED, QUEUED, LEFT, PROMISED = range(1, 7)
+"""Words of the board, behind the memory's token. TARGET_PID: process that has opened it. WAITED: the last stamp that
+the draft waits for; PROMISED: of the last verify that the target was given; VERIFIED: of the last one that is shown.
+QUEUED: number of the draft's last step; LEFT: of the last one that is done."""
+LAST_STAMP = 2**62
+"""More than nanoseconds since 1970, which stamps begin from (`aux_transfer.BoardTransfer`)."""
 _LINE_BYTES = 64
 _WORDS_PER_LINE = _LINE_BYTES // 8
 _NUM_LINES = 8
 
 
-class BoardError(Exception):
-    """There is no such memory, or not any more."""
+BoardError = SealedMemoryError
 
 
 def offset_of(word: int) -> int:
@@ -89,10 +88,9 @@ class Drawn:
 class StepBoard:
     """One mapping of it. It goes when no process has it any more."""
 
-    def __init__(self, descriptor: int, shape: tuple[int, int]) -> None:
+    def __init__(self, memory: mmap.mmap, shape: tuple[int, int]) -> None:
         """shape: [W, S] of the array that the draft leaves (`types.plan.TokenHandle`)."""
         layout = _Layout(*shape)
-        memory = mmap.mmap(descriptor, layout.num_bytes)
         self.shape = shape
         self.num_bytes = layout.num_bytes
         words = np.frombuffer(memory, np.int64, _NUM_LINES * _WORDS_PER_LINE)
@@ -137,29 +135,23 @@ class OwnBoard:
 
     def __init__(self, shape: tuple[int, int]) -> None:
         """Raises BoardError: no memory to share."""
-        try:
-            self._descriptor = os.memfd_create("kimi_step_board")
-            os.ftruncate(self._descriptor, _Layout(*shape).num_bytes)
-            self.board = StepBoard(self._descriptor, shape)
-        except (OSError, ValueError) as error:
-            raise BoardError(str(error)) from None
-        self.board.set_word(NUMBER, secrets.randbits(62))
+        self._own = OwnMemory(_Layout(*shape).num_bytes)
+        self.board = StepBoard(self._own.memory, shape)
         leave_nothing(self.board.left)
 
     @property
     def memory_handle(self) -> bytes:
         """Of the memory alone (`runners.ranks.board_words`)."""
-        return board_handle(os.getpid(), self._descriptor, self.board.num_bytes, self.board.word(NUMBER))
+        return self._own.handle.to_bytes()
 
     @property
     def handle(self) -> bytes:
-        """By which another process of this user opens it."""
-        fields = {"process_id": os.getpid(), "descriptor": self._descriptor, "shape": self.board.shape}
-        return json.dumps({**fields, "number": self.board.word(NUMBER)}).encode()
+        """By which the target opens it."""
+        return json.dumps({"memory": self.memory_handle.decode(), "shape": self.board.shape}).encode()
 
     def close(self) -> None:
         """Nobody can open it any more."""
-        os.close(self._descriptor)
+        self._own.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +168,11 @@ class OpenedBoard:
         """Raises BoardError: it is not there any more, or the handle is none."""
         try:
             fields: dict[str, Any] = json.loads(handle)
-            owner_pid, (width, num_seqs) = int(fields["process_id"]), fields["shape"]
-            owners = int(fields["descriptor"])
-            descriptor = os.open(f"/proc/{owner_pid}/fd/{owners}", os.O_RDWR)
-            try:
-                board = StepBoard(descriptor, (int(width), int(num_seqs)))
-            finally:
-                os.close(descriptor)
-            if board.word(NUMBER) != int(fields["number"]):
-                raise BoardError("its process has it no more")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise BoardError(str(error)) from None
-        return cls(board, owner_pid, board_handle(owner_pid, owners, board.num_bytes, board.word(NUMBER)))
+            memory_handle, (width, num_seqs) = fields["memory"].encode(), fields["shape"]
+            shape = int(width), int(num_seqs)
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+            raise BoardError("its handle cannot be read") from None
+        memory = MemoryHandle.from_bytes(memory_handle)
+        if min(shape) < 1 or _Layout(*shape).num_bytes != memory.num_bytes:
+            raise BoardError("its handle gives a size that is not of its shape")
+        return cls(StepBoard(open_memory(memory), shape), memory.process_id, memory_handle)

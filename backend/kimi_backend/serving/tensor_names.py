@@ -1,6 +1,7 @@
 """Every tensor name of the three models, once. docs/protocol.md gives their meaning; a test compares all copies."""
 
 # kimi_target and eagle3_draft
+SECRET = "SECRET"
 PLAN = "PLAN"
 DESCRIBE = "DESCRIBE"
 NEXT_PLAN = "NEXT_PLAN"

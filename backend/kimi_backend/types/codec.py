@@ -53,6 +53,21 @@ class _Field:
     """int or bool where the field is no array."""
     whole: type | None = None
     """The class of a nested dataclass that is packed whole."""
+    is_optional: bool = False
+
+    @property
+    def least_dimensions(self) -> int:
+        return 0 if self.scalar is not None else 1
+
+    @property
+    def most_dimensions(self) -> int:
+        if self.scalar is not None:
+            return 0
+        return 1 if self.whole is not None else _WORDS_PER_FIELD - 1
+
+
+class _Malformed(ValueError):
+    """A packed message that breaks the layout; its text quotes nothing of the message."""
 
 
 def _array_dtype(annotation: Any) -> np.dtype[Any] | None:
@@ -65,7 +80,9 @@ def _array_dtype(annotation: Any) -> np.dtype[Any] | None:
 
 def _describe(name: str, annotation: Any) -> _Field | None:
     if isinstance(annotation, types.UnionType):
-        annotation = next(a for a in annotation.__args__ if a is not types.NoneType)
+        present = next(a for a in annotation.__args__ if a is not types.NoneType)
+        field = _describe(name, present)
+        return None if field is None else dataclasses.replace(field, is_optional=True)
     if annotation in (int, bool):
         return _Field(name, np.dtype(np.int64), scalar=annotation)
     dtype = _array_dtype(annotation)
@@ -173,28 +190,31 @@ class _Reader:
         self._bytes = buffer.data.toreadonly()
         magic, self._num_fields = struct.unpack_from("=2q", self._bytes)
         if magic != _MAGIC:
-            raise InvalidRequestError(f"plan: header {magic:#x} given, {_MAGIC:#x} expected: other version?")
+            raise InvalidRequestError("plan: its header is not one of this version")
 
     def values(self, fields: tuple[_Field, ...]) -> Iterator[Any]:
         """One value a field: an array, a number, or None."""
         if self._num_fields != len(fields):
-            raise InvalidRequestError(f"plan: {self._num_fields} fields given, {len(fields)} expected: other version?")
+            raise InvalidRequestError(f"plan: its header is not one of {len(fields)} fields: other version?")
         data, num_words = self._bytes, self._num_fields * _WORDS_PER_FIELD
         words = struct.unpack_from(f"={num_words}q", data, 2 * _ALIGNMENT)
         offset = (2 + num_words) * _ALIGNMENT
         for at, field in zip(range(0, num_words, _WORDS_PER_FIELD), fields, strict=True):
             ndim = words[at]
             if ndim == _ABSENT:
+                if not field.is_optional:
+                    raise _Malformed(f"{field.name} is missing")
                 yield None
+            elif not field.least_dimensions <= ndim <= field.most_dimensions:
+                raise _Malformed(f"{field.name} has another number of dimensions")
             elif field.scalar is not None:
                 yield field.scalar(_SCALAR.unpack_from(data, offset)[0])
                 offset += _ALIGNMENT
             else:
                 shape = words[at + 1 : at + 1 + ndim]
-                count = math.prod(shape)
-                if count < 0:
-                    raise ValueError(f"shape {shape}")
-                array = np.frombuffer(data, field.dtype, count, offset)
+                if min(shape) < 0:
+                    raise _Malformed(f"{field.name} has a negative size")
+                array = np.frombuffer(data, field.dtype, math.prod(shape), offset)
                 if field.whole is not None:
                     yield _unpack_whole(field.whole, array.tobytes())
                 else:
@@ -224,4 +244,6 @@ def decode(cls: type[Message], buffer: Buffer, **beside: Any) -> Message:
         arrived = _Reader(buffer).values(_packer(any_cls)[1])
         return typing.cast("Message", _build(any_cls, arrived, beside))
     except (ValueError, IndexError, OverflowError, struct.error) as error:
-        raise InvalidRequestError(f"plan: {buffer.nbytes} bytes do not hold a {cls.__name__}: {error}") from error
+        # The message of any other error may quote the header.
+        reason = str(error) if isinstance(error, _Malformed) else "its arrays are not as long as its header says"
+        raise InvalidRequestError(f"plan: {buffer.nbytes} bytes do not hold a {cls.__name__}: {reason}") from None

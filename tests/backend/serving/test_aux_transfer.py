@@ -23,7 +23,7 @@ from kimi_backend.serving.runner_server import RunnerServer
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
-from support.loopback_server import LoopbackServer
+from support.loopback_server import SECRET, LoopbackServer
 from support.markov_models import markov_draft, markov_draft_config, markov_target
 from support.tiny_configs import target_config
 from support.tiny_runners import LIMITS, draft_runner, target_runner
@@ -99,7 +99,7 @@ class Pair:
     def start(self, model: str) -> None:
         """Load one runner, or load it again: another epoch, an empty pool."""
         runner: Any = SharingTarget() if model == "kimi_target" else WatchedDraft(self.seen)
-        self.server.servers[model] = RunnerServer(runner, self.server.pb_utils)
+        self.server.servers[model] = RunnerServer(runner, self.server.pb_utils, secret=SECRET)
 
     def offer(self, buffer: AuxBuffer | None, aux_transfer: str, *_: object) -> bytes | None:
         if buffer is None or aux_transfer == "tensor":
@@ -116,8 +116,8 @@ class Pair:
     def engine(self) -> EngineHarness:
         transfer = AuxTransfer()
         harness = EngineHarness(
-            BlsTarget(self.server.pb_utils, "kimi_target", transfer),
-            BlsDraft(self.server.pb_utils, "eagle3_draft", transfer),
+            BlsTarget(self.server.pb_utils, "kimi_target", transfer, secret=SECRET),
+            BlsDraft(self.server.pb_utils, "eagle3_draft", transfer, secret=SECRET),
         )
         for index, prompt in enumerate(PROMPTS):
             sampling = SamplingParams(seed=index, max_tokens=80, ignore_eos=True)

@@ -13,6 +13,7 @@ from kimi_backend.serving.aux_transfer import AuxTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.descriptions import description_from_json, description_to_json
 from support import fake_pb_utils
+from support.loopback_server import SECRET
 from support.scripted_logits import LogitScript
 from support.scripted_models import describe
 
@@ -43,9 +44,9 @@ def test_a_description_of_another_version_is_a_runner_that_is_away(
     fields = json.loads(description_to_json(DESCRIPTION)[0]) | change
     text = json.dumps({name: value for name, value in fields.items() if name != "vocab_size" or value is not None})
     with pytest.raises(ModelUnavailableError, match="some_model"):
-        model(answering(text), "some_model", AuxTransfer()).describe()
+        model(answering(text), "some_model", AuxTransfer(), secret=SECRET).describe()
 
 
 def test_an_answer_that_is_no_json_is_a_runner_that_is_away() -> None:
     with pytest.raises(ModelUnavailableError, match="some_model"):
-        BlsDraft(answering("{"), "some_model", AuxTransfer()).describe()
+        BlsDraft(answering("{"), "some_model", AuxTransfer(), secret=SECRET).describe()

@@ -4,6 +4,7 @@ On a CPU whoever queues a wait waits itself, so both runners may be in this proc
 is tested on a GPU (`tests/backend/runners/test_stream_memory.py`).
 """
 
+import dataclasses
 import itertools
 import logging
 import subprocess
@@ -28,7 +29,7 @@ from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.board_sides import DraftSide, TargetSide
 from kimi_backend.serving.runner_server import RunnerServer
-from kimi_backend.serving.step_board import VERIFIED
+from kimi_backend.serving.step_board import LAST_STAMP, PROMISED, VERIFIED, WAITED
 from kimi_backend.types.plan import DraftPlan, DraftReply, DrawnHandle, RowPlan, SamplingPlan, TargetPlan, TokenHandle
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
@@ -37,7 +38,7 @@ from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.loopback_peers import LoopbackPeers
-from support.loopback_server import LoopbackServer
+from support.loopback_server import SECRET, LoopbackServer
 
 SETTING = Setting(kernels=KernelSet.reference())
 ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.reference(), 2.5, torch.device("cpu")))
@@ -90,7 +91,9 @@ class Pair:
             self.loopback.servers[model].close()
         runner: Any = target if model == "kimi_target" else self._watched(draft)
         runner.peers = peers
-        self.loopback.servers[model] = RunnerServer(runner, self.loopback.pb_utils, aux_transfer, has_board=True)
+        self.loopback.servers[model] = RunnerServer(
+            runner, self.loopback.pb_utils, aux_transfer, secret=SECRET, has_board=True
+        )
         return runner
 
     def _watched(self, draft: Any) -> Any:
@@ -110,8 +113,8 @@ class Pair:
     def engine(self, *, launch_ahead: bool = True, requests: list[GenerateRequest] | None = None) -> EngineHarness:
         aux, board = AuxTransfer(), BoardTransfer()
         harness = EngineHarness(
-            BlsTarget(self.loopback.pb_utils, "kimi_target", aux, board),
-            BlsDraft(self.loopback.pb_utils, "eagle3_draft", aux, board),
+            BlsTarget(self.loopback.pb_utils, "kimi_target", aux, board, secret=SECRET),
+            BlsDraft(self.loopback.pb_utils, "eagle3_draft", aux, board, secret=SECRET),
             SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead),
             eos_token_ids={3},
         )
@@ -329,7 +332,7 @@ def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair]) -
 
 SLEEPER = """
 import sys, time
-from kimi_backend.serving.step_board import LEFT, QUEUED, TARGET_PID, OpenedBoard, OwnBoard
+from kimi_backend.serving.step_board import LEFT, PROMISED, QUEUED, TARGET_PID, OpenedBoard, OwnBoard
 if sys.argv[1] == "draft":
     own = OwnBoard((3, 4))
     own.board.left[:] = 7
@@ -340,6 +343,7 @@ else:
     opened = OpenedBoard.open(sys.argv[1].encode())
     import os
     opened.board.set_word(TARGET_PID, os.getpid())
+    opened.board.set_word(PROMISED, 5)  # a verify that it will not live to show
     print("open", flush=True)
 time.sleep(60)
 """
@@ -426,6 +430,7 @@ def test_nobody_waits_longer_than_it_must_for_one_that_lives(monkeypatch: pytest
     monkeypatch.setattr(board_sides, "LONGEST_WAIT_S", 0.2)
     draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
     assert target.open(draft.handle) == draft.handle
+    draft._board.set_word(PROMISED, 5)
     start = time.monotonic()
     assert draft.follow(5, lambda drawn: None) is None
     assert 0.1 < time.monotonic() - start < 2
@@ -445,8 +450,39 @@ def test_one_wait_after_another_is_no_long_wait(
     draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
     assert target.open(draft.handle) == draft.handle
     for stamp in range(1, 15):
+        draft._board.set_word(PROMISED, stamp)
         threading.Timer(0.03, draft._board.set_word, (VERIFIED, stamp)).start()
         assert draft.follow(stamp, lambda drawn: None) is None
     assert "no longer" not in caplog.text
+    target.close()
+    draft.close()
+
+
+@pytest.mark.parametrize("stamp", [4, 6, 2**62, 2**63 - 1, -1])
+def test_a_stamp_that_no_verify_was_given_is_refused_and_not_waited_for(
+    stamp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the wait would be the stream's, for as long as a minute."""
+    monkeypatch.setattr(board_sides, "PROMISE_S", 0.05)
+    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
+    assert target.open(draft.handle) == draft.handle
+    draft._board.set_word(PROMISED, 5)
+    start = time.monotonic()
+    assert draft.follow(stamp, lambda drawn: pytest.fail("it followed")) is None
+    assert time.monotonic() - start < 1
+    assert draft._board.word(WAITED) == 0
+    target.close()
+    draft.close()
+
+
+@pytest.mark.parametrize("stamp", [5, 4, 0, -1, LAST_STAMP + 1, 2**63 - 1])
+def test_a_stamp_that_is_not_a_new_one_is_never_shown(stamp: int) -> None:
+    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
+    assert target.open(draft.handle) == draft.handle
+    draft._board.set_word(PROMISED, 5)
+    draft._board.set_word(VERIFIED, 5)
+    asked = NamedTarget()
+    target.verify(dataclasses.replace(naming(0, draft_step=0), stamp=stamp), asked)
+    assert (draft._board.word(PROMISED), draft._board.word(VERIFIED)) == (5, 5)
     target.close()
     draft.close()

@@ -15,7 +15,7 @@ from kimi_backend.types import codec
 from kimi_backend.types.plan import AuxHandle, TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
-from support.loopback_server import LoopbackServer
+from support.loopback_server import SECRET, LoopbackServer
 from support.plain_decoding import decode_plainly
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedTarget, describe
@@ -62,8 +62,8 @@ class Served:
 def served(*, queues_steps: bool = True, launch_ahead: bool = True, **settings: int) -> Served:
     target = TargetAlone(describe("target", SCRIPT, queues_steps=queues_steps), SCRIPT)
     server = LoopbackServer()
-    server.servers["kimi_target"] = RunnerServer(target, server.pb_utils)
-    bls = QueueingBlsTarget(server.pb_utils, "kimi_target", AuxTransfer())
+    server.servers["kimi_target"] = RunnerServer(target, server.pb_utils, secret=SECRET)
+    bls = QueueingBlsTarget(server.pb_utils, "kimi_target", AuxTransfer(), secret=SECRET)
     harness = EngineHarness(bls, None, SchedulerSettings(launch_ahead=launch_ahead, **settings), EOS)  # type: ignore[arg-type]
     for request in REQUESTS:
         harness.add(request)
@@ -130,7 +130,7 @@ def test_another_target_knows_nothing_of_the_step_in_flight(at_step: int) -> Non
     def restart(step: int) -> None:
         if step == at_step:
             one.target.restart()
-            one.server.servers["kimi_target"] = RunnerServer(one.target, one.server.pb_utils)
+            one.server.servers["kimi_target"] = RunnerServer(one.target, one.server.pb_utils, secret=SECRET)
 
     one.harness.run(each_step=restart)
     assert one.texts() == EXPECTED

@@ -1,10 +1,12 @@
 """BLS calls as bare as they can be: two a round, or one of a model that only answers."""
 
+import os
 import time
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from kimi_backend.serving.runner_secret import read_secret, secret_tensor
 from kimi_backend.types import codec
 from kimi_backend.types.plan import AuxHandle, DraftReply, TargetReply
 
@@ -23,6 +25,9 @@ def runner_s(reply, kind, **beside):
 
 
 class TritonPythonModel:
+    def initialize(self, args):
+        self.secret = secret_tensor(pb_utils, read_secret(os.environ))
+
     def execute(self, requests):
         return [self.run(request) for request in requests]
 
@@ -45,8 +50,10 @@ class TritonPythonModel:
         if draft_plan is None:
             call("bare_callee", plan, ["REPLY"])
             return ()
-        verified = call("kimi_target", plan, ["REPLY", "AUX_HIDDEN_STATES"] if takes_tensor else ["REPLY"])
-        inputs = [pb_utils.Tensor("PLAN", draft_plan)]
+        verified = call(
+            "kimi_target", [self.secret, *plan], ["REPLY", "AUX_HIDDEN_STATES"] if takes_tensor else ["REPLY"]
+        )
+        inputs = [self.secret, pb_utils.Tensor("PLAN", draft_plan)]
         if takes_tensor:
             inputs.append(verified["AUX_HIDDEN_STATES"])
         return verified["REPLY"], call("eagle3_draft", inputs, ["REPLY"])["REPLY"]

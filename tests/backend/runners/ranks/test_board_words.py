@@ -9,14 +9,16 @@ import torch
 
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.ranks import board_words
-from kimi_backend.runners.ranks.board_words import BoardWords, board_handle
+from kimi_backend.runners.ranks.board_words import BoardWords
 from kimi_backend.runners.ranks.peers import NoPeers
 from kimi_backend.runners.ranks.workers import PeerError
+from kimi_backend.runners.sealed_memory import MemoryHandle
 from kimi_backend.serving import board_order
 from kimi_backend.serving.board_order import order_of
 from kimi_backend.serving.step_board import LEFT, OpenedBoard, OwnBoard, offset_of
 
 CUDA = torch.device("cuda")
+NO_SUCH = MemoryHandle(process_id=os.getpid(), descriptor=9999, num_bytes=4096, token="00")
 
 
 class FakeMemory:
@@ -77,7 +79,7 @@ def test_a_rank_sees_the_numbers_of_the_board() -> None:
 
 @pytest.mark.parametrize(
     "handle",
-    [b"", b"[]", board_handle(os.getpid(), 9999, 4096, 1)],
+    [b"", b"[]", NO_SUCH.to_bytes()],
     ids=["empty", "not an object", "no such descriptor"],
 )
 def test_memory_that_is_not_there_is_said(handle: bytes) -> None:
@@ -88,7 +90,7 @@ def test_memory_that_is_not_there_is_said(handle: bytes) -> None:
 def test_a_descriptor_that_is_another_board_s_is_refused() -> None:
     one, other = OwnBoard((4, 8)), OwnBoard((4, 8))
     handle = json.loads(one.memory_handle) | {"descriptor": json.loads(other.memory_handle)["descriptor"]}
-    with pytest.raises(CudaIpcError, match="the board: its process has it no more"):
+    with pytest.raises(CudaIpcError, match="the board: its process has something else there"):
         BoardWords(json.dumps(handle).encode(), CUDA)
     one.close()
     other.close()

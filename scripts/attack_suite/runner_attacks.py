@@ -1,0 +1,131 @@
+"""The runners, called by somebody who is not their orchestrator."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attack_suite.plans import fuzzed_plans, good_target_plan
+from attack_suite.victim import RUNNERS, SECRET_BYTES, Broken, Victim, tensor
+from kimi_backend.types import codec
+
+_DESCRIBE = np.ones(1, np.bool_)
+_REFUSED = "StatusCode.INVALID_ARGUMENT"
+
+
+def _must_be_refused(what: str, answer: str, reason: str = "") -> None:
+    if not answer.startswith(_REFUSED) or reason not in answer:
+        raise Broken(f"{what}: {answer[:200]}")
+
+
+def describe_without_the_secret(victim: Victim) -> str:
+    """A description gives away handles of memory."""
+    wrong = tensor("SECRET", np.zeros(SECRET_BYTES, np.uint8), "UINT8")
+    for model in RUNNERS:
+        ask = tensor("DESCRIBE", _DESCRIBE, "BOOL")
+        _must_be_refused("no secret", victim.call_runner(model, ask))
+        _must_be_refused("another secret", victim.call_runner(model, wrong, ask), "spec_ensemble alone")
+        body = {"inputs": [{"name": "DESCRIBE", "datatype": "BOOL", "shape": [1], "data": [True]}]}
+        status, _ = victim.post(f"models/{model}/infer", body)
+        if status != 400:
+            raise Broken(f"HTTP without the secret: {status}")
+        status, _ = victim.post(f"models/{model}/generate", {"DESCRIBE": True})
+        if status != 400:
+            raise Broken(f"generate without the secret: {status}")
+    return "DESCRIBE on gRPC, infer and generate"
+
+
+def secret_of_another_form(victim: Victim) -> str:
+    """Lengths, types and shapes that are not the secret's."""
+    forms: list[tuple[Any, str]] = [
+        (np.zeros(0, np.uint8), "UINT8"),
+        (np.zeros(31, np.uint8), "UINT8"),
+        (np.zeros(33, np.uint8), "UINT8"),
+        (np.zeros((1, 32), np.uint8), "UINT8"),
+        (np.zeros(32, np.int8), "INT8"),
+        (np.zeros(4, np.int64), "INT64"),
+        (np.array([b"x" * 32], np.object_), "BYTES"),
+    ]
+    for model in RUNNERS:
+        for array, datatype in forms:
+            given = tensor("SECRET", array, datatype), tensor("DESCRIBE", _DESCRIBE, "BOOL")
+            _must_be_refused(f"{datatype} {array.shape}", victim.call_runner(model, *given))
+    return f"{len(forms)} forms"
+
+
+def plan_without_the_secret(victim: Victim) -> str:
+    """A step over the victim's own blocks would change its text, or show another tenant's prompt."""
+    plan = codec.encode(good_target_plan(1, 0, 4096))
+    wrong = tensor("SECRET", np.zeros(SECRET_BYTES, np.uint8), "UINT8")
+    for name in ("PLAN", "NEXT_PLAN"):
+        _must_be_refused(name, victim.call_runner("kimi_target", wrong, tensor(name, plan, "UINT8")), "alone")
+    _must_be_refused("PLAN", victim.call_runner("eagle3_draft", wrong, tensor("PLAN", plan, "UINT8")), "alone")
+    step = tensor("STEP", np.ones(1, np.int64), "INT64")
+    _must_be_refused("STEP", victim.call_runner("kimi_target", wrong, step), "alone")
+    return "PLAN, NEXT_PLAN, STEP"
+
+
+def board_that_is_a_file(victim: Victim) -> str:
+    """A handle that names a file which this user has open, in each form that a handle has had."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "victim")
+        content = (7).to_bytes(8, "little") + bytes(2**16 - 8)
+        path.write_bytes(content)
+        with path.open("r+b") as file:
+            for handle in _handles(file.fileno()):
+                board = tensor("STEP_BOARD", np.frombuffer(handle, np.uint8), "UINT8")
+                ask = tensor("DESCRIBE", _DESCRIBE, "BOOL")
+                _must_be_refused("no secret", victim.call_runner("kimi_target", board, ask))
+        if path.read_bytes() != content:
+            raise Broken("the file was written")
+    return "no byte changed"
+
+
+def _handles(descriptor: int) -> Iterator[bytes]:
+    fields: dict[str, Any] = {"process_id": os.getpid(), "descriptor": descriptor}
+    yield json.dumps({**fields, "shape": [8, 256], "number": 7}).encode()
+    memory = json.dumps({**fields, "num_bytes": 2**16, "token": (7).to_bytes(32, "little").hex()})
+    yield json.dumps({"memory": memory, "shape": [8, 256]}).encode()
+
+
+def header_that_is_not_quoted(victim: Victim) -> str:
+    """The bytes of a bad header are not sent back, nor is anything of the secret."""
+    marks = np.frombuffer(b"\xde\xad\xbe\xef" * 16, np.uint8)
+    for model in RUNNERS:
+        answer = victim.call_runner(model, tensor("PLAN", marks, "UINT8"), with_secret=True)
+        _must_be_refused("marks", answer, "header")
+        if "dead" in answer.lower() or "beef" in answer.lower() or victim.runner_secret.hex() in answer:
+            raise Broken(answer)
+    return "no byte of it"
+
+
+def fuzz(victim: Victim, count: int, seed: int) -> str:
+    """Plans of a caller who knows the secret: each is run or refused; none is INTERNAL, kills or holds a runner."""
+    told = []
+    draft = victim.describe_draft()
+    row_bytes = 4 * draft.hidden_size * len(draft.aux_layer_ids)
+    aux = tensor("AUX_HIDDEN_STATES", np.zeros((16, row_bytes), np.uint8), "UINT8")
+    for role, model in zip(("target", "draft"), RUNNERS, strict=True):
+        ends = {"OK": 0, _REFUSED: 0}
+        for number, plan in enumerate(fuzzed_plans(role, count, draft.vocab_size, seed)):
+            given = [tensor("PLAN", plan, "UINT8"), *([aux] if role == "draft" else [])]
+            answer = victim.call_runner(model, *given, with_secret=True)
+            code = answer.split(":")[0]
+            if code not in ends:
+                raise Broken(f"plan {number} of seed {seed} to {model}: {answer[:200]}")
+            ends[code] += 1
+        told.append(f"{model}: {ends['OK']} run, {ends[_REFUSED]} refused")
+    return "; ".join(told)
+
+
+RUNNER_ATTACKS = (
+    describe_without_the_secret,
+    secret_of_another_form,
+    plan_without_the_secret,
+    board_that_is_a_file,
+    header_that_is_not_quoted,
+)
