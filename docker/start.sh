@@ -30,7 +30,7 @@ if ! command -v tritonserver >/dev/null; then
   exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port"
 fi
 
-problem=$(python3 -m kimi_backend.config.settings 2>&1) || fail "$problem"
+problem=$(python3 -m kimi_backend.cli.preflight) || fail "$problem"
 
 repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
 [[ ${KIMI_ADMIN_SECRET:-x} =~ ^[A-Za-z0-9._~-]+$ ]] || fail "KIMI_ADMIN_SECRET: letters, digits and . _ ~ - are allowed"

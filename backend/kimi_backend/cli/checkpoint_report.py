@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kimi_backend.checkpoint.checked_tensors import VALUE_CHECKED_ROLES, check_values
@@ -16,7 +17,9 @@ from kimi_backend.config.memory_plan import MemoryPlan, MemorySettings, plan_mem
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.rope_config import RopeConfig, RopeType
-from kimi_backend.errors import CheckpointError, ConfigError
+from kimi_backend.errors import CheckpointError, ConfigError, InvalidRequestError
+from kimi_backend.text.chat_template import ChatTemplate, load_chat_template
+from kimi_backend.text.tokenizer import HF_TOKENIZER_FILE, TIKTOKEN_FILE, load_tokenizer
 
 Report = dict[str, Any]
 
@@ -37,6 +40,7 @@ def report_target(checkpoint: TargetCheckpoint) -> Report:
         "path": str(checkpoint.path),
         "architecture": config.architecture,
         "format": describe_format(config),
+        "weights": _weights(checkpoint.path),
         "num_tensors": len(checkpoint.tensors.names()),
         "num_bytes": checkpoint.num_bytes,
         "num_parameters": num_parameters(specs),
@@ -71,6 +75,7 @@ def report_draft(checkpoint: DraftCheckpoint, tp_size: int) -> Report:
         "aux_layer_ids": list(config.aux_layer_ids),
         "aux_layer_rule": config.aux_layer_rule,
         "trained_positions": config.trained_positions,
+        "weights": _weights(checkpoint.path),
         "num_tensors": len(names),
         "num_bytes": checkpoint.num_bytes,
         "num_parameters": num_parameters(specs),
@@ -83,8 +88,48 @@ def report_draft(checkpoint: DraftCheckpoint, tp_size: int) -> Report:
     }
 
 
+def has_weights(folder: Path) -> bool:
+    """False for a folder of configs alone, whose weights are yet to be fetched."""
+    return folder.is_file() or any(folder.glob("*.safetensors*"))
+
+
+def _weights(folder: Path) -> str:
+    return (
+        "checked against the config" if has_weights(folder) else "not here: tensors and bytes as the config means them"
+    )
+
+
 def _warnings(warnings: tuple[str, ...]) -> Report:
     return {"warnings": list(warnings)} if warnings else {}
+
+
+def report_text(folder: Path, target: KimiModelConfig) -> Report:
+    """The tokenizer and the chat template, tried on a short conversation.
+
+    Raises:
+        CheckpointError: one of their files is malformed, or the tokenizer has tokens that the model has no row for.
+    """
+    if not any((folder / name).exists() for name in (TIKTOKEN_FILE, HF_TOKENIZER_FILE)):
+        return {"files": "none here; the setting tokenizer names another folder"}
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > target.vocab_size:
+        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {target.vocab_size}"
+        raise CheckpointError(str(folder), [problem])
+    template = load_chat_template(folder, tokenizer)
+    return {
+        "files": TIKTOKEN_FILE if (folder / TIKTOKEN_FILE).exists() else HF_TOKENIZER_FILE,
+        "num_tokens": tokenizer.vocab_size,
+        "end_of_reply_ids": list(tokenizer.eos_token_ids),
+        "chat_template": "none" if template is None else _try_template(template),
+    }
+
+
+def _try_template(template: ChatTemplate) -> str:
+    try:
+        num_tokens = len(template.encode([{"role": "user", "content": "Hello"}]))
+    except InvalidRequestError as error:
+        return f"refuses a user's turn: {error}"
+    return f"renders a user's turn in {num_tokens} tokens"
 
 
 def report_memory(
@@ -106,15 +151,15 @@ def report_memory(
 
 
 def check_all_values(target: TargetCheckpoint, draft: DraftCheckpoint | None) -> None:
-    """Read every scale, norm and bias, with a progress bar.
+    """Read every scale, norm and bias of the files that are there, with a progress bar.
 
     Raises:
         CheckpointError: some are NaN, infinite, or negative where that makes no sense; all are listed.
     """
-    checked: list[tuple[str, Specs, TensorSource]] = [
-        (str(target.path), target_tensor_specs(target.config), target.stored)
-    ]
-    if draft is not None:
+    checked: list[tuple[str, Specs, TensorSource]] = []
+    if has_weights(target.path):
+        checked.append((str(target.path), target_tensor_specs(target.config), target.stored))
+    if draft is not None and has_weights(draft.path):
         checked.append((str(draft.path), draft_tensor_specs(draft.config), draft.stored))
     for path, specs, tensors in checked:
         total = sum(spec.num_bytes for spec in specs.values() if spec.role in VALUE_CHECKED_ROLES)

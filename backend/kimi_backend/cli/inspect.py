@@ -35,18 +35,30 @@ def inspect(
     values: Annotated[bool, typer.Option(help="Read every scale, norm and bias in search of NaN.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a checkpoint is, check its files against its config, and plan a GPU's memory."""
+    """Say what a checkpoint is, check its files against its config, and plan a GPU's memory.
+
+    Configs and tokenizer files alone will do: fetch those first, and the weights when the plan fits. Exits with 1 when
+    it does not, with 2 when a file is wrong.
+    """
+    import torch
+
     from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
     from kimi_backend.cli import checkpoint_report
     from kimi_backend.config.memory_plan import MemorySettings
     from kimi_backend.config.mla_dims import kv_item_bytes
 
     kv_item_bytes(kv_dtype)  # refuses what is no KV type, even if no plan is asked for
-    target = TargetCheckpoint.open(path)
-    draft_checkpoint = DraftCheckpoint.open(draft, target.config) if draft is not None else None
+    has_weights, no_device = checkpoint_report.has_weights, torch.device("meta")
+    target = TargetCheckpoint.open(path) if has_weights(path) else TargetCheckpoint.dummy(path, no_device)
+    draft_checkpoint = None
+    if draft is not None and has_weights(draft):
+        draft_checkpoint = DraftCheckpoint.open(draft, target.config)
+    elif draft is not None:
+        draft_checkpoint = DraftCheckpoint.dummy(draft, target.config, no_device)
     if values:
         checkpoint_report.check_all_values(target, draft_checkpoint)
     report: dict[str, Any] = {"target": checkpoint_report.report_target(target)}
+    report["text"] = checkpoint_report.report_text(path, target.config)
     if draft_checkpoint is not None:
         report["draft"] = checkpoint_report.report_draft(draft_checkpoint, tp)
     if gpu_memory is not None:
@@ -64,6 +76,7 @@ def inspect(
         typer.echo(json.dumps(report, indent=2))
     else:
         _print_tables(report)
+    raise typer.Exit(0 if report.get("memory_plan", {}).get("fits", True) else 1)
 
 
 def _print_tables(report: dict[str, Any]) -> None:

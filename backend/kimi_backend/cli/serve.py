@@ -12,8 +12,9 @@ from rich.console import Console
 import kimi_backend
 from kimi_backend.cli.openai_endpoint import start_beside
 from kimi_backend.cli.openai_endpoint import stop as stop_endpoint
+from kimi_backend.cli.preflight import check_beside
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
-from kimi_backend.errors import ConfigError, ModelUnavailableError
+from kimi_backend.errors import ConfigError
 from kimi_backend.serving.embedded_server import LOCAL_HOST, MODELS, EmbeddedServer, ServerPorts, free_port
 from kimi_backend.serving.ports import check_ports
 
@@ -91,10 +92,14 @@ def serve(
     model_repository: Path | None,
     log_file: Path | None,
 ) -> int:
-    """Start, say where to send requests, wait for SIGTERM or Ctrl-C, drain, stop. Returns the exit code.
+    """Check, start, say where to send requests, wait for SIGTERM or Ctrl-C, drain, stop. Returns the exit code.
 
     Args:
         openai_port: where an OpenAI-compatible endpoint listens too; None: there is none.
+
+    Raises:
+        ConfigError: the settings or files cannot be served.
+        ModelUnavailableError: the server ended while it loaded, or does not answer.
     """
     console = Console(stderr=True)
     stop = threading.Event()
@@ -105,6 +110,8 @@ def serve(
     )
     if openai_port is not None:
         check_ports({"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics, "OpenAI": openai_port})
+    with console.status("checking settings and checkpoints ..."):
+        check_beside(settings_as_environment(settings))
     with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder:
         server = make_server(
             settings,
@@ -119,7 +126,7 @@ def serve(
         endpoint = None
         try:
             with console.status("loading the models ..."):
-                _wait_until_ready(server, stop, settings)
+                server.wait_until_ready(stop_waiting=stop)
             if not stop.is_set():
                 _say_where(console, settings, ports)
                 if openai_port is not None:
@@ -132,24 +139,6 @@ def serve(
             server.stop(drain_s=settings.drain_timeout_s)
             if endpoint is not None:
                 stop_endpoint(endpoint)
-
-
-def _wait_until_ready(server: EmbeddedServer, stop: threading.Event, settings: ServingSettings) -> None:
-    """
-    Raises:
-        ConfigError, CheckpointError: what made the server end, found again here: its log has it among a hundred lines.
-        ModelUnavailableError: it ended or does not answer for another reason.
-    """
-    try:
-        server.wait_until_ready(stop_waiting=stop)
-    except ModelUnavailableError:
-        if server.process.poll() is not None:
-            from kimi_backend.runners.opened_checkpoints import check_servable
-            from kimi_backend.text.tokenizer import load_tokenizer
-
-            check_servable(settings)
-            load_tokenizer(settings.tokenizer or settings.checkpoint)
-        raise
 
 
 def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) -> None:

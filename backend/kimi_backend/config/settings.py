@@ -8,8 +8,6 @@ docker compose set variables; a parameter in a config.pbtxt overrides them for t
 """
 
 import dataclasses
-import os
-import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -225,11 +223,3 @@ def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         raise ConfigError(f"setting {name}: {value} given, at least {minimum} is allowed")
     if maximum is not None and value > maximum:
         raise ConfigError(f"setting {name}: {value} given, at most {maximum} is allowed")
-
-
-if __name__ == "__main__":
-    try:
-        ServingSettings.from_parameters({}, os.environ)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(2)

@@ -80,7 +80,6 @@ FILES: dict[str, tuple[Break, str]] = {
         r"model\.safetensors: cannot be read",
     ),
     "header far too long": (overwrite(SINGLE_FILE, b"\xff" * 64), r"model\.safetensors: cannot be read"),
-    "no weights": (lambda folder: (folder / SINGLE_FILE).unlink(), r"holds no \.safetensors file"),
     "weights are a folder": (replace_by_folder(SINGLE_FILE), r"model\.safetensors is no file"),
     "shard truncated": (sharded(truncate(SHARD, 1)), rf"{SHARD}: cannot be read as safetensors"),
     "shard absent": (sharded(lambda folder: (folder / SHARD).unlink()), rf"{SHARD} is listed in .* but absent"),

@@ -1,6 +1,7 @@
 """`kimi inspect` says what is in the files and what fits."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 
 from kimi_backend.checkpoint.model_specs import target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, DraftKind
-from kimi_backend.cli.checkpoint_report import active_parameters, num_parameters
+from kimi_backend.cli.checkpoint_report import active_parameters, num_parameters, report_text
 from kimi_backend.cli.main import app
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
-from support.checkpoint_folders import copy_folder, edit_weights, make_tiny
+from kimi_backend.errors import CheckpointError
+from support.checkpoint_folders import copy_folder, edit_json, edit_weights, make_tiny
 from support.family_configs import TARGET_FAMILIES
+from support.tiny_configs import target_json
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +126,42 @@ def test_every_family_has_a_trillion_parameters(family: str) -> None:
     total = num_parameters(specs)
     assert total == pytest.approx(1.027e12, rel=0.001)
     assert active_parameters(config, specs) == pytest.approx(32.9e9, rel=0.02)  # "32B activated"
+
+
+def test_configs_alone_are_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they are fetched first, and as `make-checkpoint --no-weights` writes them."""
+    out = tmp_path / "out"
+    app(["make-checkpoint", str(out), "--no-weights"], standalone_mode=False)
+    assert f"kimi inspect {out}" in capsys.readouterr().out
+    report = inspect(capsys, str(out), "--draft", str(out / "draft"), "--gpu-memory", "4")
+    assert report["target"]["weights"].startswith("not here")
+    assert report["draft"]["weights"].startswith("not here")
+    assert report["memory_plan"]["fits"] is True
+    assert report["text"]["files"] == "tiktoken.model"
+    assert re.fullmatch(r"renders a user's turn in \d+ tokens", report["text"]["chat_template"])
+
+
+def test_a_plan_that_does_not_fit_has_an_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = app(["inspect", str(folder), "--gpu-memory", "1", "--json"], standalone_mode=False)
+    assert (code, json.loads(capsys.readouterr().out)["memory_plan"]["fits"]) == (1, False)
+
+
+def test_the_tokenizer_must_fit_the_model(folder: Path, tmp_path: Path) -> None:
+    broken = copy_folder(folder, tmp_path / "broken")
+    (broken / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"999999999999": {"content": "<a>"}}}')
+    with pytest.raises(CheckpointError, match=r"added_tokens_decoder|tokenizer has 1000000000000"):
+        app(["inspect", str(broken)], standalone_mode=False)
+    edit_json(
+        copy_folder(folder, tmp_path / "small") / "config.json",
+        lambda config: config["text_config"].update(vocab_size=1500, eos_token_id=1),
+    )
+    with pytest.raises(CheckpointError, match="the tokenizer has 2048 tokens, the model's vocab_size is 1500"):
+        report_text(tmp_path / "small", KimiModelConfig.from_hf_json(target_json(vocab_size=1500)))
+
+
+def test_a_warning_is_part_of_the_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = copy_folder(folder, tmp_path / "changed")
+    edit_json(changed / "draft" / "config.json", lambda config: config.update(max_position_embeddings=512, new_gate=1))
+    warnings = inspect(capsys, str(changed), "--draft", str(changed / "draft"))["draft"]["warnings"]
+    assert "max_position_embeddings is 512, the target's is 4096" in warnings[0]
+    assert "does not know and ignores new_gate 1" in warnings[1]

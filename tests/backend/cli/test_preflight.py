@@ -1,0 +1,55 @@
+"""What would keep a server from starting is said before it is started, in one message, without a traceback."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kimi_backend.checkpoint.presets import DraftKind
+from support.checkpoint_folders import copy_folder, edit_json, make_tiny
+
+LONGEST_S = 3.0
+"""On a machine that does nothing else; this many times as long where others use it too."""
+PATIENCE = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("served") / "out", draft=DraftKind.MLA)
+
+
+def serve(folder: Path, draft: Path, *options: str) -> tuple[int, str]:
+    """Exit code and stderr of a `kimi serve` that must not start a server."""
+    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", "--checkpoint", str(folder)]
+    start = time.monotonic()
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--draft", str(draft), *options], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert time.monotonic() - start < PATIENCE * LONGEST_S
+    return done.returncode, done.stderr
+
+
+def test_a_missing_gpu(folder: Path) -> None:
+    code, said = serve(folder, folder / "draft", "--device", "cuda")
+    assert (code, "Traceback" in said) == (2, False)
+    assert "setting device: cuda given, but torch sees no GPU here" in said
+
+
+def test_a_draft_of_another_target(folder: Path, tmp_path: Path) -> None:
+    draft = copy_folder(folder / "draft", tmp_path / "draft")
+    edit_json(draft / "config.json", lambda config: config.update(hidden_size=96))
+    code, said = serve(folder, draft, "--device", "cpu")
+    assert (code, "Traceback" in said) == (2, False)
+    assert "hidden_size is 96, expected 128, the target's hidden_size" in said
+
+
+def test_a_chat_template_that_does_not_compile(folder: Path, tmp_path: Path) -> None:
+    broken = copy_folder(folder, tmp_path / "broken")
+    (broken / "chat_template.jinja").write_text("{% if %}")
+    code, said = serve(broken, broken / "draft", "--device", "cpu")
+    assert (code, "Traceback" in said) == (2, False)
+    assert "chat_template.jinja" in said
