@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 
+from kimi_backend.config.chosen_configs import ChosenConfigs, check_gpus
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError, KimiError
+from kimi_backend.runners.ranks.divisible import check_divides
 
 EXIT_BAD_INPUT = 2
 
@@ -31,8 +33,19 @@ def check(settings: ServingSettings) -> None:
     load_chat_template(folder, load_tokenizer(folder))
 
 
+def check_quickly(settings: ServingSettings) -> None:
+    """Check what needs no torch: that the configs fit each other and the ranks, and that there are GPUs enough.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    configs = ChosenConfigs.read(settings)
+    check_divides(settings.tensor_parallel_size, configs.target, configs.draft)
+    check_gpus(settings)
+
+
 def check_beside(environment: dict[str, str]) -> None:
-    """`check` in a process of its own.
+    """Run `check` in a process of its own.
 
     Args:
         environment: the variables that hold the settings.
@@ -48,7 +61,9 @@ def check_beside(environment: dict[str, str]) -> None:
 def main() -> int:
     """Returns the exit code."""
     try:
-        check(ServingSettings.from_parameters({}, os.environ))
+        settings = ServingSettings.from_parameters({}, os.environ)
+        check_quickly(settings)
+        check(settings)
     except KimiError as error:
         sys.stdout.write(f"{error}\n")
         return EXIT_BAD_INPUT

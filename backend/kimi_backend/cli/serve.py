@@ -12,7 +12,7 @@ from rich.console import Console
 import kimi_backend
 from kimi_backend.cli.openai_endpoint import start_beside
 from kimi_backend.cli.openai_endpoint import stop as stop_endpoint
-from kimi_backend.cli.preflight import check_beside
+from kimi_backend.cli.preflight import check_beside, check_quickly
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.serving.embedded_server import LOCAL_HOST, MODELS, EmbeddedServer, ServerPorts, free_port
@@ -111,6 +111,7 @@ def serve(
     if openai_port is not None:
         check_ports({"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics, "OpenAI": openai_port})
     with console.status("checking settings and checkpoints ..."):
+        check_quickly(settings)
         check_beside(settings_as_environment(settings))
     with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder:
         server = make_server(

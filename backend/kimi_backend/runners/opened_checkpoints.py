@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
-from kimi_backend.config.draft_config import DraftOverrides
+from kimi_backend.config.chosen_configs import draft_overrides
 from kimi_backend.config.memory_plan import GIB, RANKS_BYTES, MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
@@ -20,32 +20,6 @@ logger = logging.getLogger("kimi_backend.runners")
 _GPU_SHARE = 0.92
 _CPU_KV_BYTES = GIB // 4
 """What both pools may take of a machine's own memory where `kv_tokens` does not say."""
-
-
-def draft_overrides(settings: ServingSettings) -> DraftOverrides:
-    """What the operator sets against the draft's config.json.
-
-    Raises:
-        ConfigError: aux_layer_ids is not a list of integers.
-    """
-    flags = {"": None, "true": True, "false": False}
-    return DraftOverrides(
-        rope_theta=settings.draft_rope_theta or None,
-        beta_fast=settings.draft_beta_fast or None,
-        interleaved=flags[settings.draft_interleaved],
-        fc_norm=flags[settings.draft_fc_norm],
-        norm_output=flags[settings.draft_norm_output],
-        aux_layer_ids=_parse_layer_ids(settings.aux_layer_ids),
-    )
-
-
-def _parse_layer_ids(text: str) -> tuple[int, ...] | None:
-    if not text:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"setting aux_layer_ids: {text!r} given, integers separated by commas are needed") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

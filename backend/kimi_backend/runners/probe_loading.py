@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
+from kimi_backend.config.chosen_configs import draft_overrides
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3MlaDraftConfig
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
@@ -14,7 +15,6 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.kv_pool import KvPool
-from kimi_backend.runners.opened_checkpoints import draft_overrides
 from kimi_backend.runners.placement import Placement, place
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.probe import ProbeResult, ProbeText, ProbeTexts, probe, write_texts

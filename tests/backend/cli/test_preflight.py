@@ -36,7 +36,7 @@ def serve(folder: Path, draft: Path, *options: str) -> tuple[int, str]:
 def test_a_missing_gpu(folder: Path) -> None:
     code, said = serve(folder, folder / "draft", "--device", "cuda")
     assert (code, "Traceback" in said) == (2, False)
-    assert "setting device: cuda given, but torch sees no GPU here" in said
+    assert "setting device: cuda given, but the CUDA driver shows no GPUs here" in said
 
 
 def test_a_draft_of_another_target(folder: Path, tmp_path: Path) -> None:
