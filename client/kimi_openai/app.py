@@ -16,6 +16,7 @@ from kimi_client.aio import AsyncKimiClient
 from kimi_openai.chat_page import show_chat_page
 from kimi_openai.chat_replies import ChatWriter
 from kimi_openai.connection import ClientLeft, read_body
+from kimi_openai.connection_limits import BodyBudget
 from kimi_openai.declared_tools import DeclaredTools
 from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
 from kimi_openai.generation import Generation
@@ -37,6 +38,7 @@ class Endpoint:
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._started_at = int(time.time())
+        self._bodies = BodyBudget(settings.limits.max_bytes_of_all_bodies)
         self._client: AsyncKimiClient
 
     def make_app(self) -> Starlette:
@@ -106,7 +108,7 @@ class Endpoint:
         return names[0] if name is None else name
 
     async def chat(self, request: Request) -> Response:
-        body = parse_body(await read_body(request), ChatRequest)
+        body = parse_body(await self._read_body(request), ChatRequest)
         asked = chat_fields(body)
         tools = DeclaredTools(body.tools, body.messages) if declares_tools(body) else None
 
@@ -122,9 +124,12 @@ class Endpoint:
         return await self._reply(request, body, asked, writer, "chatcmpl-")
 
     async def complete(self, request: Request) -> Response:
-        body = parse_body(await read_body(request), CompletionRequest)
+        body = parse_body(await self._read_body(request), CompletionRequest)
         writer = CompletionWriter(with_logprobs=body.logprobs is not None, with_token_ids=bool(body.return_token_ids))
         return await self._reply(request, body, completion_fields(body), writer, "cmpl-")
+
+    async def _read_body(self, request: Request) -> bytes:
+        return await read_body(request, self._settings.limits, self._bodies)
 
     async def _reply(
         self, request: Request, body: GenerationRequest, asked: ServerRequest, writer: ReplyWriter, prefix: str

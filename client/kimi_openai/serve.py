@@ -5,13 +5,19 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 
 from kimi_client import KimiClient
 from kimi_openai.app import Endpoint
+from kimi_openai.connection_limits import ACCEPTED_AT_ONCE
+from kimi_openai.guarded_protocol import GuardedProtocol
+from kimi_openai.log_limits import RateLimit
 from kimi_openai.settings import EndpointSettings
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 STOP_WITHIN_S = 35
 """Streams that are still open then are cut; the server's own drain ends them long before."""
 
@@ -29,6 +35,8 @@ def serve(settings: EndpointSettings, *, host: str, port: int, say: Callable[[st
     """
     client = KimiClient(settings.url)
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RateLimit())
     with open_socket(host, port) as listener:
         address, taken, *_ = listener.getsockname()
         shown = f"[{address}]" if ":" in address else address
@@ -56,18 +64,31 @@ def open_socket(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(error.errno, f"{host}:{port} cannot be taken: {error.strerror}") from error
 
 
 def make_server(settings: EndpointSettings) -> uvicorn.Server:
     """uvicorn around the application, not running yet."""
+    limits, waiting = settings.limits.within_descriptors(), dict[GuardedProtocol, None]()
     config = uvicorn.Config(
         Endpoint(settings).make_app(),
+        http=partial(GuardedProtocol, limits=limits, waiting=waiting),  # type: ignore[arg-type]
+        ws="none",
+        backlog=ACCEPTED_AT_ONCE,
+        log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=STOP_WITHIN_S,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's backlog is also how many connections are accepted before one is counted: more may wait."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)

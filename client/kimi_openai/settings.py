@@ -1,6 +1,8 @@
 """What an operator chooses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kimi_openai.connection_limits import ConnectionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,3 +17,5 @@ class EndpointSettings:
     """Thoughts are sent as `reasoning_content`; False leaves them in `content`, as the model wrote them."""
     has_chat_page: bool = True
     """`/` answers with a chat page for browsers."""
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    """What clients may take of it."""

@@ -14,7 +14,7 @@ import pytest
 from kimi_backend.engine.engine import Engine
 from kimi_client import InvalidRequest, RequestTimedOut, ServerBusy, ServerFailed, ServerUnreachable
 from kimi_openai import EndpointSettings
-from kimi_openai.connection import MAX_BODY_BYTES
+from kimi_openai.connection_limits import ConnectionLimits
 from kimi_openai.errors import QUEUE_IS_FULL, from_client_error
 from support.openai_endpoint import running_endpoint
 
@@ -102,7 +102,7 @@ def test_a_key_is_asked_for_where_there_is_one(locked):
 def test_a_body_that_is_too_long(endpoint):
     connection = endpoint.connect()
     try:
-        connection.request("POST", "/v1/completions", b"[" + b" " * MAX_BODY_BYTES)
+        connection.request("POST", "/v1/completions", b"[" + b" " * ConnectionLimits().max_body_bytes)
         assert connection.getresponse().status == 413
     except (BrokenPipeError, ConnectionResetError):
         pass  # answered before the whole body was sent
