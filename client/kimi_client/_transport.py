@@ -25,6 +25,7 @@ CHANNEL_OPTIONS = [
 ]
 # The server ends a request at its deadline; the stream's own one covers a server that never answers.
 DEADLINE_GRACE_S = 5.0
+LONGEST_DEADLINE_S = 366 * 24 * 3600.0
 _READY_REQUEST = service_pb2.ModelReadyRequest(name=MODEL_NAME)
 
 READY_TIMEOUT_S = 5.0
@@ -156,4 +157,5 @@ def from_rpc_error(error: Any) -> KimiClientError:
 
 
 def deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else timeout_s + DEADLINE_GRACE_S
+    """Seconds that a call of gRPC may take for a request of so many. gRPC takes one of centuries for one that is over."""
+    return None if timeout_s is None else min(timeout_s + DEADLINE_GRACE_S, LONGEST_DEADLINE_S)

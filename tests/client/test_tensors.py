@@ -11,6 +11,7 @@ import kimi_client
 from kimi_backend.serving.request_fields import OUTPUT_FIELDS
 from kimi_client import _tensors
 from kimi_client._errors import from_message, from_status
+from kimi_client._transport import deadline
 from kimi_client.aio import AsyncKimiClient
 
 
@@ -116,3 +117,11 @@ def test_nothing_listening_is_unreachable():
     assert client.is_ready() is False
     with pytest.raises(kimi_client.ServerUnreachable):
         client.generate(text_input="x", max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "expected"), [(None, None), (2.0, 7.0), (9e9, 31_622_400.0), (3e38, 31_622_400.0)]
+)
+def test_a_timeout_of_centuries_is_none_that_has_passed(timeout_s, expected):
+    """gRPC's nanoseconds overflow from 9.2e9 seconds on."""
+    assert deadline(timeout_s) == expected
