@@ -157,5 +157,5 @@ def from_rpc_error(error: Any) -> KimiClientError:
 
 
 def deadline(timeout_s: float | None) -> float | None:
-    """Seconds that a call of gRPC may take for a request of so many. gRPC takes one of centuries for one that is over."""
+    """Seconds that a call may take for a request of so many: gRPC takes centuries for a deadline that has passed."""
     return None if timeout_s is None else min(timeout_s + DEADLINE_GRACE_S, LONGEST_DEADLINE_S)
