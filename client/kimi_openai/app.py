@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from kimi_openai.connection_limits import BodyBudget
 from kimi_openai.declared_tools import DeclaredTools
 from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
 from kimi_openai.generation import Generation
+from kimi_openai.own_names import OwnNames
 from kimi_openai.replies import CompletionWriter, Envelope, ReplyWriter
 from kimi_openai.reply_reader import ReplyReader
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
@@ -54,6 +56,7 @@ class Endpoint:
                 Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
             ],
             lifespan=self._connected,
+            middleware=[Middleware(OwnNames, names=self._settings.names)],
             exception_handlers={
                 ApiError: _answer_error,
                 HTTPException: _answer_http_error,

@@ -13,6 +13,8 @@ class EndpointSettings:
     """Names that clients may ask for; replies carry the one that was asked for."""
     api_key: str = ""
     """What clients must send as a bearer token; empty asks for none."""
+    names: tuple[str, ...] = ()
+    """Hosts, with or without a port, that clients and pages may call it by, besides localhost and its address."""
     splits_thinking: bool = True
     """Thoughts are sent as `reasoning_content`; False leaves them in `content`, as the model wrote them."""
     has_chat_page: bool = True

@@ -13,6 +13,8 @@ from kimi_backend.serving.embedded_server import EVERY_HOST, LOCAL_HOST
 
 API_KEY_VARIABLE = "KIMI_API_KEY"
 """Not an option: a command line is no place for a secret."""
+NAMES_VARIABLE = "KIMI_OPENAI_NAMES"
+"""Names of the endpoint, separated by commas (`kimi_openai.own_names`)."""
 _ENDS_WITHIN_S = 5.0
 
 
@@ -37,6 +39,7 @@ def run_endpoint(
         url=url,
         model_names=tuple(model_names),
         api_key=os.environ.get(API_KEY_VARIABLE, ""),
+        names=tuple(name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(",") if name.strip()),
         splits_thinking=splits_thinking,
         has_chat_page=has_chat_page,
     )
