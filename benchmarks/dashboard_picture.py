@@ -27,9 +27,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kimi_backend.cli.serve import make_server, settings_from_options
+from kimi_backend.cli.serve import settings_from_options
 from kimi_backend.errors import KimiError
-from kimi_backend.serving.embedded_server import ServerPorts, free_port
+from kimi_backend.hosting.embedded_server import ServerPorts, free_port
+from kimi_backend.hosting.settings_to_server import make_server
 from kimi_client import KimiClientError
 from kimi_client.aio import AsyncKimiClient
 from serving_suite.loads import code_prompts, source_text

@@ -33,9 +33,9 @@ import tritonclient.grpc as grpcclient
 from rich.console import Console
 
 from in_process_rounds import rounds_in_process
-from kimi_backend.cli.serve import find_model_repository, make_server
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
+from kimi_backend.hosting.embedded_server import MODELS, EmbeddedServer
+from kimi_backend.hosting.settings_to_server import find_model_repository, make_server
 from kimi_backend.types import codec
 from kimi_client import Completion
 from kimi_client.load import run_load

@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer
-from kimi_backend.cli.serve import make_server, settings_from_options
+from kimi_backend.cli.serve import settings_from_options
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import KimiError
+from kimi_backend.hosting.settings_to_server import make_server
 from kimi_client import KimiClient
 from serving_suite.loads import SUITES, LoadSettings
 from serving_suite.measure import run_case

@@ -21,8 +21,8 @@ from attack_suite.access_attacks import ACCESS_ATTACKS
 from attack_suite.request_attacks import REQUEST_ATTACKS, trace_of_tensors
 from attack_suite.runner_attacks import RUNNER_ATTACKS, fuzz
 from attack_suite.victim import Broken, Victim
-from kimi_backend.cli.serve import make_server
 from kimi_backend.config.settings import ServingSettings
+from kimi_backend.hosting.settings_to_server import make_server
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS_AT_ONCE = 250

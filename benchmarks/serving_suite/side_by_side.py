@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from kimi_backend.cli.serve import make_server
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving.embedded_server import EmbeddedServer
+from kimi_backend.hosting.embedded_server import EmbeddedServer
+from kimi_backend.hosting.settings_to_server import make_server
 
 NANO = (Path(__file__).parents[2] / "demo" / "kimi-nano").resolve()
 PROMPTS = (

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from kimi_backend.cli.serve import find_model_repository, make_server
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving.embedded_server import MODELS, EmbeddedServer
+from kimi_backend.hosting.embedded_server import MODELS, EmbeddedServer
+from kimi_backend.hosting.settings_to_server import find_model_repository, make_server
 from kimi_backend.types import codec
 from kimi_client.load import LoadResult, RequestTimes, run_load
 from slice_suite.in_process import FIRST_PROMPT_TOKEN

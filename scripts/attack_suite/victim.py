@@ -10,8 +10,8 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_backend.serving.descriptions import description_from_json
-from kimi_backend.serving.embedded_server import EmbeddedServer
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
 from kimi_backend.types.plan import RunnerDescription
 

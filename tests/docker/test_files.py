@@ -17,9 +17,9 @@ from kimi_backend.cli.main import app
 from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
-from kimi_backend.serving.embedded_server import MODELS
+from kimi_backend.hosting.embedded_server import MODELS
+from kimi_backend.hosting.server_installation import find_installation
 from kimi_backend.serving.metric_table import METRICS
-from kimi_backend.serving.server_installation import find_installation
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

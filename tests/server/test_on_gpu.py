@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from kimi_backend.cli.serve import find_model_repository
+from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_client import KimiClient, ServerFailed
 from support.nano_requests import MAX_TOKENS, request_fields, run_in_process, run_served
 from support.nano_runs import BLOCK_SIZE, MAX_MODEL_LEN, nano_settings

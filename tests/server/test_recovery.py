@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kimi_backend.cli.serve import find_model_repository
+from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_client import KimiClient, KimiClientError
 from support.server_process import MAX_MODEL_LEN, running_server, serving_settings, stub_pids
 from support.streams import control, generate_when_back, reload

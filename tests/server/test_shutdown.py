@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_backend.serving.embedded_server import free_port
+from kimi_backend.hosting.embedded_server import free_port
 from kimi_client import KimiClient, RequestCancelled, ServerUnreachable
 from support.openai_endpoint import RunningEndpoint, read_events
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S

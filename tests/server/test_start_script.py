@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from kimi_backend.serving.embedded_server import free_port
+from kimi_backend.hosting.embedded_server import free_port
 from kimi_client import KimiClient, RequestCancelled
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, stub_pids
 from support.start_script import ROOT, START, started

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kimi_backend.cli.serve import find_model_repository
+from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_client import KimiClient, ServerFailed
 from support.board_servers import num_followed, write_models
 from support.server_process import running_server, serving_settings, stub_pids

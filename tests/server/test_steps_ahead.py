@@ -7,7 +7,7 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from kimi_backend.cli.serve import find_model_repository
+from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_client.load import run_load
 from support.server_process import running_server, serving_settings
 

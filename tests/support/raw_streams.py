@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from kimi_backend.serving.embedded_server import EmbeddedServer
+from kimi_backend.hosting.embedded_server import EmbeddedServer
 
 LONGEST_WAIT_S = 60.0
 

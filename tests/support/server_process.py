@@ -10,10 +10,10 @@ from pathlib import Path
 
 from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset
 from kimi_backend.cli.make_checkpoint import make_checkpoint
-from kimi_backend.cli.serve import make_server
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving.embedded_server import EmbeddedServer
+from kimi_backend.hosting.embedded_server import EmbeddedServer
+from kimi_backend.hosting.settings_to_server import make_server
 
 MAX_MODEL_LEN = 512
 KV_TOKENS = 64 * 128

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_backend.serving.embedded_server import free_port
-from kimi_backend.serving.server_installation import find_installation
+from kimi_backend.hosting.embedded_server import free_port
+from kimi_backend.hosting.server_installation import find_installation
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ROOT / "docker/start.sh"

@@ -6,8 +6,8 @@ import time
 import urllib.request
 from typing import Any
 
-from kimi_backend.serving.admin_access import admin_headers
-from kimi_backend.serving.embedded_server import EmbeddedServer
+from kimi_backend.hosting.admin_access import admin_headers
+from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_client import Completion, KimiClient, KimiClientError
 
 RELOAD_WITHIN_S = 30

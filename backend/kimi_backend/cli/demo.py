@@ -73,7 +73,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, bool]:
 @contextmanager
 def through_server(settings: ServingSettings) -> Iterator[Generate]:
     """Start the real Triton Server, talk to it through the client, stop it."""
-    from kimi_backend.cli.serve import make_server
+    from kimi_backend.hosting.settings_to_server import make_server
     from kimi_client import KimiClient, RequestFields
 
     with tempfile.TemporaryDirectory(prefix="kimi_demo_") as folder:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from kimi_backend.errors import ConfigError
-from kimi_backend.serving import with_parent
-from kimi_backend.serving.embedded_server import EVERY_HOST, LOCAL_HOST
+from kimi_backend.hosting import with_parent
+from kimi_backend.hosting.embedded_server import EVERY_HOST, LOCAL_HOST
 
 API_KEY_VARIABLE = "KIMI_API_KEY"
 """Not an option: a command line is no place for a secret."""

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from kimi_backend.errors import ConfigError
-from kimi_backend.serving import embedded_server
-from kimi_backend.serving.embedded_server import (
+from kimi_backend.hosting.embedded_server import (
     EmbeddedServer,
     ServerPorts,
     check_shared_memory,
     sweep_regions,
 )
-from kimi_backend.serving.server_installation import ServerInstallation
+from kimi_backend.hosting.server_installation import ServerInstallation
+from kimi_backend.serving import embedded_server
 
 
 def test_only_regions_of_the_prefix_are_swept(tmp_path):

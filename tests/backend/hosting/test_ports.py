@@ -3,8 +3,8 @@ import socket
 import pytest
 
 from kimi_backend.errors import ConfigError
-from kimi_backend.serving.embedded_server import free_port
-from kimi_backend.serving.ports import check_host, check_ports
+from kimi_backend.hosting.embedded_server import free_port
+from kimi_backend.hosting.ports import check_host, check_ports
 
 
 def test_free_ports_pass():

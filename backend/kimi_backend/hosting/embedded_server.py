@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kimi_backend.errors import ConfigError, ModelUnavailableError
-from kimi_backend.serving import with_parent
-from kimi_backend.serving.admin_access import admin_headers, choose_secret, restricting_options
-from kimi_backend.serving.ports import check_host, check_ports
+from kimi_backend.hosting import with_parent
+from kimi_backend.hosting.admin_access import admin_headers, choose_secret, restricting_options
+from kimi_backend.hosting.ports import check_host, check_ports
+from kimi_backend.hosting.server_installation import find_installation
 from kimi_backend.serving.runner_secret import SECRET_FILE_VARIABLE, write_secret
-from kimi_backend.serving.server_installation import find_installation
 
 SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
@@ -112,7 +112,7 @@ class EmbeddedServer:
         self.runner_secret_file: Path | None = None
         """While it runs (`serving.runner_secret`)."""
         self.admin_secret = choose_secret({**os.environ, **self._environment})
-        """Opens the restricted APIs (`serving.admin_access`)."""
+        """Opens the restricted APIs (`hosting.admin_access`)."""
 
     def load_too(self, model: str) -> None:
         """Load another model of the repository besides; before `start`."""
