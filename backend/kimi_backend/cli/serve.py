@@ -16,7 +16,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import EmbeddedServer, ServerPorts, free_port
 from kimi_backend.hosting.ports import check_ports
-from kimi_backend.hosting.settings_to_server import make_server
+from kimi_backend.hosting.settings_to_server import DRAIN_FILE_NAME, make_server, settings_as_environment
 
 _WATCH_S = 0.2
 

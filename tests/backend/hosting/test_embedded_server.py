@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kimi_backend.errors import ConfigError
+from kimi_backend.hosting import embedded_server
 from kimi_backend.hosting.embedded_server import (
     EmbeddedServer,
     ServerPorts,
@@ -13,7 +14,6 @@ from kimi_backend.hosting.embedded_server import (
     sweep_regions,
 )
 from kimi_backend.hosting.server_installation import ServerInstallation
-from kimi_backend.serving import embedded_server
 
 
 def test_only_regions_of_the_prefix_are_swept(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from kimi_backend.errors import ConfigError
-from kimi_backend.serving import server_installation
+from kimi_backend.hosting import server_installation
 
 
 def test_without_the_wheel_the_message_names_the_ways_out(monkeypatch):
