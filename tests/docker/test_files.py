@@ -14,7 +14,7 @@ import typer.main
 import yaml
 
 from kimi_backend.cli.main import app
-from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE
+from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, NAMES_VARIABLE
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.hosting.embedded_server import MODELS
@@ -186,7 +186,7 @@ def test_the_openai_endpoint_finds_the_server_and_needs_no_more_than_its_extra(c
     assert {word.split("=")[0] for word in (*entry[2:], *command)} <= options
     assert service["ports"][0].endswith(":9000")
     assert "--port=9000" in entry
-    assert set(service["environment"]) == {API_KEY_VARIABLE}
+    assert set(service["environment"]) == {API_KEY_VARIABLE, NAMES_VARIABLE}
     assert dockerfile.rindex("\nFROM ") > dockerfile.index(stage), "the server's image stays the last, the default"
 
 
