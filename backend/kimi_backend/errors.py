@@ -31,6 +31,10 @@ class ModelUnavailableError(CapacityError):
     """A model runner does not answer: loading, dead, or restarted."""
 
 
+_SHOWN_AT_EACH_END = 30
+"""Of a checkpoint's problems: a damaged index of a large model would make a message of megabytes."""
+
+
 class CheckpointError(KimiError):
     """A checkpoint cannot be loaded. `problems` holds one line for each thing found wrong."""
 
@@ -39,7 +43,11 @@ class CheckpointError(KimiError):
     def __init__(self, subject: str, problems: list[str]) -> None:
         self.subject = subject
         self.problems = problems
-        super().__init__(f"{subject}: " + (problems[0] if len(problems) == 1 else "\n  - ".join(["", *problems])))
+        shown = list(problems)
+        if len(problems) > 2 * _SHOWN_AT_EACH_END:
+            between = f"... {len(problems) - 2 * _SHOWN_AT_EACH_END} more ..."
+            shown[_SHOWN_AT_EACH_END:-_SHOWN_AT_EACH_END] = [between]
+        super().__init__(f"{subject}: " + (shown[0] if len(shown) == 1 else "\n  - ".join(["", *shown])))
 
 
 class ConfigError(KimiError):

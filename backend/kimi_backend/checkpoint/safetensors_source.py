@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kimi_backend.config.regular_files import read_regular_text
 from kimi_backend.errors import CheckpointError
 
+MAX_FILES = 10_000
+"""Of an index: a number beyond it is a damaged file."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TEXT_PREFIX = "language_model."
@@ -60,6 +64,7 @@ class SafetensorsSource:
     path: Path
     _tensors: dict[str, StoredTensor] = field(repr=False)
     _files: dict[Path, Any] = field(repr=False)
+    _names: frozenset[str] = field(repr=False)
 
     @classmethod
     def open(cls, path: str | Path) -> "SafetensorsSource":
@@ -72,20 +77,22 @@ class SafetensorsSource:
         path = Path(path)
         problems: list[str] = []
         files: dict[Path, Any] = {}
-        listed = _weight_files(path, problems)
-        for file in listed:
+        index = _read_index(path / INDEX_FILE, problems) if path.is_dir() else None
+        for file in _weight_files(path, index, problems):
             try:
                 files[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError, ValueError) as error:
                 problems.append(f"{file.name}: cannot be read as safetensors ({_one_line(error)})")
         tensors = _collect(files, problems)
-        _check_index(path, tensors, files, problems)
+        if index is not None:
+            _check_index(index, tensors, {file.name for file in files}, problems)
         if problems:
             raise CheckpointError(str(path), problems)
-        return cls(path, _text_tensors(tensors, path), files)
+        kept = _text_tensors(tensors, path)
+        return cls(path, kept, files, frozenset(kept))
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored(name).shape
@@ -131,7 +138,7 @@ class SafetensorsSource:
             raise CheckpointError(str(self.path), [f"tensor {name!r} is missing"]) from None
 
 
-def _weight_files(path: Path, problems: list[str]) -> list[Path]:
+def _weight_files(path: Path, index: Mapping[str, str] | None, problems: list[str]) -> list[Path]:
     """The files that hold the weights; what is absent goes to problems."""
     if path.is_file():
         if path.suffix == ".safetensors":
@@ -141,10 +148,8 @@ def _weight_files(path: Path, problems: list[str]) -> list[Path]:
     if not path.is_dir():
         problems.append("no such folder")
         return []
-    index = path / INDEX_FILE
-    if index.exists():
-        names = sorted({file for file, _ in _read_index(index, problems)})
-        files = [path / name for name in names]
+    if index is not None:
+        files = [path / name for name in sorted(set(index.values()))]
     elif (path / SINGLE_FILE).exists():
         files = [path / SINGLE_FILE]
     else:
@@ -155,7 +160,7 @@ def _weight_files(path: Path, problems: list[str]) -> list[Path]:
     for file in files:
         if not file.is_file():
             reason = "absent" if not file.exists() else "no file"
-            listed = f"listed in {INDEX_FILE} but " if index.exists() else ""
+            listed = "" if index is None else f"listed in {INDEX_FILE} but "
             problems.append(f"{file.name} is {listed}{reason}")
     return [file for file in files if file.is_file()]
 
@@ -169,19 +174,28 @@ def _absent_shards(files: list[Path]) -> list[str]:
     return [f"shards of different sets found (of {sorted(totals)}), expected one set"] if len(totals) > 1 else []
 
 
-def _read_index(index: Path, problems: list[str]) -> list[tuple[str, str]]:
-    """(file name, tensor name) pairs of an index."""
+def _read_index(index: Path, problems: list[str]) -> Mapping[str, str] | None:
+    """Tensor name -> file name; None where there is no index."""
+    if not index.exists():
+        return None
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(file, name) for name, file in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        weight_map = json.loads(read_regular_text(index))["weight_map"]
+        named = set(weight_map.values())
+    except OSError as error:
+        problems.append(f"{index.name}: cannot be read ({error.strerror})")
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(f"{index.name}: expected JSON with an object weight_map ({_one_line(error)})")
-        return []
-    wrong = [file for file, _ in pairs if not isinstance(file, str) or Path(file).name != file]
+        return {}
+    wrong = sorted((file for file in named if not isinstance(file, str) or Path(file).name != file), key=str)
+    if len(named) > MAX_FILES:
+        problems.append(f"{index.name}: weight_map names {len(named)} files, expected at most {MAX_FILES}")
+        return {}
     if wrong:
         problems.append(f"{index.name}: weight_map holds {wrong[0]!r}, expected file names without folders")
-        return []
-    return pairs
+        return {}
+    mapping: Mapping[str, str] = weight_map
+    return mapping
 
 
 def _collect(files: dict[Path, Any], problems: list[str]) -> dict[str, StoredTensor]:
@@ -197,16 +211,13 @@ def _collect(files: dict[Path, Any], problems: list[str]) -> dict[str, StoredTen
     return tensors
 
 
-def _check_index(path: Path, tensors: dict[str, StoredTensor], files: dict[Path, Any], problems: list[str]) -> None:
+def _check_index(
+    index: Mapping[str, str], tensors: dict[str, StoredTensor], files: set[str], problems: list[str]
+) -> None:
     """Each tensor of the index must be in the file that the index says, where that file could be read."""
-    index = path / INDEX_FILE
-    if not path.is_dir() or not index.exists():
-        return
-    for file, name in _read_index(index, []):
-        if path / file not in files:
-            continue
+    for name, file in index.items():
         stored = tensors.get(name)
-        if stored is None or stored.file != path / file:
+        if file in files and (stored is None or stored.file.name != file):
             where = "no file" if stored is None else stored.file.name
             problems.append(f"{INDEX_FILE}: tensor {name!r} is listed in {file}, found in {where}")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from kimi_backend.config.regular_files import read_regular_text
 from kimi_backend.errors import ConfigError
 
 TOKEN_COUNTS_FILE = "token_counts.json"
@@ -43,7 +44,7 @@ class TokenCounts:
             ConfigError: the file cannot be read or is not of this form.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(read_regular_text(path))
         except OSError as error:
             raise ConfigError(f"token counts {path}: {error.strerror or error}") from None
         except (ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kimi_backend.config.regular_files import read_regular_text
 from kimi_backend.errors import ConfigError
 
 MAX_INTEGER = 2**31 - 1
@@ -29,11 +30,8 @@ def load_json_object(source: JsonSource, file_name: str = "config.json") -> Json
     path = Path(source)
     if path.is_dir() and path.name != file_name:
         path = path / file_name
-    if path.exists() and not path.is_file() and not path.is_dir():
-        # A pipe would keep the reader waiting for ever.
-        raise ConfigError(f"{path}: is no regular file, expected a JSON file")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular_text(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; expected a checkpoint folder or its {file_name}") from None
     except OSError as error:

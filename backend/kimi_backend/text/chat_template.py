@@ -11,9 +11,10 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kimi_backend.config.regular_files import read_regular_text
 from kimi_backend.errors import CheckpointError, InvalidRequestError
+from kimi_backend.text.bounded_templates import BoundedEnvironment, render
 from kimi_backend.text.call_ids import number_calls
 from kimi_backend.text.chat_messages import TEXT_FIELDS, check_messages, check_template_kwargs, check_tools
 from kimi_backend.text.prompt_guard import PromptGuard, StandIns, strings_in
@@ -91,13 +92,14 @@ class ChatTemplate:
             InvalidRequestError: a malformed conversation, or one that the template refuses.
         """
         variables = self._check(messages, tools, template_kwargs)
-        stand_ins = self._choose_stand_ins(variables)
+        strings = list(strings_in(variables))
+        stand_ins = self._choose_stand_ins(variables, strings)
         if stand_ins is not None:
             variables = _protect(variables, stand_ins)
         template = self._tools_template if variables["tools"] else self._template
         is_continued = variables["messages"][-1].pop("partial", False)
         own = {"add_generation_prompt": add_generation_prompt and not is_continued, **self._tokenizer.special_names}
-        rendered = _run(template, variables | own)
+        rendered = _run(template, variables | own, strings)
         if is_continued:
             rendered = self._without_end(rendered)
         token_ids: list[int] = []
@@ -140,9 +142,8 @@ class ChatTemplate:
                 variables[_TYPESCRIPT_VARIABLE] = declarations
         return kwargs | variables
 
-    def _choose_stand_ins(self, variables: Mapping[str, Any]) -> StandIns | None:
+    def _choose_stand_ins(self, variables: Mapping[str, Any], strings: list[str]) -> StandIns | None:
         guard = self._guard
-        strings = list(strings_in(variables))
         # A field of a message may be a piece of a token that the template's own text completes on both sides.
         alone = [str(message.get(key, "")) for message in variables["messages"] for key in ("content", *TEXT_FIELDS)]
         if all(map(guard.is_harmless, strings)) and all(guard.is_harmless(text, alone=True) for text in alone):
@@ -163,7 +164,7 @@ def load_chat_template(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate |
     file = folder / CHAT_TEMPLATE_FILE
     if file.exists():
         try:
-            templates = {"default": file.read_text(encoding="utf-8")}
+            templates = {"default": read_regular_text(file)}
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(str(file), [f"cannot be read as UTF-8 text: {error}"]) from error
     else:
@@ -177,6 +178,8 @@ def load_chat_template(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate |
         return ChatTemplate(templates["default"], tokenizer, templates.get("tool_use"))
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(str(file), [f"line {error.lineno} of the chat template: {error.message}"]) from error
+    except (RecursionError, SyntaxError, MemoryError) as error:  # Python's own limits, which Jinja does not translate
+        raise CheckpointError(str(file), [f"the chat template is nested too deep: {error}"]) from error
 
 
 def _protect(variables: dict[str, Any], stand_ins: StandIns) -> dict[str, Any]:
@@ -202,22 +205,26 @@ def _protect_message(message: dict[str, Any], stand_ins: StandIns) -> dict[str, 
     return protected
 
 
-def _run(template: jinja2.Template, variables: dict[str, Any]) -> str:
+def _run(template: jinja2.Template, variables: dict[str, Any], strings: list[str]) -> str:
+    """strings: those of the conversation, which bound how long the rendering may take."""
     try:
-        return template.render(variables)
+        return render(template, variables, len(strings), sum(map(len, strings)))
     except _TEMPLATE_FAILURES as error:
         # The template is the checkpoint's and the conversation the client's; most often they do not fit each other.
         raise InvalidRequestError(f"messages: the model's chat template refuses the conversation: {error}") from error
 
 
-def _make_environment() -> ImmutableSandboxedEnvironment:
+def _make_environment() -> BoundedEnvironment:
     """The environment that Hugging Face's `apply_chat_template` documents, so that templates run unchanged."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    environment = BoundedEnvironment(
+        {"tojson": _to_json},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    del environment.globals["lipsum"]
     return environment
 
 

@@ -26,6 +26,7 @@ from kimi_backend.errors import CheckpointError
 from kimi_backend.text.special_tokens import AddedToken, ControlTokenSplitter
 from kimi_backend.text.tokenizer import HF_TOKENIZER_FILE
 from kimi_backend.text.tokenizer_files import (
+    MAX_TOKEN_ID,
     TOKENIZER_CONFIG_FILE,
     TokenizerConfig,
     raise_problems,
@@ -151,9 +152,12 @@ def _read_added_tokens(definition: Mapping[str, Any]) -> list[AddedToken]:
     tokens = []
     for index, entry in enumerate(entries):
         token_id, content = (entry.get("id"), entry.get("content")) if isinstance(entry, dict) else (None, None)
-        if type(token_id) is not int or token_id < 0 or not isinstance(content, str) or not content:
-            raise ValueError(f"added_tokens[{index}]: an object with id (0 or more) and content (text) is expected")
-        tokens.append(AddedToken(token_id, content, bool(entry.get("special"))))
+        is_text = isinstance(content, str) and bool(content)
+        is_whole = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not isinstance(token_id, int) or not is_whole or not 0 <= token_id <= MAX_TOKEN_ID or not is_text:
+            allowed = f"an object with id (0 to {MAX_TOKEN_ID}) and content (text)"
+            raise ValueError(f"added_tokens[{index}]: {allowed} is expected")
+        tokens.append(AddedToken(token_id, str(content), bool(entry.get("special"))))
     return tokens
 
 

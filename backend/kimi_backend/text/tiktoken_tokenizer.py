@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import tiktoken
 
+from kimi_backend.config.regular_files import read_regular_file
 from kimi_backend.errors import CheckpointError
 from kimi_backend.text.special_tokens import AddedToken, ControlTokenSplitter
 from kimi_backend.text.tokenizer import TIKTOKEN_FILE
@@ -164,7 +165,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             has no token; names file and line.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_regular_file(path).splitlines()
     except OSError as error:
         raise CheckpointError(str(path), [f"cannot be read: {error.strerror or error}"]) from error
     ranks: dict[bytes, int] = {}

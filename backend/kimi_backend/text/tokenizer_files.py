@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kimi_backend.config.regular_files import read_regular_text
 from kimi_backend.errors import CheckpointError
 from kimi_backend.text.special_tokens import AddedToken
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_NAME_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 MAX_LISTED_PROBLEMS = 20
+MAX_TOKEN_ID = (1 << 24) - 1
+"""Well above any vocabulary: every id has a row in the tables of a tokenizer and of what samples from it."""
 _MAX_ID_DIGITS = 18
 
 
@@ -51,7 +54,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         CheckpointError: absent, unreadable, not UTF-8, not JSON (with line and column), or not an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular_text(path))
     except FileNotFoundError:
         raise CheckpointError(str(path), ["the file does not exist"]) from None
     except OSError as error:
@@ -112,8 +115,11 @@ def _added_tokens(config: dict[str, Any], problems: list[str]) -> tuple[AddedTok
     owners: dict[str, str] = {}
     for key, entry in field.items():
         content = entry.get("content") if isinstance(entry, dict) else None
-        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS):
-            problems.append(f"added_tokens_decoder[{key[:40]!r}]: the key must be a token id, a whole number")
+        is_number = key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS
+        if not is_number or int(key) > MAX_TOKEN_ID:
+            problems.append(
+                f"added_tokens_decoder[{key[:40]!r}]: the key must be a token id, a whole number up to {MAX_TOKEN_ID}"
+            )
         elif not isinstance(content, str) or not content:
             problems.append(f"added_tokens_decoder[{key!r}].content is {content!r}; a string with text is expected")
         elif not _is_unicode(content):

@@ -1,6 +1,8 @@
 """Reading files: one, sharded, with and without their index; slices; prefixes; what a text server leaves out."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,23 @@ def test_one_tensor_under_two_prefixes_is_refused(tmp_path: Path) -> None:
     save_file({"language_model.lm_head.weight": MATRIX, "lm_head.weight": MATRIX + 1}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="are the same one, expected one of them"):
         SafetensorsSource.open(tmp_path)
+
+
+def test_a_pipe_for_an_index_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / INDEX_FILE)
+    with pytest.raises(CheckpointError, match=r"index\.json: cannot be read \(is no regular file\)"):
+        SafetensorsSource.open(tmp_path)
+
+
+@pytest.mark.parametrize("num_files", [1, 300_000])
+def test_a_damaged_index_of_many_names_is_refused_soon(num_files: int, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "f0.safetensors")
+    weight_map = {f"model.layers.{i}.x": f"f{i % num_files}.safetensors" for i in range(300_000)}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as error:
+        SafetensorsSource.open(tmp_path)
+    assert time.monotonic() - start < 10, "seconds; it takes one"
+    assert len(str(error.value)) < 20_000
+    assert ("names 300000 files" in str(error.value)) is (num_files > 1)
+    assert ("... 299940 more ..." in str(error.value)) is (num_files == 1)

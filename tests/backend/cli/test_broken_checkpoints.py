@@ -154,7 +154,7 @@ TARGET_TENSORS: dict[str, tuple[Break, str]] = {
             folder,
             lambda tensors: tensors.update({n.replace("language", "lang"): tensors.pop(n) for n in list(tensors)}),
         ),
-        r"lang_model\.lm_head\.weight: unexpected",
+        r"lang_model\.model\.norm\.weight: unexpected",
     ),
     "shapes swapped": (
         weights(swap(f"{ATTENTION}q_a_proj.weight", f"{ATTENTION}q_b_proj.weight")),

@@ -390,7 +390,7 @@ def test_unreadable_files_are_named(tmp_path: Any, content: bytes | None, messag
 
 def test_only_regular_files_are_read(tmp_path: Any) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=r"config\.json: is no regular file, expected a JSON file"):
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read \(is no regular file\)"):
         KimiModelConfig.from_hf_json(tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(text_config()))

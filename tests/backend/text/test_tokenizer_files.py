@@ -2,11 +2,13 @@
 
 import base64
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from kimi_backend.errors import CheckpointError
+from kimi_backend.text.chat_template import load_chat_template
 from kimi_backend.text.tiktoken_files import write_tokenizer
 from kimi_backend.text.tiktoken_tokenizer import TiktokenTokenizer
 from kimi_backend.text.tokenizer import load_tokenizer
@@ -176,3 +178,30 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
         lambda config: config.update(auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}),
     )
     assert load_tokenizer(tmp_path).decode([97]) == "a"
+
+
+@pytest.mark.parametrize("name", ["tiktoken.model", "tokenizer_config.json", "generation_config.json"])
+def test_a_pipe_among_the_files_does_not_hang(name: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 2048)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_pipe_for_a_chat_template_does_not_hang(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 2048)
+    tokenizer = load_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        load_chat_template(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("key", ["999999999999", "16777216"])
+def test_an_id_beyond_any_vocabulary_is_refused(key: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 2048)
+    config = {"added_tokens_decoder": {key: {"content": "<far>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="a whole number up to 16777215"):
+        load_tokenizer(tmp_path)
