@@ -1,0 +1,43 @@
+"""Each draft of kimi-nano is accepted as often as when its reference was measured, and a worse one is noticed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.nano_acceptance import DRAFTS, FAILS_BELOW, REFERENCES, acceptance_length
+from support.nano_runs import NANO
+
+
+@pytest.mark.parametrize(("name", "temperature"), REFERENCES)
+def test_a_draft_is_accepted_as_often_as_its_reference_says(name: str, temperature: float) -> None:
+    assert acceptance_length(DRAFTS[name], temperature) >= FAILS_BELOW * REFERENCES[name, temperature]
+
+
+def wrong_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"]["aux_layer_id_encoding"] = "output"  # the ids count inputs
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def no_aux_states(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"] = torch.zeros_like(weights["fc.weight"])
+    save_file(weights, folder / "model.safetensors")
+
+
+def blunt_head(folder: Path) -> None:
+    """The draft's last norm scaled: its greedy guesses stay, its sampled ones are drawn from another temperature."""
+    weights = load_file(folder / "model.safetensors")
+    weights["norm.weight"] *= 0.4
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("spoil", "temperature"), [(wrong_layers, 0.0), (no_aux_states, 0.0), (blunt_head, 1.0)])
+def test_a_spoilt_draft_is_noticed(spoil, temperature: float, tmp_path: Path) -> None:
+    draft = shutil.copytree(NANO / "draft", tmp_path / "draft")
+    spoil(draft)
+    assert acceptance_length({}, temperature, folder=draft) < FAILS_BELOW * REFERENCES["as it is", temperature]
