@@ -17,7 +17,7 @@ from kimi_client._errors import KimiClientError
 from kimi_client._types import Completion, join_chunks
 from kimi_client.aio import AsyncKimiClient
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class LoadResult:
             "wall_s": round(self.wall_s, 3),
             "output_tokens_per_second": round(self.output_tokens_per_second, 2),
             "requests_per_second": round(len(self.requests) / self.wall_s, 3),
-            "first_token_ms": _percentiles([r.first_token_s for r in self.requests]),
-            "inter_token_ms": _percentiles(per_token),
-            "inter_chunk_ms": _percentiles(gaps),
-            "request_ms": _percentiles([r.total_s for r in self.requests]),
+            "first_token_ms": percentiles([r.first_token_s for r in self.requests]),
+            "inter_token_ms": percentiles(per_token),
+            "inter_chunk_ms": percentiles(gaps),
+            "request_ms": percentiles([r.total_s for r in self.requests]),
             "speculation": pooled_acceptance([r.completion for r in self.requests]),
             "policy": pooled_policy([r.completion for r in self.requests]),
             **({"pretences": pretences} if pretences else {}),
@@ -87,7 +87,8 @@ def join_results(results: Sequence[LoadResult]) -> LoadResult:
     )
 
 
-def _percentiles(values_s: Sequence[float]) -> dict[str, float] | None:
+def percentiles(values_s: Sequence[float]) -> dict[str, float] | None:
+    """Seconds as milliseconds at each of PERCENTILES; None of nothing."""
     if not values_s:
         return None
     return {f"p{p}": round(float(np.percentile(values_s, p)) * 1e3, 3) for p in PERCENTILES}
@@ -133,7 +134,12 @@ def _sum_at(stats: Sequence[dict[str, Any]], name: str, position: int) -> int:
     return sum(s[name][position] for s in stats if position < len(s[name]))
 
 
-async def _run_one(client: AsyncKimiClient, fields: dict[str, Any]) -> RequestTimes:
+async def run_one(client: AsyncKimiClient, fields: dict[str, Any]) -> RequestTimes:
+    """Send a request and note when each of its chunks came.
+
+    Raises:
+        KimiClientError: it failed.
+    """
     start = time.perf_counter()
     times = []
     stream = client.stream(**fields)
@@ -163,7 +169,7 @@ async def run_load(
         async def worker() -> None:
             for fields in waiting:
                 try:
-                    done.append(await _run_one(client, fields))
+                    done.append(await run_one(client, fields))
                 except KimiClientError as error:
                     errors.append(f"{type(error).__name__}: {error}")
                 on_done()

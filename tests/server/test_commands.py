@@ -160,3 +160,28 @@ def test_bench_compares_with_no_speculation(url, tmp_path, generator):
     assert report["speculative"]["speculation"]["acceptance_length"] >= 1
     for name in ("first_token_ms", "inter_token_ms", "inter_chunk_ms", "request_ms"):
         assert report["speculative"][name]["p50"] > 0
+
+
+def test_bench_replays_a_trace(url, tmp_path):
+    line = {"input_length": 150, "output_length": 5, "hash_ids": [1, 2, 3]}
+    session = [{"session_id": "a", "timestamp": 500, **line}, {"session_id": "a", "delay": 10, **line}]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, [{"timestamp": 0, **line}, *session])))
+    options = ["--trace-block=64", "--first-token-limit-ms=60000", "--seed=1", f"--plot={tmp_path / 'plot.png'}"]
+    done = run("bench", f"--url={url}", f"--trace={tmp_path / 'trace.jsonl'}", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["requests"], report["sessions"], report["errors"], report["acceptance"]) == (3, 2, 0, "real")
+    assert (report["prompt_tokens"], report["output_tokens"]) == (150 + 150 + 305, 15)
+    assert report["cached_prompt_share"] > 0.3
+    assert report["goodput"]["share"] == 1.0
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_bench_sweeps(url, tmp_path):
+    options = ["--sweep-k=0,2", "--sweep-streams=1,2", "--repeats=1", "--max-tokens=6", "--num-requests=2"]
+    done = run("bench", f"--url={url}", *options, "--load-generator=own", f"--plot={tmp_path / 'plot.png'}", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [(row["streams"], row["k"]) for row in report["rows"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert all(row["errors"] == 0 and row["output_tokens_per_second"] > 0 for row in report["rows"])
+    assert report["rows"][0]["speculation"] is None

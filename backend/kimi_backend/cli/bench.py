@@ -1,12 +1,19 @@
 """`kimi bench`: measure a running server, or with --in-process the engine and both models in this process."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kimi_backend.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from kimi_backend.cli.bench_server import ServerLoad
+    from kimi_backend.cli.bench_trace import TraceLoad
+
+TRACE, SWEEP = "Traces (server only)", "Sweeps (server only)"
 
 
 def bench_command(
@@ -60,9 +67,35 @@ def bench_command(
     synthetic_acceptance: Annotated[
         float, typer.Option(help="Tokens a round, drafts accepted at random; --in-process only.")
     ] = 0.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Send a recorded load at its own times: Mooncake's JSON lines.", rich_help_panel=TRACE),
+    ] = None,
+    rate_scale: Annotated[float, typer.Option(min=1e-6, help="2 sends twice as fast.", rich_help_panel=TRACE)] = 1.0,
+    length_scale: Annotated[
+        float, typer.Option(min=1e-6, help="0.1 makes all lengths a tenth.", rich_help_panel=TRACE)
+    ] = 1.0,
+    trace_block: Annotated[
+        int, typer.Option(min=1, help="Tokens that a hash id stands for.", rich_help_panel=TRACE)
+    ] = 512,
+    first_token_limit_ms: Annotated[
+        float | None, typer.Option(min=0, help="Goodput: longest to the first token.", rich_help_panel=TRACE)
+    ] = None,
+    inter_token_limit_ms: Annotated[
+        float | None, typer.Option(min=0, help="Goodput: longest mean time a token.", rich_help_panel=TRACE)
+    ] = None,
+    request_limit_ms: Annotated[
+        float | None, typer.Option(min=0, help="Goodput: longest a request.", rich_help_panel=TRACE)
+    ] = None,
+    sweep_k: Annotated[
+        str | None, typer.Option(help="Such as 0,1,3: each number of draft tokens …", rich_help_panel=SWEEP)
+    ] = None,
+    sweep_streams: Annotated[
+        str | None, typer.Option(help="… with each number of streams, such as 1,4,16.", rich_help_panel=SWEEP)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run prompts and report acceptance, tokens per second and where the time of a step goes."""
+    """Run prompts or a trace; report acceptance, latencies, tokens a second and where the time of a step goes."""
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -75,8 +108,10 @@ def bench_command(
             raise InvalidRequestError(
                 "--checkpoint: not given, --in-process needs the folder of the target's checkpoint"
             )
-        if compare_no_spec or plot is not None:
-            raise InvalidRequestError("--compare-no-spec and --plot go with a server, not with --in-process")
+        if compare_no_spec or plot is not None or trace is not None or sweep_k or sweep_streams:
+            raise InvalidRequestError(
+                "--compare-no-spec, --plot, --trace and --sweep-… go with a server, not with --in-process"
+            )
         settings = {
             "checkpoint": checkpoint,
             "draft": draft or "",
@@ -98,22 +133,88 @@ def bench_command(
     if checkpoint is not None or draft is not None:
         raise InvalidRequestError("--checkpoint and --draft go with --in-process; a server has its own")
     fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "draft_sampling": draft_sampling}
-    from kimi_backend.cli.bench_server import ServerLoad, bench, print_table, write_plot
+    given = {name: value for name, value in fields.items() if value is not None}
+    if trace is not None:
+        if compare_no_spec or sweep_k or sweep_streams or prompts is not None:
+            raise InvalidRequestError("--trace: has its own prompts and load, no --prompts, comparison or sweep")
+        from kimi_backend.cli.bench_trace import Limits, TraceLoad
+        from kimi_backend.cli.trace_file import read_trace
+
+        load = TraceLoad(
+            url=url,
+            sessions=read_trace(trace, num_requests),
+            fields=given,
+            rate_scale=rate_scale,
+            length_scale=length_scale,
+            block_size=trace_block,
+            limits=Limits(
+                first_token_ms=first_token_limit_ms, inter_token_ms=inter_token_limit_ms, request_ms=request_limit_ms
+            ),
+        )
+        _bench_trace(load, plot, as_json)
+        return
+    if bool(sweep_k) != bool(sweep_streams):
+        raise InvalidRequestError("--sweep-k and --sweep-streams go together")
+    if sweep_k and compare_no_spec:
+        raise InvalidRequestError("--compare-no-spec: a sweep with k = 0 among its numbers compares already")
+    from kimi_backend.cli.bench_server import ServerLoad
     from kimi_backend.cli.prompt_file import read_prompts
 
     requests = read_prompts(prompts)
     num_requests = len(requests) if num_requests is None else num_requests
-    load = ServerLoad(
+    server_load = ServerLoad(
         url=url,
         prompts=requests,
-        fields={name: value for name, value in fields.items() if value is not None},
+        fields=given,
         concurrency=min(concurrency, num_requests),  # perf_analyzer refuses more streams than requests
         num_requests=num_requests,
         load_generator=load_generator,
     )
+    if sweep_k and sweep_streams:
+        _bench_sweep(server_load, sweep_k, sweep_streams, repeats, plot, as_json)
+    else:
+        _bench_server(server_load, compare_no_spec, repeats, time_limit, plot, as_json)
+
+
+def _bench_server(
+    load: "ServerLoad",
+    compare_no_spec: bool,
+    repeats: int | None,
+    time_limit: float,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    from kimi_backend.cli.bench_server import bench, print_table, write_plot
+
     report = bench(load, compare_no_spec=compare_no_spec, repeats=repeats, limit_s=time_limit)
     if plot is not None:
         write_plot(report, plot)
+    _show(report, print_table, as_json)
+
+
+def _bench_trace(load: "TraceLoad", plot: Path | None, as_json: bool) -> None:
+    from kimi_backend.cli.bench_trace import bench_trace, print_trace_table, write_trace_plot
+
+    report, result = bench_trace(load)
+    if plot is not None:
+        write_trace_plot(report, result, load.limits, plot)
+    _show(report, print_trace_table, as_json)
+
+
+def _bench_sweep(
+    load: "ServerLoad", ks: str, streams: str, repeats: int | None, plot: Path | None, as_json: bool
+) -> None:
+    from kimi_backend.cli.bench_sweep import parse_numbers, print_sweep_table, sweep, write_sweep_plot
+
+    report = sweep(
+        load, parse_numbers("--sweep-k", ks, 0, 7), parse_numbers("--sweep-streams", streams, 1, 4096), repeats
+    )
+    if plot is not None:
+        write_sweep_plot(report, plot)
+    _show(report, print_sweep_table, as_json)
+
+
+def _show(report: dict[str, Any], print_table: Callable[[dict[str, Any]], None], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -142,7 +243,4 @@ def _bench_in_process(
         num_requests=num_requests,
     )
     report = run_bench(ServingSettings(**settings), prompts, load)
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        print_report(report)
+    _show(report, print_report, as_json)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kimi_backend.cli.acceptance import acceptance_kind
 from kimi_backend.cli.local_engine import local_engine
 from kimi_backend.cli.prompt_file import read_prompt_token_ids
 from kimi_backend.config.settings import ServingSettings
@@ -113,6 +114,7 @@ def _report(statistics: EngineStatistics, requests: list[dict[str, Any]], wall_s
         "output_tokens_per_second": round(num_tokens / wall_s, 2),
         "num_steps": statistics.num_steps,
         "step_ms": {phase: round(1e3 * s / steps, 4) for phase, s in statistics.step_seconds.items()},
+        "acceptance": acceptance_kind(statistics.pretences),
         "pretences": list(statistics.pretences),
         "errors": sum(request["error"] is not None for request in requests),
         "requests": requests,
@@ -121,7 +123,8 @@ def _report(statistics: EngineStatistics, requests: list[dict[str, Any]], wall_s
 
 def print_report(report: dict[str, Any]) -> None:
     """The report as a table on standard output."""
-    table = Table(title=", ".join(["kimi bench --in-process", *report["pretences"]]))
+    said = [f"acceptance {report['acceptance']}", *report["pretences"]]
+    table = Table(title=", ".join(["kimi bench --in-process", *said]))
     table.add_column("")
     table.add_column("value", justify="right")
     for key in ("output_tokens_per_second", "num_output_tokens", "num_steps", "wall_s", "errors"):

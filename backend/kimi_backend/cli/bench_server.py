@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kimi_backend.cli.acceptance import acceptance_kind
 from kimi_backend.cli.comparison import MIN_PAIRS, compare, spread
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer, run_perf_analyzer
 from kimi_backend.errors import InvalidRequestError, KimiError
@@ -37,13 +38,13 @@ class ServerLoad:
         return [{**self.prompts[i % len(self.prompts)], **fields, **each} for i, each in enumerate(seeds)]
 
 
-class _Runner:
+class LoadRunner:
     """Runs a load again and again, and keeps what each run measured."""
 
-    def __init__(self, load: ServerLoad, progress: Progress) -> None:
+    def __init__(self, load: ServerLoad, progress: Progress, *, is_shown: bool = True) -> None:
         self._load, self._progress = load, progress
         self._program = _choose(load.load_generator)
-        self._task = progress.add_task("")
+        self._task = progress.add_task("", visible=is_shown)
         self.results: dict[str, list[LoadResult]] = {}
         self.texts: list[list[str]] = []
 
@@ -72,8 +73,10 @@ class _Runner:
         """All runs of a side: percentiles over their requests together, the median speed of a run."""
         results = self.results[name]
         speeds = spread([result.output_tokens_per_second for result in results])
+        summary = join_results(results).summary()
         return {
-            **join_results(results).summary(),
+            **summary,
+            "acceptance": acceptance_kind(summary.get("pretences", ())),
             "runs": len(results),
             "output_tokens_per_second": round(speeds.median, 2),
             "output_tokens_per_second_range": [round(speeds.low, 2), round(speeds.high, 2)],
@@ -106,7 +109,7 @@ def bench(load: ServerLoad, *, compare_no_spec: bool, repeats: int | None, limit
     sides = ("speculative", "plain") if compare_no_spec else ("speculative",)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        runner = _Runner(load, progress)
+        runner = LoadRunner(load, progress)
         for name in sides:
             runner.warm_up(name)
         if not compare_no_spec:
@@ -139,7 +142,9 @@ def _choose(load_generator: str) -> str | None:
 def print_table(report: dict[str, Any]) -> None:
     """The report as a table on stderr, one column a run."""
     runs = [name for name in ("speculative", "plain") if name in report]
-    table = Table(title=", ".join(["kimi bench", *report["speculative"].get("pretences", [])]))
+    speculative = report["speculative"]
+    pretences = speculative.get("pretences", [])
+    table = Table(title=", ".join(["kimi bench", f"acceptance {speculative['acceptance']}", *pretences]))
     table.add_column("")
     for name in runs:
         table.add_column(name, justify="right")
@@ -172,12 +177,10 @@ def write_plot(report: dict[str, Any], path: Path) -> None:
     Raises:
         InvalidRequestError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InvalidRequestError("--plot needs matplotlib: pip install matplotlib") from None
+    from kimi_backend.cli.plots import new_figure
+
     runs = [name for name in ("speculative", "plain") if name in report]
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    figure = new_figure(figsize=(9, 3.5))
     left, right = figure.subplots(1, 2)
     keys = ("first_token_ms", "inter_token_ms", "inter_chunk_ms")
     for offset, name in enumerate(runs):
