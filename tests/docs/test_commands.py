@@ -27,6 +27,8 @@ PLACES = (
     (r"curl localhost:(8000|9000)/.*", ON_A_SERVER),
     (r"kimi openai --url localhost:8001 --port 9000", ON_A_SERVER),
     (r"kimi serve --checkpoint PATH .*", ON_A_SERVER),
+    (r"kimi serve --checkpoint demo/kimi-nano .*", ON_A_SERVER),
+    (r"kimi bench --(prompts|sweep-k|trace) .*", "tests/server/test_commands.py"),
     (r"kimi make-checkpoint OUT --preset kimi-k2\.5 .* --no-weights", HERE),
     (r"kimi make-checkpoint OUT --preset tiny\|.*", "tests/backend/cli/test_make_checkpoint.py"),
     (r"kimi serve --checkpoint OUT .* --load-format dummy .*", "tests/backend/runners/test_dummy_loading.py"),
