@@ -12,7 +12,9 @@ case $version in
   3.10 | 3.11 | 3.12) ;;
   *) echo "Python $version found as '$python'; 3.10 to 3.12 is needed. Name one: make setup PYTHON=python3.12" >&2; exit 2 ;;
 esac
+step() { echo "[$SECONDS s] $*"; }
 if [ ! -x "$venv/bin/python" ]; then
+  step "making $venv with Python $version"
   # A torch that the interpreter already has is used as it is, if the kernels' Triton-language goes with it.
   if [ -z "${TORCH:-}" ] && "$python" scripts/choose_torch.py own; then
     "$python" -m venv --system-site-packages "$venv"
@@ -22,10 +24,15 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 pip=("$venv/bin/python" -m pip)
 "${pip[@]}" install --quiet --upgrade pip
+step "choosing a torch that fits"
 torch=${TORCH:-}
 if [ -z "$torch" ] && ! "$venv/bin/python" scripts/choose_torch.py own; then
   torch=$("$venv/bin/python" scripts/choose_torch.py "${pip[@]}")
 fi
 # One command, so that pip looks for versions of everything at once and no torch replaces another.
-"${pip[@]}" install --quiet ${torch:+"$torch"} -e '.[dev]'
-echo "Ready: $venv (Python $version, torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)')). Next: make test"
+step "installing ${torch:-your torch} and some 90 packages: one to five minutes; the large ones:"
+# Of what pip says, the files of a megabyte and more as they come, and that it is unpacking them.
+"${pip[@]}" install --progress-bar off ${torch:+"$torch"} -e '.[dev]' | sed -unE \
+  -e 's,^ *(Downloading|Using cached) ([^ ]*/)?([^/ ]+) \(([0-9.]+ MB)\),  \3 (\4),p' \
+  -e 's,^Installing collected packages.*,  unpacking; a minute or two,p'
+step "Ready: $venv (Python $version, torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)')). Next: make test"
