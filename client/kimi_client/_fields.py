@@ -72,6 +72,8 @@ class RequestFields(TypedDict, total=False):
     """JSON object for the chat template, such as {"thinking": false}."""
     return_token_ids: bool | None
     """Send `output_ids` and `prompt_token_ids` too (default false)."""
+    return_token_origins: bool | None
+    """Send `token_origins` and `token_offsets` too (default false)."""
     return_control_offsets: bool | None
     """Send `control_offsets` and `begins_thinking` too (default false)."""
 
@@ -109,6 +111,7 @@ INPUT_TYPES = {
     "tools": "BYTES",
     "chat_template_kwargs": "BYTES",
     "return_token_ids": "BOOL",
+    "return_token_origins": "BOOL",
     "return_control_offsets": "BOOL",
 }
 JSON_INPUTS = frozenset({"messages", "logit_bias", "tools", "chat_template_kwargs"})

@@ -120,6 +120,8 @@ def parse_chunk(result: grpcclient.InferResult) -> Chunk:
         num_tokens=0 if count is None else int(count.reshape(-1)[0]),
         token_ids=_ids(result, "output_ids"),
         prompt_token_ids=_ids(result, "prompt_token_ids"),
+        token_origins=_ids(result, "token_origins"),
+        token_offsets=_ids(result, "token_offsets"),
         control_offsets=_ids(result, "control_offsets"),
         begins_thinking=_flag(result, "begins_thinking"),
         logprobs=_logprobs(_text(result, "logprobs")),

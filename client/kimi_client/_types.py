@@ -35,6 +35,10 @@ class Chunk:
     """The last chunk's: usage, times, speculation."""
     prompt_token_ids: tuple[int, ...] = ()
     """The first chunk's, with `return_token_ids=True`."""
+    token_origins: tuple[int, ...] = ()
+    """With `return_token_origins=True`, for each token: 0 drawn by the target alone, 1 accepted from the draft."""
+    token_offsets: tuple[int, ...] = ()
+    """Likewise: characters of the whole text before each token's own."""
     control_offsets: tuple[int, ...] = ()
     """With `return_control_offsets=True`: where control tokens show, counted in characters of the whole text."""
     begins_thinking: bool = False
@@ -55,6 +59,10 @@ class Completion:
     statistics: dict[str, Any]
     prompt_token_ids: tuple[int, ...] = ()
     """Empty unless `return_token_ids=True`."""
+    token_origins: tuple[int, ...] = ()
+    """Empty unless `return_token_origins=True`; see `Chunk`."""
+    token_offsets: tuple[int, ...] = ()
+    """Likewise."""
     control_offsets: tuple[int, ...] = ()
     """Empty unless `return_control_offsets=True`: characters of the text before each control token that shows in it."""
     begins_thinking: bool = False
@@ -79,6 +87,8 @@ def join_chunks(chunks: Sequence[Chunk]) -> Completion:
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         statistics=last.statistics,
         prompt_token_ids=chunks[0].prompt_token_ids,
+        token_origins=tuple(origin for chunk in chunks for origin in chunk.token_origins),
+        token_offsets=tuple(offset for chunk in chunks for offset in chunk.token_offsets),
         control_offsets=tuple(offset for chunk in chunks for offset in chunk.control_offsets),
         begins_thinking=chunks[0].begins_thinking,
     )

@@ -14,6 +14,7 @@ def make_sequence(
     priority: int = 0,
     seed: int = 0,
     draft_sampling: DraftSampling = DraftSampling.COUPLED,
+    return_token_origins: bool = False,
     **sampling: object,
 ) -> Sequence:
     """A waiting sequence; `sampling` are fields of SamplingParams."""
@@ -23,6 +24,7 @@ def make_sequence(
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         priority=priority,
         draft_sampling=draft_sampling,
+        return_token_origins=return_token_origins,
     )
     return Sequence(
         request,

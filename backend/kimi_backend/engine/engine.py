@@ -89,7 +89,7 @@ class Engine:
         sequence = self._make_sequence(request, geometry)
         output = RequestOutput(
             sequence,
-            self._make_text(request.sampling),
+            self._make_text(request),
             sink,
             geometry.pretences,
             geometry.settings.speculation_policy.value,
@@ -174,7 +174,8 @@ class Engine:
             sequence.chain.extend(sequence.token_ids, (num_prompt - 1) // geometry.block_size)
         return sequence
 
-    def _make_text(self, params: SamplingParams) -> OutputText:
+    def _make_text(self, request: GenerateRequest) -> OutputText:
+        params = request.sampling
         if self._tokenizer is None:
             if params.stop:
                 raise InvalidRequestError(
@@ -187,6 +188,7 @@ class Engine:
             include_stop=params.include_stop_in_output,
             skip_special=params.skip_special_tokens,
             min_tokens=params.min_tokens,
+            with_offsets=request.return_token_origins,
         )
 
 

@@ -9,7 +9,7 @@ from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.spec_decode.stats import SpeculationCounter
 from kimi_backend.text.text_stream import TextUpdate
-from kimi_backend.types.request import EndCause, FinishReason, RequestStats, TokenDelta, TokenLogprobs
+from kimi_backend.types.request import EndCause, FinishReason, RequestStats, TokenDelta, TokenLogprobs, TokenOrigin
 
 DeltaSink = Callable[[TokenDelta], None]
 """Called on the emitter thread, in order, the last time with `finish_reason` set. Must not block for long."""
@@ -18,6 +18,10 @@ DeltaSink = Callable[[TokenDelta], None]
 class OutputText(Protocol):
     """What turns token ids into text: `text.TextStream`, or nothing where there is no tokenizer."""
 
+    @property
+    def num_chars(self) -> int:
+        """Characters of the whole text so far, those that wait for a stop string included."""
+
     def push(self, token_ids: Sequence[int]) -> TextUpdate: ...
 
     def finish(self) -> TextUpdate: ...
@@ -25,6 +29,8 @@ class OutputText(Protocol):
 
 class NoText:
     """For an engine without a tokenizer: ids only."""
+
+    num_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> TextUpdate:
         return TextUpdate(text="", num_tokens=len(token_ids))
@@ -82,6 +88,8 @@ class RequestOutput:
             request_id=self.sequence.request.request_id,
             token_ids=tuple(token_ids),
             text=text,
+            token_origins=self._origins(output, len(token_ids)),
+            token_offsets=update.token_offsets,
             control_offsets=update.control_offsets,
             logprobs=_token_logprobs(output.logprobs, token_ids, self.sequence.params.logprobs or 0),
             finish_reason=None if finish is None else finish.reason,
@@ -103,6 +111,12 @@ class RequestOutput:
             stats=self._stats(time_s),
         )
 
+    def _origins(self, output: StepOutput, num_tokens: int) -> tuple[TokenOrigin, ...]:
+        """Those of a step's tokens, where they were asked for: accepted ones come first."""
+        if not self.sequence.request.return_token_origins:
+            return ()
+        return tuple(TokenOrigin.DRAFT if i < output.num_accepted else TokenOrigin.TARGET for i in range(num_tokens))
+
     def _push_text(self, output: StepOutput) -> tuple[TextUpdate, list[int]]:
         """The text that a step adds and the tokens that count. A stop token counts but is not shown unless asked."""
         token_ids, finish = output.token_ids, output.finish
@@ -111,7 +125,9 @@ class RequestOutput:
         )
         update = self._text.push(token_ids[:-1] if hides_last else token_ids)
         if hides_last and update.matched_stop is None:
-            return dataclasses.replace(update, num_tokens=len(token_ids)), token_ids
+            num_chars = self._text.num_chars
+            offsets = (*update.token_offsets, num_chars) if self.sequence.request.return_token_origins else ()
+            return dataclasses.replace(update, num_tokens=len(token_ids), token_offsets=offsets), token_ids
         return update, token_ids[: update.num_tokens]
 
     def _stats(self, end_s: float) -> RequestStats:

@@ -77,6 +77,7 @@ INPUT_FIELDS = (
     RequestField("tools", Kind.JSON, "JSON list of tools for the chat template."),
     RequestField("chat_template_kwargs", Kind.JSON, 'JSON object for the chat template, such as {"thinking": false}.'),
     RequestField("return_token_ids", Kind.BOOL, "Send `output_ids` and `prompt_token_ids` too (default false)."),
+    RequestField("return_token_origins", Kind.BOOL, "Send `token_origins` and `token_offsets` too (default false)."),
     RequestField(
         "return_control_offsets", Kind.BOOL, "Send `control_offsets` and `begins_thinking` too (default false)."
     ),
@@ -141,6 +142,20 @@ OUTPUT_FIELDS = (
     ResponseField("output_ids", "TYPE_INT32", "[ -1 ]", "Their ids, where `return_token_ids` asked for them."),
     ResponseField(
         "prompt_token_ids", "TYPE_INT32", "[ -1 ]", "The prompt's, in the first response, where asked for likewise."
+    ),
+    ResponseField(
+        "token_origins",
+        "TYPE_INT32",
+        "[ -1 ]",
+        "Where `return_token_origins` asked for it: for each token 0 where the target drew what nobody had guessed, 1"
+        " where it was accepted from the draft.",
+    ),
+    ResponseField(
+        "token_offsets",
+        "TYPE_INT32",
+        "[ -1 ]",
+        "Where asked for likewise: for each token the characters of the whole text before its own. Text that may become"
+        " a stop text is sent later than its token.",
     ),
     ResponseField(
         "control_offsets",

@@ -66,6 +66,7 @@ class RequestParser:
             priority=values.get("priority", 0),
             timeout_s=values.get("timeout_s"),
             cache_salt=values.get("cache_salt"),
+            return_token_origins=values.get("return_token_origins", False),
         )
         return_control_offsets = values.get("return_control_offsets", False)
         return ParsedRequest(

@@ -20,6 +20,8 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         deltas[-1],
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         text="".join(delta.text for delta in deltas),
+        token_origins=tuple(origin for delta in deltas for origin in delta.token_origins),
+        token_offsets=tuple(offset for delta in deltas for offset in delta.token_offsets),
         control_offsets=tuple(offset for delta in deltas for offset in delta.control_offsets),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
     )
@@ -108,6 +110,11 @@ class ResponseBuilder:
         ]
         if return_token_ids:
             tensors.append(self._ids("output_ids", delta.token_ids))
+        if delta.token_origins:
+            tensors += [
+                self._ids("token_origins", delta.token_origins),
+                self._ids("token_offsets", delta.token_offsets),
+            ]
         if prompt_token_ids:
             tensors.append(self._ids("prompt_token_ids", prompt_token_ids))
         if return_control_offsets and delta.control_offsets:

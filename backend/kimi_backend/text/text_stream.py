@@ -4,8 +4,10 @@ A control token that shows in the text, such as `<|tool_call_begin|>`, and the s
 look alike there. Whoever reads the text is told where the control tokens are.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kimi_backend.text.detokenizer import make_detokenizer
 from kimi_backend.text.stop_strings import StopMatch, StopStringMatcher
@@ -22,6 +24,8 @@ class TextUpdate:
     matched_stop: str | None = None
     num_chars_cut: int = 0
     """Decoded characters that are not emitted because of the stop string, itself included unless it is output."""
+    token_offsets: tuple[int, ...] = ()
+    """For each token that counts, where asked for: characters of the request's whole text before its own."""
     control_offsets: tuple[int, ...] = ()
     """For each control token among the pushed tokens that shows: characters of the request's whole text before it."""
 
@@ -37,12 +41,14 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
         min_tokens: int = 0,
+        with_offsets: bool = False,
     ) -> None:
         """Args:
         stops: stop strings, found across token and push borders.
         include_stop: keep the stop string in the text.
         skip_special: leave special tokens out of the text.
         min_tokens: the text of the first min_tokens tokens is not searched.
+        with_offsets: updates say where each token's text begins.
 
         Raises:
             InvalidRequestError: an empty or malformed stop string.
@@ -55,25 +61,39 @@ class TextStream:
         hidden = tokenizer.special_token_ids if skip_special else frozenset()
         self._shown_controls = {i: text for text, i in tokenizer.control_tokens.items() if i not in hidden}
         self._num_decoded = 0
+        self._with_offsets = with_offsets
+
+    @property
+    def num_chars(self) -> int:
+        """Characters decoded so far, those that wait for a stop string included."""
+        return self._num_decoded
 
     def push(self, token_ids: Sequence[int]) -> TextUpdate:
         """The text that these tokens complete. After a match nothing counts any more."""
         if self._matched:
             return TextUpdate(text="", num_tokens=0)
-        if not self._has_stops and self._shown_controls.keys().isdisjoint(token_ids):
+        needs_pieces = self._has_stops or self._with_offsets
+        if not needs_pieces and self._shown_controls.keys().isdisjoint(token_ids):
             text = self._detokenizer.push(token_ids)
             self._num_decoded += len(text)
             return TextUpdate(text=text, num_tokens=len(token_ids))
         pieces = self._detokenizer.push_each(token_ids)
+        starts = self._starts(pieces) if self._with_offsets else ()
         offsets = self._control_offsets(token_ids, pieces)
         num_unsearched = min(self._num_unsearched, len(pieces))
         self._num_unsearched -= num_unsearched
         unsearched = "".join(pieces[:num_unsearched])
         text, match = self._matcher.push("".join(pieces[num_unsearched:]))
         if match is None:
-            return TextUpdate(text=unsearched + text, num_tokens=len(token_ids), control_offsets=offsets)
+            text = unsearched + text
+            return TextUpdate(text=text, num_tokens=len(token_ids), token_offsets=starts, control_offsets=offsets)
         self._matched = True
-        return self._last_update(unsearched + text, pieces, num_unsearched, match, offsets)
+        update = self._last_update(unsearched + text, pieces, num_unsearched, match, offsets)
+        return dataclasses.replace(update, token_offsets=starts[: update.num_tokens])
+
+    def _starts(self, pieces: Sequence[str]) -> tuple[int, ...]:
+        """Characters before each piece. A token whose bytes wait for more begins where those come out."""
+        return tuple(accumulate(map(len, pieces), initial=self._num_decoded))[:-1]
 
     def _control_offsets(self, token_ids: Sequence[int], pieces: Sequence[str]) -> tuple[int, ...]:
         offsets = []

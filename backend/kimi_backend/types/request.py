@@ -1,7 +1,7 @@
 """A generation request and what comes back for it, as the engine sees them: token ids and parameters, no tensors."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 MAX_SPECULATIVE_TOKENS = 7
 
@@ -15,6 +15,15 @@ class DraftSampling(str, Enum):
     """The draft's most likely token: best while it is weak."""
     AUTO = "auto"
     """The engine chooses from the acceptance it measures."""
+
+
+class TokenOrigin(IntEnum):
+    """Who said a token first. The target draws every token; a guess that equals what it drew is accepted."""
+
+    TARGET = 0
+    """Nobody had guessed it."""
+    DRAFT = 1
+    """Accepted from the draft."""
 
 
 class FinishReason(str, Enum):
@@ -94,6 +103,8 @@ class GenerateRequest:
     """Seconds from arrival after which the request is cancelled."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    return_token_origins: bool = False
+    """Deltas say who said each token first, and where its text begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +186,10 @@ class TokenDelta:
     text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    token_origins: tuple[TokenOrigin, ...] = ()
+    """One for each token, where the request asked for them."""
+    token_offsets: tuple[int, ...] = ()
+    """For each token, where asked for likewise: characters of the request's whole text before its own."""
     control_offsets: tuple[int, ...] = ()
     """For each control token that shows in the text: characters of the request's whole text before it."""
     matched_stop: str | int | None = None

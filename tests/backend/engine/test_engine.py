@@ -72,6 +72,26 @@ def test_statistics_count_what_left_the_engine(start: Callable[..., Engine]) -> 
     assert totals.speculation.num_spec_steps == sum(s.speculation.num_spec_steps for s in stats if s and s.speculation)
 
 
+def test_origins_add_up_to_the_statistics(start: Callable[..., Engine]) -> None:
+    engine = ready(start(make_target(), make_draft()))
+    requests = [replace(request((i, 5), f"r{i}", seed=i), return_token_origins=True) for i in range(8)]
+    clients = [Client() for _ in requests]
+    for asked, client in zip(requests, clients, strict=True):
+        engine.submit(asked, client)
+    for client in clients:
+        stats = client.wait().stats
+        assert stats is not None
+        assert stats.speculation is not None
+        per_step = [[int(origin) for origin in delta.token_origins] for delta in client.deltas if delta.token_ids]
+        assert all(len(d.token_origins) == len(d.token_ids) for d in client.deltas)
+        assert per_step[0] == [0], "nobody guesses the first token"
+        assert all(step == sorted(step, reverse=True) for step in per_step), "the target's own token comes last"
+        assert all(sum(step) in (len(step), len(step) - 1) for step in per_step)
+        cut = stats.speculation.num_accepted_draft_tokens - sum(map(sum, per_step))
+        assert 0 <= cut <= 2, "only what the last step's limit cut off is missing"
+        assert sum(map(sum, per_step)) > 0
+
+
 def test_no_speculation_statistics_without_speculation(start: Callable[..., Engine]) -> None:
     engine = ready(start(make_target()))
     client = Client()

@@ -17,7 +17,12 @@ class Stream:
     def __init__(self, **sampling: object) -> None:
         self.sequence = make_sequence(k=3, **sampling)  # type: ignore[arg-type]
         params = self.sequence.params
-        text = TextStream(TOKENIZER, params.stop, include_stop=params.include_stop_in_output)
+        text = TextStream(
+            TOKENIZER,
+            params.stop,
+            include_stop=params.include_stop_in_output,
+            with_offsets=self.sequence.request.return_token_origins,
+        )
         self.output = RequestOutput(self.sequence, text, lambda delta: None)
 
     def push(
@@ -47,6 +52,34 @@ def test_text_and_tokens_of_a_step() -> None:
     assert final.stats.total_time_s == 5.0
     assert final.stats.speculation is not None
     assert final.stats.speculation.num_accepted_draft_tokens == 3
+
+
+def origins(delta: TokenDelta | None) -> tuple[list[int], list[int]]:
+    assert delta is not None
+    assert len(delta.token_origins) == len(delta.token_offsets) == len(delta.token_ids)
+    return [int(origin) for origin in delta.token_origins], list(delta.token_offsets)
+
+
+def test_each_token_says_who_said_it_first_and_where_its_text_begins() -> None:
+    stream = Stream(return_token_origins=True)
+    assert origins(stream.push("A", drafted=0)) == ([0], [0])
+    assert origins(stream.push("BCD", accepted=2)) == ([1, 1, 0], [1, 2, 3])
+    assert origins(stream.push("E", accepted=0)) == ([0], [4])
+    # The draft guessed right up to the stop token, which has no text; nothing came of the rest of its guesses.
+    assert origins(stream.push("FZ", accepted=3, finish=STOP_TOKEN)) == ([1, 1], [5, 6])
+
+
+def test_origins_end_with_a_stop_string_and_do_not_wait_for_one() -> None:
+    stream = Stream(return_token_origins=True, stop=("CDX", "EF"))
+    first, second = stream.push("ABCD", accepted=3), stream.push("EFGH", accepted=3)
+    assert (letters(first), origins(first)) == (("ABCD", "AB"), ([1, 1, 1, 0], [0, 1, 2, 3]))
+    assert (letters(second), origins(second)) == (("EF", "CD"), ([1, 1], [4, 5]))
+
+
+def test_origins_come_only_where_they_were_asked_for() -> None:
+    delta = Stream().push("ABC", accepted=2)
+    assert delta is not None
+    assert delta.token_origins == delta.token_offsets == ()
 
 
 def test_a_stop_token_counts_and_is_not_shown() -> None:

@@ -129,6 +129,20 @@ def test_a_refused_request_gets_its_one_end(sender):
     assert "secret" not in out.sent[0][0].error().message()
 
 
+def test_origins_of_merged_deltas_are_sent_in_order():
+    pieces = [((5,), (0,), (0,)), ((6, 7), (1, 0), (1, 2))]
+    deltas = [
+        TokenDelta(request_id="r", token_ids=ids, token_origins=origins, token_offsets=offsets)
+        for ids, origins, offsets in pieces
+    ]
+    builder = ResponseBuilder(pb, str)
+    sent = builder.build(merge_deltas(deltas), num_input_tokens=0, return_token_ids=False, with_logprobs=False)
+    tensors = {tensor.name(): tensor.as_numpy().tolist() for tensor in sent.output_tensors()}
+    assert (tensors["token_origins"], tensors["token_offsets"]) == ([[0, 1, 0]], [[0, 1, 2]])
+    plain = builder.build(delta(1), num_input_tokens=0, return_token_ids=False, with_logprobs=False)
+    assert not {"token_origins", "token_offsets"} & {tensor.name() for tensor in plain.output_tensors()}
+
+
 def test_control_offsets_and_thinking_are_sent_where_they_were_asked_for(sender):
     for request_id, asked in (("a", {}), ("b", {"return_control_offsets": True, "begins_thinking": True})):
         out = pb.RecordingSender()

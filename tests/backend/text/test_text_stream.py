@@ -1,5 +1,6 @@
 """Tokens to a client's text: what counts, what is cut."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.text.detokenizer import make_detokenizer
 from kimi_backend.text.text_stream import TextStream, TextUpdate
 from support.tiny_tokenizers import tempting_tokenizer
 
@@ -125,6 +127,26 @@ def test_each_control_token_that_shows_is_told_by_its_offset(
     assert offsets == expected
     whole = [offset for offset in offsets if offset + len("</think>") <= len(text)]
     assert all(text.startswith(("</think>", "<|im_end|>"), offset) for offset in whole)
+
+
+@given(
+    pieces=st.lists(st.sampled_from([[97], [0xE4], [0xE4, 0xB8, 0xAD], SPELLED, [THINK_END], [END]]), max_size=12),
+    sizes=EACH_SIZE,
+    stops=st.sampled_from([[], ["zz"], ["nk>a"], ["a"]]),
+)
+def test_each_tokens_text_begins_at_its_offset(pieces: list[list[int]], sizes: list[int], stops: list[str]) -> None:
+    """However the tokens are cut into pushes. A token begins where the whole text of those before it ends."""
+    token_ids = [token_id for piece in pieces for token_id in piece]
+    stream, plain = TextStream(TOKENIZER, stops, with_offsets=True), TextStream(TOKENIZER, stops)
+    offsets, num_counted, at = [], 0, 0
+    for size in itertools.cycle(sizes):
+        update, same = (each.push(token_ids[at : at + size]) for each in (stream, plain))
+        assert dataclasses.replace(update, token_offsets=()) == same
+        offsets, num_counted, at = [*offsets, *update.token_offsets], num_counted + update.num_tokens, at + size
+        if at >= len(token_ids) or update.matched_stop:
+            break
+    one_by_one = make_detokenizer(TOKENIZER).push_each(token_ids[:num_counted])
+    assert offsets == [sum(map(len, one_by_one[:index])) for index in range(num_counted)]
 
 
 def test_an_empty_stop_string_is_refused() -> None:
