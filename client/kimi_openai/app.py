@@ -123,12 +123,21 @@ class Endpoint:
                 is_one_call_enough=body.parallel_tool_calls is False,
             )
 
-        writer = ChatWriter(make_reader, with_logprobs=bool(body.logprobs), with_token_ids=bool(body.return_token_ids))
+        writer = ChatWriter(
+            make_reader,
+            with_logprobs=bool(body.logprobs),
+            with_token_ids=bool(body.return_token_ids),
+            with_origins=bool(body.return_token_origins),
+        )
         return await self._reply(request, body, asked, writer, "chatcmpl-")
 
     async def complete(self, request: Request) -> Response:
         body = parse_body(await self._read_body(request), CompletionRequest)
-        writer = CompletionWriter(with_logprobs=body.logprobs is not None, with_token_ids=bool(body.return_token_ids))
+        writer = CompletionWriter(
+            with_logprobs=body.logprobs is not None,
+            with_token_ids=bool(body.return_token_ids),
+            with_origins=bool(body.return_token_origins),
+        )
         return await self._reply(request, body, completion_fields(body), writer, "cmpl-")
 
     async def _read_body(self, request: Request) -> bytes:

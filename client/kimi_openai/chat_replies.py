@@ -9,6 +9,7 @@ from kimi_openai.logprobs import ChatLogprobs
 from kimi_openai.replies import shown_token_ids
 from kimi_openai.reply_events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 from kimi_openai.reply_reader import ReplyReader
+from kimi_openai.text_origins import Run, TextOrigins
 
 SLICE_CHARS = 16_384
 """Of a whole reply that is read at once, some milliseconds at most; then other requests have their turn."""
@@ -23,11 +24,14 @@ class ChatWriter:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, make_reader: MakeReader, *, with_logprobs: bool, with_token_ids: bool) -> None:
+    def __init__(
+        self, make_reader: MakeReader, *, with_logprobs: bool, with_token_ids: bool, with_origins: bool = False
+    ) -> None:
         self._make_reader = make_reader
         self._reader: ReplyReader | None = None
         self._logprobs = ChatLogprobs() if with_logprobs else None
         self._with_token_ids = with_token_ids
+        self._origins = TextOrigins() if with_origins else None
         self._begun: dict[int, CallBegin] = {}
         self._num_complete = 0
 
@@ -37,8 +41,9 @@ class ChatWriter:
     def choices(self, chunk: Chunk) -> list[dict[str, Any]]:
         is_last = chunk.finish_reason is not None
         reader = self._reader_for(chunk)
-        delta = _delta(self._counted(reader.feed(chunk.text, chunk.control_offsets, is_last=is_last)))
-        extras = self._extras(chunk, reader, is_last=is_last)
+        events = self._counted(reader.feed(chunk.text, chunk.control_offsets, is_last=is_last))
+        delta = _delta(events)
+        extras = self._extras(chunk, reader, is_last=is_last) | self._shown_origins(chunk, events)
         choices = []
         if delta or extras["logprobs"] or (self._with_token_ids and chunk.num_tokens):
             choices.append({**_choice(delta), **extras, "finish_reason": None})
@@ -56,7 +61,7 @@ class ChatWriter:
             await asyncio.sleep(0)
         events += reader.feed("", is_last=True)
         message = _message(self._counted(events), self._begun)
-        extras = self._extras(completion, reader, is_last=True)
+        extras = self._extras(completion, reader, is_last=True) | self._shown_origins(completion, events)
         return {"index": 0, "message": message, **extras, **self._end(completion)}
 
     def _reader_for(self, source: Chunk | Completion) -> ReplyReader:
@@ -78,6 +83,18 @@ class ChatWriter:
         if self._logprobs is not None:
             logprobs = self._logprobs.take(source.logprobs, reader.channels, is_last=is_last)
         return {"logprobs": logprobs, **shown_token_ids(source, self._with_token_ids)}
+
+    def _shown_origins(self, source: Chunk | Completion, events: Iterable[Event]) -> dict[str, Any]:
+        """The field that `return_token_origins` adds: runs of the thoughts and of the content."""
+        if self._origins is None:
+            return {}
+        self._origins.add(source)
+        runs: dict[str, list[Run]] = {}
+        for event in events:
+            if isinstance(event, ReasoningDelta | ContentDelta):
+                name = "content" if isinstance(event, ContentDelta) else "reasoning_content"
+                runs.setdefault(name, []).extend(self._origins.of(event.text))
+        return {"text_origins": runs}
 
     def _end(self, source: Chunk | Completion) -> dict[str, Any]:
         """Why the reply ended, and which of its calls nobody should make."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from kimi_client import Chunk, Completion
 from kimi_openai.logprobs import CompletionLogprobs
+from kimi_openai.text_origins import TextOrigins
 
 
 def usage(statistics: dict[str, Any]) -> dict[str, Any]:
@@ -55,21 +56,24 @@ class CompletionWriter:
 
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *, with_logprobs: bool, with_token_ids: bool) -> None:
+    def __init__(self, *, with_logprobs: bool, with_token_ids: bool, with_origins: bool = False) -> None:
         self._logprobs = CompletionLogprobs() if with_logprobs else None
         self._with_token_ids = with_token_ids
+        self._origins = TextOrigins() if with_origins else None
 
     def opening(self) -> list[dict[str, Any]]:
         return []
 
     def choices(self, chunk: Chunk) -> list[dict[str, Any]]:
+        # Also of a chunk that shows nothing: its tokens' text may come with the next.
+        origins = self._shown_origins(chunk)
         has_more = chunk.num_tokens and (self._logprobs is not None or self._with_token_ids)
         if chunk.text or has_more or chunk.finish_reason is not None:
-            return [self._choice(chunk)]
+            return [self._choice(chunk) | origins]
         return []
 
     async def whole(self, completion: Completion) -> dict[str, Any]:
-        return self._choice(completion)
+        return self._choice(completion) | self._shown_origins(completion)
 
     def _choice(self, source: Chunk | Completion) -> dict[str, Any]:
         return {
@@ -80,6 +84,12 @@ class CompletionWriter:
             "finish_reason": source.finish_reason,
             "stop_reason": source.stop_reason,
         }
+
+    def _shown_origins(self, source: Chunk | Completion) -> dict[str, Any]:
+        if self._origins is None:
+            return {}
+        self._origins.add(source)
+        return {"text_origins": {"text": self._origins.of(source.text)}}
 
 
 def shown_token_ids(source: Chunk | Completion, is_wanted: bool) -> dict[str, Any]:

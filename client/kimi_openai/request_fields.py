@@ -76,6 +76,7 @@ class GenerationRequest(BaseModel):
     priority: Int | None = _extension("Higher runs first (default 0).")
     timeout_s: Number | None = _extension("Seconds after which the request ends with an error (504).")
     return_token_ids: bool | None = _extension("Adds `token_ids` to the choice and `prompt_token_ids` to the reply.")
+    return_token_origins: bool | None = _extension("Adds `text_origins` to the choice: who said which text first.")
 
 
 class ChatRequest(GenerationRequest):

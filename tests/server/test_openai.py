@@ -116,6 +116,25 @@ def test_a_streamed_completion_is_the_whole_one(client):
     assert all(len(top) in (3, 4) for top in whole.choices[0].logprobs.top_logprobs)
 
 
+def test_each_text_says_who_said_it_first(client, direct):
+    ask = {**SHORT, "max_tokens": 40, "ignore_eos": True}
+    expected = direct.generate(text_input="def add(", return_token_origins=True, **ask)
+    assert len(expected.token_origins) == len(expected.token_offsets) == 40
+    assert expected.token_origins[0] == 0
+    guessed, accepted = sum(expected.token_origins), expected.speculation["num_accepted_draft_tokens"]
+    assert accepted - 3 < guessed <= accepted, "what the last round guessed beyond max_tokens is no part of the text"
+    assert list(expected.token_offsets) == sorted(expected.token_offsets)
+    extra = {"return_token_origins": True, "ignore_eos": True}
+    reply = client.completions.create(
+        model="kimi", prompt="def add(", **{**SHORT, "max_tokens": 40}, extra_body=extra, stream=True
+    )
+    runs, text = [], ""
+    for chunk in reply:
+        runs, text = runs + chunk.choices[0].text_origins["text"], text + chunk.choices[0].text
+    assert text == expected.text
+    assert sum(length for _, length in runs) == len(text)
+
+
 def test_logprobs_are_the_servers(client, direct):
     reply = client.chat.completions.create(model="kimi", messages=MESSAGES, logprobs=True, top_logprobs=1, **SHORT)
     expected = direct.generate(messages=MESSAGES, logprobs=1, **SHORT).logprobs

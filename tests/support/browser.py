@@ -85,12 +85,12 @@ class Page:
             raise BrowserError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def wait_for(self, expression: str) -> Any:
-        """The expression's value, once that is true."""
+    def wait_for(self, expression: str) -> None:
+        """Return once the expression is true."""
         ends_at = time.monotonic() + PATIENCE_S
         while time.monotonic() < ends_at:
-            if value := self.evaluate(expression):
-                return value
+            if self.evaluate(f"!!({expression})"):
+                return
             time.sleep(0.05)
         raise BrowserError(f"{expression}: still not true after {PATIENCE_S:.0f} s; {self.problems}")
 

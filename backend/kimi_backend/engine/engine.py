@@ -18,7 +18,7 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
 from kimi_backend.text.text_stream import TextStream
 from kimi_backend.text.tokenizer import Tokenizer
-from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
 
 SEED_BITS = 53
 """Of a seed that the engine picks: it is reported in JSON, where larger integers lose their low bits."""

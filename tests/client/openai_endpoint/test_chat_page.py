@@ -45,15 +45,24 @@ class ScriptedStream(AsyncStream):
         if self._message == "slow":
             while not self.is_cancelled:
                 await asyncio.sleep(0.02)
-                yield Chunk("tick ", 2, token_ids=(1, 2))
+                yield Chunk("tick ", 2, token_ids=(1, 2), token_origins=(1, 0), token_offsets=(0, 1))
             return
         pieces = REPLIES[self._message]
         for index, (text, num_tokens) in enumerate(pieces, 1):
             end = {"finish_reason": "stop", "statistics": STATISTICS} if index == len(pieces) else {}
             if text.startswith("</think>"):
-                end["control_offsets"] = (sum(len(before) for before, _ in pieces[: index - 1]),)
-            thinks = index == 1 and self._message == "think"
-            yield Chunk(text, num_tokens, token_ids=tuple(range(num_tokens)), begins_thinking=thinks, **end)
+                end["control_offsets"] = (len(pieces[0][0]),)
+            start = sum(len(before) for before, _ in pieces[: index - 1])
+            yield Chunk(
+                text,
+                num_tokens,
+                token_ids=tuple(range(num_tokens)),
+                # A letter a token, all but the last of them guessed; that has the rest.
+                token_origins=(1,) * (num_tokens - 1) + (0,),
+                token_offsets=tuple(range(start, start + num_tokens)),
+                begins_thinking=index == 1 and self._message == "think",
+                **end,
+            )
 
     def cancel(self):
         self.is_cancelled = True
@@ -148,7 +157,7 @@ def test_a_reply_streams_and_its_rounds_are_counted(page):
     (asked,) = ScriptedClient.asked
     assert asked["messages"] == [{"role": "user", "content": "hello"}]
     assert asked["temperature"] == 0.6
-    assert "chat_template_kwargs" not in asked
+    assert asked["chat_template_kwargs"] == {"thinking": False}
     assert "num_speculative_tokens" not in asked
     assert page.evaluate("$('per-round').textContent") == "2.50"
     assert page.evaluate("[...document.querySelectorAll('#positions span:nth-child(3n)')].map(e => e.textContent)") == [
@@ -156,6 +165,7 @@ def test_a_reply_streams_and_its_rounds_are_counted(page):
         "50 %",
         "25 %",
     ]
+    assert page.evaluate("[...document.querySelectorAll('.reply .draft')].map(e => e.textContent)") == ["lo", "l"]
     # The first chunk is the prompt's and belongs to no round.
     assert page.evaluate("document.querySelectorAll('#chart rect[width=\"3.8\"]').length") == 5
     assert "seed 7" in page.evaluate("document.querySelector('.foot').textContent")
@@ -165,7 +175,7 @@ def test_a_reply_streams_and_its_rounds_are_counted(page):
 def test_settings_reach_the_server_and_the_conversation_goes_on(page):
     ask(page, "hello")
     page.evaluate("$('temperature').value = 0; $('k').value = 5; $('seed').value = 3; $('max').value = 9")
-    page.evaluate("$('thinking').checked = false")
+    page.evaluate("$('thinking').checked = true")
     ask(page, "hello")
     asked = ScriptedClient.asked[-1]
     assert [m["role"] for m in asked["messages"]] == ["user", "assistant", "user"]
@@ -176,7 +186,7 @@ def test_settings_reach_the_server_and_the_conversation_goes_on(page):
         "seed": 3,
         "max_tokens": 9,
     }
-    assert asked["chat_template_kwargs"] == {"thinking": False}
+    assert "chat_template_kwargs" not in asked, "the model thinks if its template says so"
 
 
 @with_browser

@@ -1,0 +1,55 @@
+"""Which characters of a reply the draft guessed."""
+
+from bisect import bisect_right
+
+from kimi_client import Chunk, Completion
+
+Run = list[int]
+"""[origin, characters] of neighbours of one origin. 0: drawn by the target alone, 1: accepted from the draft."""
+
+
+class TextOrigins:
+    """Follows one reply: the server's text goes in, and the parts of it that are shown come out with their origins.
+
+    What is shown is the server's text in its order, without the markers between. So a part is looked for from the end
+    of the one before. Text that is not found, which no reader gives, counts as the target's.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._num_gone = 0
+        self._offsets: list[int] = []
+        self._origins: list[int] = []
+
+    def add(self, source: Chunk | Completion) -> None:
+        """Take what the server sent next, with `return_token_origins`."""
+        self._text += source.text
+        self._offsets += source.token_offsets
+        self._origins += source.token_origins
+
+    def of(self, part: str) -> list[Run]:
+        """The runs of the part that is shown next."""
+        at = self._text.find(part)
+        if at < 0:
+            return [[0, len(part)]]
+        start = self._num_gone + at
+        self._text, self._num_gone = self._text[at + len(part) :], start + len(part)
+        return self._runs(start, start + len(part))
+
+    def _runs(self, start: int, end: int) -> list[Run]:
+        """Those of the characters from start to end of the whole text."""
+        runs: list[Run] = []
+        token = bisect_right(self._offsets, start) - 1
+        while start < end:
+            has_next = token + 1 < len(self._offsets)
+            stop = min(end, self._offsets[token + 1]) if has_next else end
+            _extend(runs, self._origins[token] if token >= 0 else 0, stop - start)
+            start, token = stop, token + 1
+        return runs
+
+
+def _extend(runs: list[Run], origin: int, num_chars: int) -> None:
+    if num_chars and runs and runs[-1][0] == origin:
+        runs[-1][1] += num_chars
+    elif num_chars:
+        runs.append([origin, num_chars])
