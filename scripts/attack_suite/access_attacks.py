@@ -2,12 +2,13 @@
 
 import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from attack_suite.victim import Broken, Victim
+from attack_suite.victim import SECRET_BYTES, Broken, Victim
 
 _CODE = """
 import pathlib
@@ -40,7 +41,12 @@ def load_over_http(victim: Victim) -> str:
         status, reply = victim.send("POST", "/v2/repository/models/intruder/load", body, headers)
         if status != 403:
             raise Broken(f"{headers}: {status} {reply[:200]!r}")
-    return "403 as JSON and as text/plain of another origin"
+    asks = {"Origin": page["Origin"], "Access-Control-Request-Method": "POST"}
+    asks["Access-Control-Request-Headers"] = "kimi-admin"
+    status, reply = victim.send("OPTIONS", "/v2/repository/models/intruder/load", b"", asks)
+    if status < 400 or b"allow-origin" in reply.lower():
+        raise Broken(f"a browser that asks whether a page may send the header: {status} {reply[:200]!r}")
+    return "403 as JSON, as text/plain of another origin, and to a browser that asks"
 
 
 def spellings(victim: Victim) -> str:
@@ -132,47 +138,38 @@ def groups_over_grpc(victim: Victim) -> str:
     return f"{len(calls)} calls, {len(bad)} headers"
 
 
-def preflight(victim: Victim) -> str:
-    """A browser that asks whether a page of another origin may send the header is not told that it may."""
-    asks = {
-        "Origin": "http://evil.example",
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "kimi-admin",
-    }
-    status, reply = victim.send("OPTIONS", "/v2/repository/models/intruder/load", b"", asks)
-    if status < 400 or b"allow-origin" in reply.lower():
-        raise Broken(f"{status} {reply[:200]!r}")
-    return f"OPTIONS: {status}"
+def internal_shared_memory(victim: Victim) -> str:
+    """The regions through which the server talks to its models, registered and read as a client's own."""
+    names = sorted(path.name for path in Path("/dev/shm").glob(f"kimi_{victim.http_port}_*"))
+    if not names:
+        raise Broken("this server has no region, so nothing was tried")
+    for name in names:
+        body = json.dumps({"key": f"/{name}", "offset": 0, "byte_size": 4096})
+        status, reply = victim.send("POST", "/v2/systemsharedmemory/region/mine/register", body)
+        if status != 403 or name.encode() in reply:
+            raise Broken(f"{name}: {status} {reply[:200]!r}")
+    _read_a_region(victim, names)
+    return f"{len(names)} regions"
 
 
-def regions_that_nobody_registered(victim: Victim) -> str:
-    """A request that reads or writes shared memory by a name, as infer allows; the error tells no region's name."""
+def _read_a_region(victim: Victim, names: list[str]) -> None:
+    """As an input and as an output of a request; the error tells no region's name."""
     client = victim.grpc()
     try:
-        given = grpcclient.InferInput("PLAN", [64], "UINT8")
-        given.set_shared_memory("mine", 64)
-        secret = grpcclient.InferInput("SECRET", [32], "UINT8")
-        secret.set_shared_memory("mine", 32)
+        given = grpcclient.InferInput("SECRET", [SECRET_BYTES], "UINT8")
+        given.set_shared_memory("mine", SECRET_BYTES)
         output = grpcclient.InferRequestedOutput("REPLY")
         output.set_shared_memory("mine", 64)
-        for arguments in ({"inputs": [secret, given]}, {"inputs": [secret], "outputs": [output]}):
+        for arguments in ({"inputs": [given]}, {"inputs": [given], "outputs": [output]}):
             try:
                 client.infer("kimi_target", **arguments)
             except InferenceServerException as error:
-                if "_0_0" in error.message() or "kimi_" in error.message().replace("kimi_target", ""):
+                if any(name in error.message() for name in names):
                     raise Broken(error.message()) from None
             else:
                 raise Broken("a region that nobody registered was read")
     finally:
         client.close()
-    return "inputs and outputs"
 
 
-ACCESS_ATTACKS = (
-    load_over_http,
-    spellings,
-    other_groups_over_http,
-    groups_over_grpc,
-    preflight,
-    regions_that_nobody_registered,
-)
+ACCESS_ATTACKS = (load_over_http, spellings, other_groups_over_http, groups_over_grpc, internal_shared_memory)

@@ -14,6 +14,16 @@ from attack_suite.victim import RUNNERS, SECRET_BYTES, Broken, Victim, tensor
 from kimi_backend.types import codec
 
 _DESCRIBE = np.ones(1, np.bool_)
+_FORMS: tuple[tuple[Any, str], ...] = (
+    (np.zeros(0, np.uint8), "UINT8"),
+    (np.zeros(31, np.uint8), "UINT8"),
+    (np.zeros(33, np.uint8), "UINT8"),
+    (np.zeros((1, 32), np.uint8), "UINT8"),
+    (np.zeros(32, np.int8), "INT8"),
+    (np.zeros(4, np.int64), "INT64"),
+    (np.array([b"x" * 32], np.object_), "BYTES"),
+)
+"""Lengths, types and shapes that are not the secret's."""
 _REFUSED = "StatusCode.INVALID_ARGUMENT"
 
 
@@ -36,25 +46,11 @@ def describe_without_the_secret(victim: Victim) -> str:
         status, _ = victim.post(f"models/{model}/generate", {"DESCRIBE": True})
         if status != 400:
             raise Broken(f"generate without the secret: {status}")
-    return "DESCRIBE on gRPC, infer and generate"
-
-
-def secret_of_another_form(victim: Victim) -> str:
-    """Lengths, types and shapes that are not the secret's."""
-    forms: list[tuple[Any, str]] = [
-        (np.zeros(0, np.uint8), "UINT8"),
-        (np.zeros(31, np.uint8), "UINT8"),
-        (np.zeros(33, np.uint8), "UINT8"),
-        (np.zeros((1, 32), np.uint8), "UINT8"),
-        (np.zeros(32, np.int8), "INT8"),
-        (np.zeros(4, np.int64), "INT64"),
-        (np.array([b"x" * 32], np.object_), "BYTES"),
-    ]
-    for model in RUNNERS:
-        for array, datatype in forms:
-            given = tensor("SECRET", array, datatype), tensor("DESCRIBE", _DESCRIBE, "BOOL")
-            _must_be_refused(f"{datatype} {array.shape}", victim.call_runner(model, *given))
-    return f"{len(forms)} forms"
+        for array, datatype in _FORMS:
+            _must_be_refused(
+                f"{datatype} {array.shape}", victim.call_runner(model, tensor("SECRET", array, datatype), ask)
+            )
+    return f"DESCRIBE on gRPC, infer and generate; {len(_FORMS)} forms of the secret"
 
 
 def plan_without_the_secret(victim: Victim) -> str:
@@ -124,7 +120,6 @@ def fuzz(victim: Victim, count: int, seed: int) -> str:
 
 RUNNER_ATTACKS = (
     describe_without_the_secret,
-    secret_of_another_form,
     plan_without_the_secret,
     board_that_is_a_file,
     header_that_is_not_quoted,
