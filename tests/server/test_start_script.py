@@ -9,13 +9,16 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_client import KimiClient, RequestCancelled
+from support.raw_streams import raw_input
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, stub_pids
 from support.start_script import ROOT, START, started
 
@@ -39,6 +42,16 @@ def running(checkpoint, tmp_path_factory):
     with started(tmp_path_factory.mktemp("start"), variables(checkpoint)) as server:
         server.wait_until_healthy()
         yield server
+
+
+def prefix_of(running):
+    """In place of a server, for what looks at its processes."""
+    return SimpleNamespace(shm_prefix=f"kimi_{running.http}_")
+
+
+def environment_of(pid):
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def smoke(port):
@@ -105,6 +118,18 @@ def test_admin_apis_need_the_secret(running):
     client.close()
 
 
+def test_clients_cannot_call_the_runners(running):
+    file = Path(environment_of(stub_pids(prefix_of(running))["kimi_target"])["KIMI_RUNNER_SECRET_FILE"])
+    assert file.stat().st_mode & 0o777 == 0o600
+    client = grpcclient.InferenceServerClient(f"localhost:{running.grpc}")
+    ask = raw_input("DESCRIBE", np.ones(1, np.bool_), "BOOL")
+    for model in ("kimi_target", "eagle3_draft"):
+        for given in ([ask], [raw_input("SECRET", np.zeros(32, np.uint8), "UINT8"), ask]):
+            with pytest.raises(InferenceServerException, match="this model answers spec_ensemble alone"):
+                client.infer(model, given)
+    client.close()
+
+
 def test_the_metrics_port_is_served(running):
     KimiClient(f"localhost:{running.grpc}").generate(text_input="hi", max_tokens=2)
     text = urllib.request.urlopen(f"http://localhost:{running.metrics}/metrics", timeout=10).read().decode()
@@ -113,8 +138,7 @@ def test_the_metrics_port_is_served(running):
 
 def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):
     """The last test of this server: every model is still called ready, and without its draft it goes on serving."""
-    prefix = type("Prefix", (), {"shm_prefix": f"kimi_{running.http}_"})
-    os.kill(stub_pids(prefix)["eagle3_draft"], signal.SIGKILL)
+    os.kill(stub_pids(prefix_of(running))["eagle3_draft"], signal.SIGKILL)
     deadline = time.monotonic() + 30
     while (done := running.health()).returncode == 0:
         assert time.monotonic() < deadline
@@ -143,6 +167,12 @@ def test_without_tritonserver_the_same_script_runs_the_embedded_one(checkpoint, 
         server.wait_until_healthy()
         assert smoke(server.http).returncode == 0
         _assert_stops_cleanly(server)
+
+
+def test_an_admin_secret_that_would_change_the_rule_is_refused(checkpoint, tmp_path):
+    with started(tmp_path, variables(checkpoint) | {"KIMI_ADMIN_SECRET": "a:b"}) as server:
+        assert server.process.wait(60) == 2
+        assert "KIMI_ADMIN_SECRET: letters, digits" in server.log.read_text()
 
 
 @pytest.mark.parametrize(
