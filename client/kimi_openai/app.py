@@ -14,16 +14,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kimi_client.aio import AsyncKimiClient
+from kimi_client.replies import DeclaredTools, ReplyReader
 from kimi_openai.chat_page import show_chat_page
 from kimi_openai.chat_replies import ChatWriter
 from kimi_openai.connection import ClientLeft, read_body
 from kimi_openai.connection_limits import BodyBudget
-from kimi_openai.declared_tools import DeclaredTools
 from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
 from kimi_openai.generation import Generation
 from kimi_openai.own_names import OwnNames
 from kimi_openai.replies import CompletionWriter, Envelope, ReplyWriter
-from kimi_openai.reply_reader import ReplyReader
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
 from kimi_openai.request_parsing import parse_body, shown
 from kimi_openai.server_fields import ServerRequest, chat_fields, completion_fields, declares_tools

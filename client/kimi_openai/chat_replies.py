@@ -5,10 +5,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from kimi_client import Chunk, Completion
+from kimi_client.replies.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
+from kimi_client.replies.reader import ReplyReader
 from kimi_openai.logprobs import ChatLogprobs
 from kimi_openai.replies import shown_token_ids
-from kimi_openai.reply_events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
-from kimi_openai.reply_reader import ReplyReader
 from kimi_openai.text_origins import Run, TextOrigins
 
 SLICE_CHARS = 16_384

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kimi_client import TokenLogprob
-from kimi_openai.reply_markers import MARKS, Mark
-from kimi_openai.reply_text import CALLS, REASONING, Channel
+from kimi_client.replies.markers import MARKS, Mark
+from kimi_client.replies.text import CALLS, REASONING, Channel
 
 _REPLACEMENT = "\ufffd"
 

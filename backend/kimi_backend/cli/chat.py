@@ -1,7 +1,7 @@
 """`kimi chat`: a conversation in the terminal, with line editing, a history, and the thoughts dimmed."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from rich.text import Text
 
 from kimi_backend.cli.talk import client_errors, describe_completion, printable, take_ctrl_c
 from kimi_client import KimiClient
+from kimi_client.replies import ContentDelta, Event, ReasoningDelta, ReplyReader
 
-THINK_BEGIN, THINK_END = "<think>", "</think>"
 COMMANDS = {
     "/reset": "forget the conversation",
     "/system TEXT": "another system message, and forget",
@@ -34,37 +34,6 @@ ReadLine = Callable[[], str]
 
 
 @dataclass(slots=True)
-class ThoughtSplitter:
-    """Cuts a reply, in pieces of any size, into thoughts and answer."""
-
-    is_thinking: bool
-    """Kimi's template opens the think block itself, so that a reply begins inside it."""
-    _pending: str = ""
-
-    def feed(self, text: str, *, is_last: bool = False) -> Iterator[tuple[str, bool]]:
-        """(text, whether it is thought); what may be the beginning of a marker waits."""
-        self._pending += text
-        while True:
-            marker = THINK_END if self.is_thinking else THINK_BEGIN
-            before, found, after = self._pending.partition(marker)
-            if not found:
-                break
-            yield before, self.is_thinking
-            self._pending, self.is_thinking = after, not self.is_thinking
-        sure = len(self._pending) if is_last else _num_sure(self._pending, marker)
-        yield self._pending[:sure], self.is_thinking
-        self._pending = self._pending[sure:]
-
-
-def _num_sure(text: str, marker: str) -> int:
-    """How many characters belong to no beginning of the marker."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return len(text) - length
-    return len(text)
-
-
-@dataclass(slots=True)
 class Conversation:
     """Messages so far, and how they are sent."""
 
@@ -72,21 +41,22 @@ class Conversation:
     fields: dict[str, Any]
     system: str | None
     messages: list[dict[str, str]] = field(default_factory=list)
-    is_thinking_asked: bool = True
-    thinks: bool = True
-    """Whether a reply begins inside a think block; learnt from the last one."""
+    ends_thoughts: bool = True
+    """The model ended its thoughts in its last reply; one that does not means all of it as the answer."""
 
     def ask(self, question: str) -> None:
         """Stream the answer and keep both; thoughts are not kept, and nothing of an answer that Ctrl-C stops."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
-        splitter = ThoughtSplitter(self.thinks)
-        said: list[tuple[str, bool]] = []
-        with self.client.stream(messages=[*opening, *self.messages, asked], **self.fields) as stream:
+        fields = {**self.fields, "return_control_offsets": True}
+        reader: ReplyReader | None = None
+        said: list[Event] = []
+        with self.client.stream(messages=[*opening, *self.messages, asked], **fields) as stream:
             try:
                 for chunk in stream:
-                    said += _show(splitter.feed(chunk.text))
-                said += _show(splitter.feed("", is_last=True))
+                    reader = reader or ReplyReader(None, begins_thinking=chunk.begins_thinking)
+                    is_last = chunk.finish_reason is not None
+                    said += self._show(reader.feed(chunk.text, chunk.control_offsets, is_last=is_last))
             except KeyboardInterrupt:
                 stream.cancel()
                 _answers.print()
@@ -95,10 +65,17 @@ class Conversation:
             done = stream.result()
         _answers.print()
         _notes.print(f"[dim]{describe_completion(done)}[/dim]")
-        # A template that opens no block, or a model that closes none: all of it was the answer.
-        self.thinks = self.is_thinking_asked and THINK_END in done.text
-        answer = "".join(text for text, is_thought in said if not (is_thought and self.thinks))
-        self.messages += [asked, {"role": "assistant", "content": answer.strip()}]
+        answer = "".join(event.text for event in said if isinstance(event, ContentDelta)).strip()
+        thoughts = "".join(event.text for event in said if isinstance(event, ReasoningDelta)).strip()
+        self.ends_thoughts = bool(answer) or not thoughts
+        self.messages += [asked, {"role": "assistant", "content": answer or thoughts}]
+
+    def _show(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if isinstance(event, (ContentDelta, ReasoningDelta)):
+                is_thought = isinstance(event, ReasoningDelta) and self.ends_thoughts
+                _answers.print(Text(printable(event.text), style="dim" if is_thought else ""), end="")
+        return events
 
     def reset(self, system: str | None) -> None:
         self.messages, self.system = [], system
@@ -110,13 +87,6 @@ class Conversation:
         question = self.messages[-2]["content"]
         del self.messages[-2:]
         self.ask(question)
-
-
-def _show(pieces: Iterator[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    shown = [(text, is_thought) for text, is_thought in pieces if text]
-    for text, is_thought in shown:
-        _answers.print(Text(printable(text), style="dim" if is_thought else ""), end="")
-    return shown
 
 
 def line_reader() -> ReadLine:
@@ -157,8 +127,7 @@ def line_reader() -> ReadLine:
 def chat(url: str, system: str | None, fields: dict[str, Any]) -> None:
     """Read a question, stream the answer, repeat, until Ctrl-D or /exit."""
     take_ctrl_c()
-    thinks = (fields.get("chat_template_kwargs") or {}).get("thinking") is not False
-    conversation = Conversation(KimiClient(url), fields, system, is_thinking_asked=thinks, thinks=thinks)
+    conversation = Conversation(KimiClient(url), fields, system)
     read_line = line_reader()
     _notes.print(f"[dim]{BANNER}[/dim]")
     while True:

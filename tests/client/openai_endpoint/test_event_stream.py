@@ -7,11 +7,11 @@ import re
 import pytest
 
 from kimi_client import Chunk, KimiClientError, RequestCancelled, ServerFailed, TokenLogprob
+from kimi_client.replies.declared_tools import DeclaredTools
+from kimi_client.replies.reader import ReplyReader
 from kimi_openai.chat_replies import ChatWriter
-from kimi_openai.declared_tools import DeclaredTools
 from kimi_openai.event_stream import EventStream, chunk_events
 from kimi_openai.replies import CompletionWriter, Envelope
-from kimi_openai.reply_reader import ReplyReader
 from support.openai_endpoint import read_events
 from support.reply_texts import place_controls
 

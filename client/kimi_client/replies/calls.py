@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable
 
-from kimi_openai.json_extent import JsonExtent
-from kimi_openai.reply_events import ArgumentsDelta, CallEnd, Event
+from kimi_client.replies.events import ArgumentsDelta, CallEnd, Event
+from kimi_client.replies.json_extent import JsonExtent
 
 
 class OpenCall:

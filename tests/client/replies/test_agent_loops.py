@@ -16,9 +16,9 @@ from kimi_backend.text.tiktoken_files import kimi_chat_template, write_tokenizer
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.text.tool_declaration import declare_tools, sort_keys
 from kimi_client import Completion
+from kimi_client.replies.declared_tools import DeclaredTools
+from kimi_client.replies.reader import ReplyReader
 from kimi_openai.chat_replies import ChatWriter
-from kimi_openai.declared_tools import DeclaredTools
-from kimi_openai.reply_reader import ReplyReader
 from support.reply_texts import SB, SE, A, B, E
 
 NUM_LOOPS, NUM_TURNS = 200, 5

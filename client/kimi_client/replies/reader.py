@@ -14,11 +14,11 @@ lists what is made of the rest.
 from collections.abc import Iterable
 from enum import Enum, auto
 
-from kimi_openai.declared_tools import DeclaredTools
-from kimi_openai.reply_calls import OpenCall
-from kimi_openai.reply_events import CallBegin, Event
-from kimi_openai.reply_markers import Mark, Marker, MarkerScanner
-from kimi_openai.reply_text import CALLS, Channel, ReplyText
+from kimi_client.replies.calls import OpenCall
+from kimi_client.replies.declared_tools import DeclaredTools
+from kimi_client.replies.events import CallBegin, Event
+from kimi_client.replies.markers import Mark, Marker, MarkerScanner
+from kimi_client.replies.text import CALLS, Channel, ReplyText
 
 
 class _State(Enum):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_openai.declared_tools import DeclaredTools
-from kimi_openai.reply_events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, ReasoningDelta
-from kimi_openai.reply_markers import MARKS
-from kimi_openai.reply_reader import ReplyReader
+from kimi_client.replies.declared_tools import DeclaredTools
+from kimi_client.replies.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, ReasoningDelta
+from kimi_client.replies.markers import MARKS
+from kimi_client.replies.reader import ReplyReader
 from support.reply_texts import CONTROLS, SB, TEXTS, TOOLS, A, B, E, ReplyText, arguments_of, call, one, place_controls
 
 LONG = [

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kimi_openai.reply_events import ContentDelta, Event, ReasoningDelta
+from kimi_client.replies.events import ContentDelta, Event, ReasoningDelta
 
 
 @dataclass(slots=True)
