@@ -11,8 +11,8 @@ from kimi_openai.logprobs import ChatLogprobs
 from kimi_openai.replies import shown_token_ids
 from kimi_openai.text_origins import Run, TextOrigins
 
-SLICE_CHARS = 16_384
-"""Of a whole reply that is read at once, some milliseconds at most; then other requests have their turn."""
+SLICE_CHARS = 1024
+"""Of a whole reply that is read at once, a tenth of a millisecond; then other requests have their turn."""
 
 MakeReader = Callable[[bool], ReplyReader]
 """make_reader(begins_thinking) -> the reader of one reply."""
@@ -42,7 +42,7 @@ class ChatWriter:
         is_last = chunk.finish_reason is not None
         reader = self._reader_for(chunk)
         events = self._counted(reader.feed(chunk.text, chunk.control_offsets, is_last=is_last))
-        delta = _delta(events)
+        delta = _Parts().add(events).delta()
         extras = self._extras(chunk, reader, is_last=is_last) | self._shown_origins(chunk, events)
         choices = []
         if delta or extras["logprobs"] or (self._with_token_ids and chunk.num_tokens):
@@ -52,16 +52,15 @@ class ChatWriter:
         return choices
 
     async def whole(self, completion: Completion) -> dict[str, Any]:
-        reader, text = self._reader_for(completion), completion.text
+        reader, text, parts = self._reader_for(completion), completion.text, _Parts()
         offsets: Sequence[int] = completion.control_offsets
-        events: list[Event] = []
         for start in range(0, len(text), SLICE_CHARS):
-            events += reader.feed(text[start : start + SLICE_CHARS], offsets)
+            parts.add(self._counted(reader.feed(text[start : start + SLICE_CHARS], offsets)))
             offsets = ()
             await asyncio.sleep(0)
-        events += reader.feed("", is_last=True)
-        message = _message(self._counted(events), self._begun)
-        extras = self._extras(completion, reader, is_last=True) | self._shown_origins(completion, events)
+        parts.add(self._counted(reader.feed("", is_last=True)))
+        message = parts.message(self._begun)
+        extras = self._extras(completion, reader, is_last=True) | self._shown_origins(completion, parts.texts)
         return {"index": 0, "message": message, **extras, **self._end(completion)}
 
     def _reader_for(self, source: Chunk | Completion) -> ReplyReader:
@@ -108,49 +107,52 @@ def _choice(delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": 0, "delta": delta}
 
 
-def _delta(events: Iterable[Event]) -> dict[str, Any]:
-    """What a chunk adds to the message."""
-    reasoning, content = _texts(events)
-    delta: dict[str, Any] = {}
-    if reasoning:
-        delta["reasoning_content"] = reasoning
-    if content:
-        delta["content"] = content
-    if calls := _calls(events):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in calls.items()]
-    return delta
+class _Parts:
+    """What events add to a message."""
 
+    def __init__(self) -> None:
+        self.texts: list[ReasoningDelta | ContentDelta] = []
+        """Thoughts and content, in order."""
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._arguments: dict[int, list[str]] = {}
 
-def _message(events: Iterable[Event], incomplete: Container[int]) -> dict[str, Any]:
-    """The whole message. A call that is incomplete is left out: it must not be made."""
-    reasoning, content = _texts(events)
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    calls = [call for index, call in _calls(events).items() if index not in incomplete]
-    if calls:
-        message["content"] = content or None
-        message["tool_calls"] = calls
-    return message
+    def add(self, events: Iterable[Event]) -> "_Parts":
+        for event in events:
+            if isinstance(event, ReasoningDelta | ContentDelta):
+                self.texts.append(event)
+            elif isinstance(event, CallBegin):
+                self._calls[event.index] = {"id": event.call_id, "type": "function", "function": {"name": event.name}}
+                self._arguments[event.index] = []
+            elif isinstance(event, ArgumentsDelta):
+                self._calls.setdefault(event.index, {"function": {}})
+                self._arguments.setdefault(event.index, []).append(event.text)
+        return self
 
+    def delta(self) -> dict[str, Any]:
+        """As a chunk says it; a call that began in an earlier one has its arguments only."""
+        delta: dict[str, Any] = {}
+        if reasoning := self._text(ReasoningDelta):
+            delta["reasoning_content"] = reasoning
+        if content := self._text(ContentDelta):
+            delta["content"] = content
+        if self._calls:
+            delta["tool_calls"] = [{"index": index, **self._call(index)} for index in self._calls]
+        return delta
 
-def _texts(events: Iterable[Event]) -> tuple[str, str]:
-    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
-    content = "".join(event.text for event in events if isinstance(event, ContentDelta))
-    return reasoning, content
+    def message(self, incomplete: Container[int]) -> dict[str, Any]:
+        """As a whole reply says it. A call that is incomplete is left out: it must not be made."""
+        content = self._text(ContentDelta)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := self._text(ReasoningDelta):
+            message["reasoning_content"] = reasoning
+        if calls := [self._call(index) for index in self._calls if index not in incomplete]:
+            message |= {"content": content or None, "tool_calls": calls}
+        return message
 
+    def _text(self, kind: type[ReasoningDelta] | type[ContentDelta]) -> str:
+        return "".join(event.text for event in self.texts if isinstance(event, kind))
 
-def _calls(events: Iterable[Event]) -> dict[int, dict[str, Any]]:
-    """Index -> what the events say of this call; one that began earlier has its arguments only."""
-    calls: dict[int, dict[str, Any]] = {}
-    arguments: dict[int, list[str]] = {}
-    for event in events:
-        if isinstance(event, CallBegin):
-            calls[event.index] = {"id": event.call_id, "type": "function", "function": {"name": event.name}}
-            arguments[event.index] = []
-        elif isinstance(event, ArgumentsDelta):
-            calls.setdefault(event.index, {"function": {}})
-            arguments.setdefault(event.index, []).append(event.text)
-    for index, pieces in arguments.items():
-        calls[index]["function"]["arguments"] = "".join(pieces)
-    return calls
+    def _call(self, index: int) -> dict[str, Any]:
+        call = self._calls[index]
+        call["function"]["arguments"] = "".join(self._arguments[index])
+        return call

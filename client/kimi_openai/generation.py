@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncIterator, Mapping
 
+import pydantic_core
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from kimi_client import Chunk, KimiClientError
 from kimi_client.aio import AsyncKimiClient
@@ -54,7 +55,8 @@ class Generation:
         more = {"prompt_token_ids": list(completion.prompt_token_ids)} if completion.prompt_token_ids else {}
         statistics, choice = completion.statistics, await writer.whole(completion)
         body = envelope.wrap(writer.whole_object, [choice], usage=usage(statistics), statistics=statistics, **more)
-        return JSONResponse(body, headers=self._headers())
+        # Not JSONResponse: Python's encoder takes ten times as long, in which nobody else gets an answer.
+        return Response(pydantic_core.to_json(body), headers=self._headers(), media_type="application/json")
 
     async def answer_streamed(
         self, request: Request, writer: ReplyWriter, envelope: Envelope, *, includes_usage: bool

@@ -18,23 +18,30 @@ class TextOrigins:
     def __init__(self) -> None:
         self._text = ""
         self._num_gone = 0
+        """Characters of the reply before `_text`."""
+        self._num_shown = 0
+        """Characters of `_text` up to the end of the last part that was found."""
+        self._added: list[str] = []
         self._offsets: list[int] = []
         self._origins: list[int] = []
 
     def add(self, source: Chunk | Completion) -> None:
         """Take what the server sent next, with `return_token_origins`."""
-        self._text += source.text
+        self._added.append(source.text)
         self._offsets += source.token_offsets
         self._origins += source.token_origins
 
     def of(self, part: str) -> list[Run]:
         """The runs of the part that is shown next."""
-        at = self._text.find(part)
+        if self._added:
+            self._num_gone += self._num_shown
+            self._text, self._num_shown = self._text[self._num_shown :] + "".join(self._added), 0
+            self._added.clear()
+        at = self._text.find(part, self._num_shown)
         if at < 0:
             return [[0, len(part)]]
-        start = self._num_gone + at
-        self._text, self._num_gone = self._text[at + len(part) :], start + len(part)
-        return self._runs(start, start + len(part))
+        self._num_shown = at + len(part)
+        return self._runs(self._num_gone + at, self._num_gone + self._num_shown)
 
     def _runs(self, start: int, end: int) -> list[Run]:
         """Those of the characters from start to end of the whole text."""
