@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kimi_client import Chunk
+from kimi_client.replies.reader import ReplyReader
 from kimi_openai.chat_replies import ChatWriter
 from kimi_openai.replies import CompletionWriter
-from kimi_client.replies.reader import ReplyReader
 
 STATISTICS = {"num_prompt_tokens": 1, "num_output_tokens": 1, "num_cached_tokens": 0}
 FIRST_LETTER = 0x4E00
