@@ -13,6 +13,7 @@ from kimi_client._errors import (
 from kimi_client._fields import RequestFields
 from kimi_client._transport import AsyncTransport, Transport
 from kimi_client._types import Chunk, Completion, TokenLogprob
+from kimi_client.text_origins import TextOrigins
 
 __all__ = [
     "AsyncTransport",
@@ -28,6 +29,7 @@ __all__ = [
     "ServerFailed",
     "ServerUnreachable",
     "Stream",
+    "TextOrigins",
     "TokenLogprob",
     "Transport",
 ]

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
-from kimi_client import Chunk, Completion
+from kimi_client import Chunk, Completion, TextOrigins
 from kimi_client.replies.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 from kimi_client.replies.reader import ReplyReader
+from kimi_client.text_origins import Run
 from kimi_openai.logprobs import ChatLogprobs
 from kimi_openai.replies import shown_token_ids
-from kimi_openai.text_origins import Run, TextOrigins
 
 SLICE_CHARS = 1024
 """Of a whole reply that is read at once, a tenth of a millisecond; then other requests have their turn."""

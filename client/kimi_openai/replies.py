@@ -4,9 +4,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kimi_client import Chunk, Completion
+from kimi_client import Chunk, Completion, TextOrigins
 from kimi_openai.logprobs import CompletionLogprobs
-from kimi_openai.text_origins import TextOrigins
 
 
 def usage(statistics: dict[str, Any]) -> dict[str, Any]:

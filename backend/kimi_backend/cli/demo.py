@@ -15,13 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_backend.cli.comparison import Comparison, Verdict, compare, spread
+from kimi_backend.cli.guessed_text import GuessedText
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.serving.responses import speculation_json
 from kimi_backend.spec_decode.policy import policy_shares
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 
-PROMPT = "def fibonacci(n):\n    "
+PROMPT = "def test_add():\n    assert add(1, 2) == 3\n"
+"""Chosen because what kimi-nano makes of it reads like code; demo/README.md has prompts that nobody chose."""
 DEMO_MODEL_LEN = 1024
 SEED = 1
 MEASURE_S = 45.0
@@ -41,7 +43,7 @@ class DemoRun:
     """Verifies by the draft tokens they carried."""
 
 
-Show = Callable[[str], None] | None
+Show = GuessedText | None
 """Gets the text as it comes; None where nobody watches."""
 Generate = Callable[[str, int, int, float, Show], DemoRun]
 """generate(prompt, max_tokens, num_speculative_tokens, temperature, show)."""
@@ -86,10 +88,11 @@ def through_server(settings: ServingSettings) -> Iterator[Generate]:
 
             def generate(prompt: str, max_tokens: int, k: int, temperature: float, show: Show) -> DemoRun:
                 fields: RequestFields = {"text_input": prompt, "max_tokens": max_tokens, "temperature": temperature}
-                with client.stream(**fields | {"num_speculative_tokens": k, "seed": SEED}) as stream:
+                fields |= {"num_speculative_tokens": k, "seed": SEED, "return_token_origins": show is not None}
+                with client.stream(**fields) as stream:
                     for chunk in stream:
                         if show:
-                            show(chunk.text)
+                            show.show(chunk)
                     done = stream.result()
                 speed = done.num_output_tokens / done.statistics["total_time_s"]
                 return DemoRun(done.text, speed, done.speculation, done.statistics["num_draft_tokens_histogram"])
@@ -116,13 +119,14 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
                 prompt_token_ids=tuple(tokenizer.encode(prompt)),
                 sampling=SamplingParams(max_tokens=max_tokens, seed=SEED, temperature=temperature),
                 num_speculative_tokens=k,
+                return_token_origins=show is not None,
             )
             deltas, done = list[TokenDelta](), threading.Event()
 
             def sink(delta: TokenDelta) -> None:
                 deltas.append(delta)
                 if show:
-                    show(delta.text)
+                    show.show(delta)
                 if delta.finish_reason is not None:
                     done.set()
 
@@ -163,8 +167,11 @@ def run_demo(
             for name, k in drafted.items():
                 _console.rule(f"{name}, k = {k}, temperature {temperature:g}")
                 _write(prompt)
-                runs[name].append(generate(prompt, max_tokens, k, temperature, _write))
+                shown = GuessedText()
+                runs[name].append(generate(prompt, max_tokens, k, temperature, shown))
                 _write("\n")
+                guessed = "; [green]green[/]: guessed by the draft" if k else ""
+                _console.print(f"[dim]{shown.summary()}[/]{guessed}")
 
             def measure(name: str) -> float:
                 runs[name].append(generate(prompt, max_tokens, drafted[name], temperature, None))

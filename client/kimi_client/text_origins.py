@@ -1,11 +1,24 @@
 """Which characters of a reply the draft guessed."""
 
 from bisect import bisect_right
-
-from kimi_client import Chunk, Completion
+from collections.abc import Sequence
+from typing import Protocol
 
 Run = list[int]
 """[origin, characters] of neighbours of one origin. 0: drawn by the target alone, 1: accepted from the draft."""
+
+
+class TextWithOrigins(Protocol):
+    """A chunk or a completion that was asked for with `return_token_origins=True`."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def token_origins(self) -> Sequence[int]: ...
+
+    @property
+    def token_offsets(self) -> Sequence[int]: ...
 
 
 class TextOrigins:
@@ -25,7 +38,7 @@ class TextOrigins:
         self._offsets: list[int] = []
         self._origins: list[int] = []
 
-    def add(self, source: Chunk | Completion) -> None:
+    def add(self, source: TextWithOrigins) -> None:
         """Take what the server sent next, with `return_token_origins`."""
         self._added.append(source.text)
         self._offsets += source.token_offsets
