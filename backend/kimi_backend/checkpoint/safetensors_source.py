@@ -1,17 +1,23 @@
 """Tensors of a checkpoint folder: one safetensors file, or shards with or without their index."""
 
 import json
+import os
 import re
+import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kimi_backend.config.regular_files import read_regular_text
 from kimi_backend.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 MAX_FILES = 10_000
 """Of an index: a number beyond it is a damaged file."""
@@ -25,6 +31,9 @@ SKIPPED_PREFIXES = tuple(
     for prefix in ("", "model.")
     for part in ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.")
 )
+_LENGTH_BYTES = 8
+_COLUMN_BYTES = 1 << 24
+"""Rows read at once where a slice of their columns is kept."""
 _SHARD_NAME = re.compile(r".*-of-0*(\d+)\.safetensors$")
 
 TORCH_DTYPES = {
@@ -52,18 +61,42 @@ class StoredTensor:
     stored_name: str
     shape: tuple[int, ...]
     dtype_name: str
+    offset: int
+    """Of its first byte in the file."""
+
+
+class _OpenFile:
+    """A descriptor that is closed when nobody holds it."""
+
+    def __init__(self, file: Path) -> None:
+        self.descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, num_bytes: int, offset: int) -> torch.Tensor:
+        """[num_bytes] uint8. Raises OSError."""
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        view, done = memoryview(cast("Buffer", buffer.numpy())), 0
+        while done < num_bytes:
+            count = os.preadv(self.descriptor, [view[done:]], offset + done)
+            if not count:
+                raise OSError("the file has become shorter")
+            done += count
+        return buffer
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsSource:
-    """A `TensorSource` over memory-mapped files: `read` touches only the bytes that it returns.
+    """A `TensorSource` over files: `read` reads rows where they lie, and of columns a few megabytes at a time.
+
+    Bytes go from the file into the tensor, not through a mapping: a mapped page costs a fault and stays in the process,
+    and several threads may read at once.
 
     Names are those of a text model, `model.layers…` and `lm_head…`; vision and projector tensors are left out.
     """
 
     path: Path
     _tensors: dict[str, StoredTensor] = field(repr=False)
-    _files: dict[Path, Any] = field(repr=False)
+    _files: dict[Path, _OpenFile] = field(repr=False)
     _names: frozenset[str] = field(repr=False)
 
     @classmethod
@@ -76,14 +109,17 @@ class SafetensorsSource:
         """
         path = Path(path)
         problems: list[str] = []
-        files: dict[Path, Any] = {}
+        files: dict[Path, _OpenFile] = {}
+        tensors: dict[str, StoredTensor] = {}
         index = _read_index(path / INDEX_FILE, problems) if path.is_dir() else None
         for file in _weight_files(path, index, problems):
             try:
-                files[file] = safe_open(file, framework="pt")
+                # The library checks the header; what it says is read here, since the library does not tell offsets.
+                with safe_open(file, framework="pt"):
+                    files[file] = _OpenFile(file)
+                _collect(file, files[file], tensors, problems)
             except (SafetensorError, OSError, ValueError) as error:
                 problems.append(f"{file.name}: cannot be read as safetensors ({_one_line(error)})")
-        tensors = _collect(files, problems)
         if index is not None:
             _check_index(index, tensors, {file.name for file in files}, problems)
         if problems:
@@ -108,21 +144,31 @@ class SafetensorsSource:
             ) from None
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        stored = self._stored(name)
+        stored, dtype = self._stored(name), self.dtype(name)
+        shape = stored.shape or (1,)
+        stop = shape[dim] if stop is None else stop
+        if not 0 <= start <= stop <= shape[dim]:
+            raise CheckpointError(
+                str(stored.file), [f"{name}: elements {start}:{stop} of dimension {dim} of {list(stored.shape)}"]
+            )
+        row_bytes = dtype.itemsize * _product(shape[1:])
         try:
-            if start == 0 and stop is None:
-                tensor: torch.Tensor = self._files[stored.file].get_tensor(stored.stored_name)
-                return tensor
-            stop = stored.shape[dim] if stop is None else stop
-            if not 0 <= start <= stop <= stored.shape[dim]:
-                raise CheckpointError(
-                    str(stored.file), [f"{name}: elements {start}:{stop} of dimension {dim} of {list(stored.shape)}"]
-                )
-            part = self._files[stored.file].get_slice(stored.stored_name)
-            tensor = part[(slice(None),) * dim + (slice(start, stop),)]
-            return tensor
-        except (SafetensorError, OSError) as error:
+            if dim == 0:
+                rows = self._read_rows(stored, start * row_bytes, (stop - start) * row_bytes)
+                return rows.view(dtype).view(stored.shape and (stop - start, *shape[1:]))
+            kept = torch.empty((*shape[:dim], stop - start, *shape[dim + 1 :]), dtype=dtype)
+            rows_each = max(1, _COLUMN_BYTES // max(1, row_bytes))
+            for first in range(0, shape[0], rows_each):
+                last = min(first + rows_each, shape[0])
+                rows = self._read_rows(stored, first * row_bytes, (last - first) * row_bytes)
+                kept[first:last] = rows.view(dtype).view(last - first, *shape[1:]).narrow(dim, start, stop - start)
+            return kept
+        except OSError as error:
             raise CheckpointError(str(stored.file), [f"{name}: cannot be read ({_one_line(error)})"]) from error
+
+    def _read_rows(self, stored: StoredTensor, offset: int, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8, from `offset` within the tensor."""
+        return self._files[stored.file].read(num_bytes, stored.offset + offset)
 
     def num_bytes(self) -> int:
         """Bytes of all tensors that are not left out."""
@@ -198,17 +244,17 @@ def _read_index(index: Path, problems: list[str]) -> Mapping[str, str] | None:
     return mapping
 
 
-def _collect(files: dict[Path, Any], problems: list[str]) -> dict[str, StoredTensor]:
-    """All tensors under their stored names."""
-    tensors: dict[str, StoredTensor] = {}
-    for file, handle in files.items():
-        for name in handle.keys():  # noqa: SIM118  the handle is no mapping
-            part = handle.get_slice(name)
-            stored = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
-            other = tensors.setdefault(name, stored)
-            if other is not stored:
-                problems.append(f"tensor {name!r} is in both {other.file.name} and {file.name}, expected one")
-    return tensors
+def _collect(file: Path, stream: _OpenFile, tensors: dict[str, StoredTensor], problems: list[str]) -> None:
+    """The tensors of one file, whose header has been checked, under their stored names."""
+    (length,) = struct.unpack("<Q", stream.read(_LENGTH_BYTES, 0).numpy().tobytes())
+    header = json.loads(stream.read(length, _LENGTH_BYTES).numpy().tobytes())
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        offset = _LENGTH_BYTES + length + entry["data_offsets"][0]
+        stored = StoredTensor(file, name, tuple(entry["shape"]), entry["dtype"], offset)
+        other = tensors.setdefault(name, stored)
+        if other is not stored:
+            problems.append(f"tensor {name!r} is in both {other.file.name} and {file.name}, expected one")
 
 
 def _check_index(
