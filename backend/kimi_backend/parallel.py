@@ -10,6 +10,33 @@ import torch.distributed as dist
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
+class SumNorm(Protocol):
+    """A sum over ranks, added to the residual stream, and the norm of that, in one kernel, for some tensors."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """The same on every rank, as x's dtype and shape are."""
+        ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        second: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `all_reduce` and `kimi_kernels.signatures.AddRmsNorm` after it; a row's squares may be added in another
+        order.
+
+        Args:
+            x, residual: [T, H]. weight: [H].
+            second: [T, H] of x's dtype; x + second is this rank's term in place of x.
+        Returns:
+            (normed, residual + the sum), [T, H] each, the same on every rank.
+        """
+        ...
+
+
 class TensorParallelGroup(Protocol):
     """The ranks that share one model. Every rank calls the same collectives in the same order, from one stream.
 
@@ -21,6 +48,11 @@ class TensorParallelGroup(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def sum_norm(self) -> SumNorm | None:
+        """None where `all_reduce` and a norm of its own do."""
+        ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may overwrite x."""
@@ -48,6 +80,7 @@ class SingleRank:
 
     rank: int = 0
     size: int = 1
+    sum_norm: None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -79,6 +112,7 @@ class DistributedRanks:
     """Sums what it takes; the process group sums the rest."""
     fast_gather: FastCollective | None = None
     """Gathers columns likewise."""
+    sum_norm: SumNorm | None = None
 
     @property
     def rank(self) -> int:

@@ -11,11 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 KINDS = (
     ("experts", r"gate_up|down_few|down_sorted|down_tall|sum_choices|place_kernel|sort_|overlapped|count_|scatter_"),
-    ("attention", r"attend|merge_kernel|plan_balanced|plan_|prefill|gather_latent|store_latent|store_kv|absorb"),
+    ("attention", r"attend|merge_|plan_balanced|plan_|prefill|gather_latent|store_latent|store_kv|absorb"),
+    ("sums over ranks", r"rank_sum|rank_gather|sum_in_parts|sum_norm"),
     ("sampling", r"draw|sample|noise|select|process_|candidate|logprob|verify_kernel|accept|mass|shard|check_kernel"),
     ("router", r"route"),
     ("quantised products", r"tiled_linear"),
-    ("dense products", r"stream_linear|nvjet|cutlass|gemm|gemv|splitKreduce|cublas"),
+    ("dense products", r"stream_linear|head_linear|silu_down|nvjet|cutlass|gemm|gemv|splitKreduce|cublas"),
     ("norms and activation", r"rms_norm|silu|rope"),
     ("copies", r"^Mem(cpy|set)"),
     ("small tensor operations", r"at::|at_cuda|elementwise|compute_cuda|cub::|metadata|_rows_kernel"),

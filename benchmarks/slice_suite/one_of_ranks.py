@@ -16,9 +16,15 @@ import torch
 import torch.distributed as dist
 
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.parallel import DistributedRanks, FastCollective
+from kimi_backend.parallel import DistributedRanks, FastCollective, SumNorm
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.inboxes import MOST_GATHERED_BYTES, MOST_SENT_WHOLE, MOST_SUMMED_BYTES, EitherSum
+from kimi_backend.runners.inboxes import (
+    MOST_GATHERED_BYTES,
+    MOST_SENT_WHOLE,
+    MOST_SUMMED_BYTES,
+    EitherSum,
+    EitherSumNorm,
+)
 from kimi_backend.runners.loading import Role, load_rank
 from kimi_backend.runners.opened_checkpoints import Checkpoints
 from kimi_backend.runners.placement import place
@@ -75,6 +81,34 @@ class OneOfRanks(DistributedRanks):
 
 
 @dataclass(frozen=True, slots=True)
+class PausedSumNorm:
+    """A sum with its norm, and the pause behind; in parts, only where each rank sums as many blocks as this one."""
+
+    whole: SumNorm
+    in_parts: SumNorm
+    num_ranks: int
+    pause: Pause
+
+    def takes(self, x: torch.Tensor) -> bool:
+        from kimi_kernels.rank_exchange.kernel_norm import ROW_BLOCKS
+
+        is_even = x.shape[0] * ROW_BLOCKS % self.num_ranks == 0
+        return self.whole.takes(x) or (is_even and self.in_parts.takes(x))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        second: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = EitherSumNorm(self.whole, self.in_parts)(x, residual, weight, eps, second)
+        self.pause()
+        return normed
+
+
+@dataclass(frozen=True, slots=True)
 class _EvenParts:
     """Sums in parts of which each rank sums as many blocks as this one."""
 
@@ -110,8 +144,9 @@ def looped_back(num_ranks: int, device: torch.device, pause: Pause, most_program
     most_programs: of a call; their own choice if absent. Programs wait for one another's elements.
     """
     # A CPU may do without Triton-language.
-    from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum, new_inbox
+    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, Inboxes, RankGather, RankSum, new_inbox
     from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
+    from kimi_kernels.rank_exchange.kernel_norm import RankSumNorm, new_norm_inbox
     from kimi_kernels.rank_exchange.kernel_parts import BLOCK, RankSumInParts, new_parts_inbox
 
     memory = []
@@ -128,7 +163,13 @@ def looped_back(num_ranks: int, device: torch.device, pause: Pause, most_program
     addresses = shifted(memory[-1], 2 * NUM_BUFFERS * num_ranks, num_ranks)
     parts = _EvenParts(RankSumInParts(0, addresses, most, device, most_programs), BLOCK, num_ranks)
     sums = EitherSum(whole, EitherSum(parts, uneven))
-    return OneOfRanks(NO_GROUP, sums, gather, num_ranks=num_ranks, pause=pause, memory=tuple(memory))
+    norms = []
+    for in_parts, most_blocks in ((False, MOST_SENT_WHOLE[num_ranks] // 2 // BLOCK), (True, MOST_PROGRAMS[num_ranks])):
+        memory.append(new_norm_inbox(num_ranks, most_blocks, device, in_parts=in_parts))
+        addresses = shifted(memory[-1], (2 if in_parts else 1) * NUM_BUFFERS * num_ranks, num_ranks)
+        norms.append(RankSumNorm(0, addresses, most_blocks, device, in_parts=in_parts))
+    sum_norm = PausedSumNorm(*norms, num_ranks, pause)
+    return OneOfRanks(NO_GROUP, sums, gather, sum_norm, num_ranks=num_ranks, pause=pause, memory=tuple(memory))
 
 
 def shifted(inbox: torch.Tensor, num_slots: int, num_ranks: int) -> list[int]:

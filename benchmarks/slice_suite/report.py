@@ -87,7 +87,7 @@ def row(case: Case) -> str:
     ]
     if case.get("error"):
         return cells[0] + " FAILED " + case["error"]
-    if "round_ms" in case:
+    if "replayed_target_ms" in case and "round_ms" in case:
         cells.append(
             f"round {case['round_ms']:7.3f} ms (p90 {case['round_p90_ms']:.2f});"
             f" in lockstep {case.get('lockstep_round_ms', case['round_ms']):.3f} = target {case['target_ms']:.3f}"

@@ -24,3 +24,34 @@ def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.M
         return torch.cat([per_head_linear(q_nope, w_uk), rope(q_pe, cos_sin, positions, interleaved)], dim=2)
 
     return mla_query
+
+
+def composed_silu_down(silu_mul: op.SiluMul, linear: op.Linear) -> op.SiluDown:
+    """`signatures.SiluDown`."""
+
+    def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        return linear(silu_mul(gate_up.to(dtype)), weight)
+
+    return silu_down
+
+
+def composed_norm_store_latent(rms_norm: op.RmsNorm, store_latent: op.StoreLatent) -> op.NormStoreLatent:
+    """`signatures.NormStoreLatent`."""
+
+    def norm_store_latent(
+        query: Tensor,
+        query_weight: Tensor,
+        kv_a: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        interleaved: bool,
+        latent_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_scale: float = 1.0,
+    ) -> Tensor:
+        store_latent(kv_a, norm_weight, eps, cos_sin, positions, interleaved, latent_cache, slot_mapping, kv_scale)
+        return rms_norm(query, query_weight, eps)
+
+    return norm_store_latent

@@ -5,7 +5,12 @@ Ops that a step of few rows never spends time in, and arguments of awkward width
 
 from dataclasses import replace
 
-from kimi_kernels.compositions import composed_logits, composed_mla_query
+from kimi_kernels.compositions import (
+    composed_logits,
+    composed_mla_query,
+    composed_norm_store_latent,
+    composed_silu_down,
+)
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.cpu import linear, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.cpu import mha_attention, store_kv
@@ -29,12 +34,14 @@ def cpu_kernel_set() -> KernelSet:
         mha_attention=mha_attention,
         store_kv=store_kv,
         store_latent=store_latent,
+        norm_store_latent=composed_norm_store_latent(rms_norm, store_latent),
         rope=rope,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         concat_rms_norm=concat_rms_norm,
         chunked_rms_norm=chunked_rms_norm,
         silu_mul=silu_mul,
+        silu_down=composed_silu_down(silu_mul, linear),
         pack_linear=pack_linear,
         linear=linear,
         per_head_linear=per_head_linear,

@@ -24,8 +24,10 @@ class KernelSet:
     concat_rms_norm: op.ConcatRmsNorm
     chunked_rms_norm: op.ChunkedRmsNorm
     silu_mul: op.SiluMul
+    silu_down: op.SiluDown
     rope: op.Rope
     store_latent: op.StoreLatent
+    norm_store_latent: op.NormStoreLatent
     plan_mla_decode: op.PlanMlaDecode
     mla_query: op.MlaQuery
     mla_decode: op.MlaDecode

@@ -1,6 +1,11 @@
 """The reference kernel set, assembled: plain torch, float32, row-invariant."""
 
-from kimi_kernels.compositions import composed_logits, composed_mla_query
+from kimi_kernels.compositions import (
+    composed_logits,
+    composed_mla_query,
+    composed_norm_store_latent,
+    composed_silu_down,
+)
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.reference import linear, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.reference import mha_attention, store_kv
@@ -31,8 +36,10 @@ def reference_kernel_set() -> KernelSet:
         concat_rms_norm=concat_rms_norm,
         chunked_rms_norm=chunked_rms_norm,
         silu_mul=silu_mul,
+        silu_down=composed_silu_down(silu_mul, linear),
         rope=rope,
         store_latent=store_latent,
+        norm_store_latent=composed_norm_store_latent(rms_norm, store_latent),
         plan_mla_decode=plan_mla_decode,
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,

@@ -15,7 +15,9 @@ from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_
 from kimi_kernels.rope.kernel import rope
 from kimi_kernels.sampling.kernel import sample_tokens, verify_draft_tokens
 from kimi_kernels.silu_mul.kernel import silu_mul
+from kimi_kernels.silu_mul.kernel_down import silu_down
 from kimi_kernels.store_latent.kernel import store_latent
+from kimi_kernels.store_latent.kernel_query import norm_store_latent
 
 
 def triton_kernel_set() -> KernelSet:
@@ -31,12 +33,14 @@ def triton_kernel_set() -> KernelSet:
         mha_attention=mha_attention,
         store_kv=store_kv,
         store_latent=store_latent,
+        norm_store_latent=norm_store_latent,
         rope=rope,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         concat_rms_norm=concat_rms_norm,
         chunked_rms_norm=chunked_rms_norm,
         silu_mul=silu_mul,
+        silu_down=silu_down,
         pack_linear=pack_linear,
         linear=linear,
         per_head_linear=per_head_linear,

@@ -9,8 +9,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
 from kimi_kernels.rank_exchange.kernel_parts import BLOCK
-from slice_suite.one_of_ranks import looped_back, one_of_ranks
+from slice_suite.one_of_ranks import PausedSumNorm, looped_back, one_of_ranks
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
@@ -27,6 +28,29 @@ def test_a_rank_alone_finds_in_its_memory_what_the_others_would_send(num_rows: i
             expected = x.float().view(-1, 8, BLOCK).sum(dim=1, keepdim=True).expand(-1, 8, -1).reshape(x.shape)
         torch.testing.assert_close(group.all_reduce(x), expected.half(), rtol=1e-3, atol=1e-2)
         assert torch.equal(group.all_gather_columns(x[:, :64]), torch.cat([x[:, :64]] * 8, dim=1))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_rank_alone_sums_and_norms(num_rows: int) -> None:
+    """One row is sent whole, four of four blocks each are summed in parts. The interpreter runs one program after
+    another: what programs wait for in later ones is there before, squares that mean nothing among it."""
+    pauses: list[int] = []
+    group = looped_back(8, torch.device("cpu"), lambda: pauses.append(1))
+    assert group.sum_norm is not None
+    x, residual = torch.randn(2, num_rows, 128, generator=torch.Generator().manual_seed(1)).half()
+    sum_norm = group.sum_norm
+    assert isinstance(sum_norm, PausedSumNorm)
+    for one in (sum_norm.whole, sum_norm.in_parts):
+        one._squares[0] = 0
+    if num_rows == 4:
+        x[:] = x[0]
+        terms = group.memory[-1].view(NUM_BUFFERS, 2, 8, -1)[0, 0]
+        terms[:, :32] = terms[:, BLOCK : BLOCK + 32] = x[0].view(torch.int16).view(4, 32).repeat(2, 1)
+    _, total = group.sum_norm(x, residual, torch.ones(128).half(), 1e-5)
+    summed = 8 * x if num_rows == 1 else 2 * x.view(4, 4, 32).float().sum(dim=1).repeat(1, 4).half()
+    torch.testing.assert_close(total, residual + summed, rtol=1e-3, atol=1e-2)
+    assert pauses == [1]
+    assert not group.sum_norm.takes(torch.zeros(3, 128).half()), "of 12 blocks not every rank would sum as many"
 
 
 def test_a_rank_alone_is_rank_0_of_equals() -> None:

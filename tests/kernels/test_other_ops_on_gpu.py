@@ -52,6 +52,13 @@ def test_norms_at_full_width(rows: int) -> None:
     check("concat_rms_norm", randn(rows, width), randn(width), randn(rows, width), randn(width), EPS)
     check("chunked_rms_norm", randn(rows, 3 * width), randn(3, width), EPS)
     check("rms_norm", randn(rows, 2112)[:, :1536], randn(1536), EPS)
+    addends = randn(rows, width), randn(rows, width)
+    x, second = (addend.cuda() for addend in addends)
+    residual, weight = randn(rows, width).cuda(), randn(width).cuda()
+    kernels = KernelSet.triton()
+    found = kernels.add_rms_norm(x, residual, weight, EPS, second)
+    for out, want in zip(found, kernels.add_rms_norm(x + second, residual, weight, EPS), strict=True):
+        assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("rows", [1, 65, 1100])
@@ -64,8 +71,29 @@ def test_rope_activation_and_cache_writes(rows: int, interleaved: bool) -> None:
     check("silu_mul", randn(rows, 4096))
     cache = torch.zeros(40, 64, 576, dtype=torch.bfloat16)
     check("store_latent", randn(rows, 2112)[:, 1536:], randn(512), EPS, cos_sin, positions, interleaved, cache, slots)
+    check(
+        "norm_store_latent", randn(rows, 2112)[:, :1536], randn(1536), randn(rows, 2112)[:, 1536:], randn(512), EPS,
+        cos_sin, positions, interleaved, cache, slots,
+    )  # fmt: skip
     kv_cache = torch.zeros(2, 40, 64, 8, 128, dtype=torch.bfloat16)
     check("store_kv", randn(rows, 8, 128), randn(rows, 8, 128), kv_cache, slots)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 256])
+def test_a_narrow_layers_second_half(rows: int) -> None:
+    """Of a rank of eight; gate and up come in float32, beside the router's logits."""
+    kernels = KernelSet.triton()
+    gate_up = torch.randn(rows, 896, device="cuda")[:, 384:]
+    weight = kernels.pack_linear((torch.randn(7168, 256, device="cuda") / 16).bfloat16())
+    found = kernels.silu_down(gate_up, weight, torch.bfloat16)
+    expected = kernels.linear(kernels.silu_mul(gate_up.bfloat16()), weight)
+    assert worst_row_error(found, expected) <= ERROR_LIMIT
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_per_head_products(rows: int, heads: int) -> None:
+    check("per_head_linear", randn(rows, heads, 512), (torch.randn(heads, 512, 128) / 512**0.5).to(torch.bfloat16))
 
 
 def paged(case: PagedCase, *width: int) -> Tensor:

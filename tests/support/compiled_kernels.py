@@ -244,9 +244,37 @@ def rank_exchange(name: str, size: int) -> Build:
     )
 
 
+def sum_norm(name: str, size: int) -> Build:
+    """A sum over `size` ranks with its norm, of two addends in rows of 7168, whole or "in parts"."""
+    from kimi_kernels.rank_exchange import kernel, kernel_norm
+
+    tensors = ("x", "second", "residual", "weight", "out", "total")
+    sizes = ("residual_stride", "width", "columns", "slot_elements", "most_programs")
+    types = dict.fromkeys(tensors, "*bf16") | {"inboxes": "*i64", "calls": "*i32", "squares": "*i32"}
+    types |= dict.fromkeys(("rank", *sizes), "i32") | {"eps": "fp32"}
+    constants = {
+        "SIZE": size,
+        "PROGRAMS": kernel_norm.ROW_BLOCKS,
+        "BLOCK": kernel_norm.BLOCK,
+        "BUFFERS": kernel.NUM_BUFFERS,
+    }
+    return Build(
+        module="kimi_kernels.rank_exchange.kernel_norm",
+        function="sum_norm_kernel",
+        types=types,
+        constants=constants | {"HAS_SECOND": True, "IN_PARTS": name == "norm in parts", "PDL": True},
+        num_warps=8,
+        multiples_of_16=sizes,
+    )
+
+
 EXCHANGES: dict[str, Callable[[], Build]] = {
     f"{name} over {size} ranks": lambda name=name, size=size: rank_exchange(name, size)  # type: ignore[misc]
     for name in ("sum", "gather", "in parts")
+    for size in (2, 4, 8)
+} | {
+    f"{name} over {size} ranks": lambda name=name, size=size: sum_norm(name, size)  # type: ignore[misc]
+    for name in ("norm", "norm in parts")
     for size in (2, 4, 8)
 }
 BUILDS: dict[str, Callable[[], Build]] = {

@@ -6,7 +6,7 @@ For tests of what stands around the kernels.
 import torch
 
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.compositions import composed_mla_query
+from kimi_kernels.compositions import composed_mla_query, composed_norm_store_latent, composed_silu_down
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling.reference import verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
@@ -36,8 +36,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _rms_norm(x + residual, weight, eps), x + residual
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    total = (x if second is None else x + second) + residual
+    return _rms_norm(total, weight, eps), total
 
 
 def _concat_rms_norm(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float) -> Tensor:
@@ -173,8 +176,10 @@ def device_kernel_set() -> KernelSet:
         concat_rms_norm=_concat_rms_norm,
         chunked_rms_norm=_chunked_rms_norm,
         silu_mul=_silu_mul,
+        silu_down=composed_silu_down(_silu_mul, _linear),
         rope=_rope,
         store_latent=_store_latent,
+        norm_store_latent=composed_norm_store_latent(_rms_norm, _store_latent),
         plan_mla_decode=_plan_mla_decode,
         mla_decode=_mla_decode,
         mla_prefill=_mla_prefill,

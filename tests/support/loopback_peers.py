@@ -18,6 +18,7 @@ class SharedByRank0:
     """The other rank's group: what it sums with zeros is what rank 0 is about to share."""
 
     rank, size = 1, 2
+    sum_norm = None
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -52,7 +52,7 @@ class RandomTensors:
         stop = spec.shape[dim] if stop is None else stop
         first_row, last_row = (start, stop) if dim == 0 else (0, spec.shape[0])
         rows = self._rows(name, spec, first_row, last_row)
-        return rows if dim == 0 else rows.narrow(dim, start, stop - start)
+        return rows if dim == 0 else rows.narrow(dim, start, stop - start).contiguous()
 
     def _spec(self, name: str) -> TensorSpec:
         try:

@@ -7,7 +7,6 @@ import torch
 from kimi_backend.layers.weight_loader import Shard, WeightLoader
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.weights import PackedWeight
 
 Shape = tuple[int, int]
 
@@ -62,32 +61,33 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """x @ weight.T + bias where each rank holds a slice of the input columns; the ranks' results are summed."""
+    """x @ weight.T + bias where each rank holds a slice of the input columns; the ranks' results are terms of a sum,
+    which the residual stream takes (`layers.residual`)."""
 
-    def __init__(
-        self, weight: torch.Tensor, kernels: KernelSet, group: TensorParallelGroup, bias: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, kernels: KernelSet, bias: torch.Tensor | None = None) -> None:
         """weight: [out_features, in_features of this rank], bias: [out_features], of one rank only."""
         self._kernels = kernels
-        self._group = group
         self._weight = kernels.pack_linear(weight)
         self._bias = bias
 
     @classmethod
     def load(cls, loader: WeightLoader, name: str, shape: Shape) -> "RowParallelLinear":
         bias = loader.bias(name, shape[0], Shard.COLUMNS)
-        return cls(loader.matrix(name, shape, Shard.COLUMNS), loader.kernels, loader.group, bias)
-
-    @property
-    def weight(self) -> PackedWeight:
-        """This rank's part, for an op that has it fetched ahead."""
-        return self._weight
-
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's term of the sum, for a caller that sums several layers' terms at once."""
-        out = self._kernels.linear(x, self._weight)
-        return out if self._bias is None else out + self._bias
+        return cls(loader.matrix(name, shape, Shard.COLUMNS), loader.kernels, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features of this rank] -> [T, out_features] on every rank."""
-        return self._group.all_reduce(self.partial(x))
+        """x: [T, in_features of this rank] -> this rank's term of the sum, [T, out_features]."""
+        return self._with_bias(self._kernels.linear(x, self._weight))
+
+    def after_silu(self, gate_up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """silu(first half) * second half, and this layer.
+
+        Args:
+            gate_up: [T, 2 * in_features of this rank] of dtype, or float32.
+        Returns:
+            This rank's term of the sum, [T, out_features] of dtype.
+        """
+        return self._with_bias(self._kernels.silu_down(gate_up, self._weight, dtype))
+
+    def _with_bias(self, out: torch.Tensor) -> torch.Tensor:
+        return out if self._bias is None else out + self._bias

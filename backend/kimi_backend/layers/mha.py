@@ -51,7 +51,7 @@ class MhaAttention:
             kv_cache: [2, num_blocks, block_size, num_kv_heads of this rank, head_dim], written in place.
             kv_scale: must be 1: this cache holds no scaled formats.
         Returns:
-            [T, hidden_size] on every rank.
+            This rank's term of the sum over ranks, [T, hidden_size].
         """
         if kv_scale != 1.0:
             raise ValueError(f"kv_scale {kv_scale}: a key-value cache of this draft holds values unscaled")

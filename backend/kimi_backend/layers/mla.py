@@ -91,11 +91,11 @@ class MlaAttention:
             x: [T, H], normed.
             latent_cache: [num_blocks, block_size, L + R], written in place.
         Returns:
-            [T, hidden_size] on every rank.
+            This rank's term of the sum over ranks, [T, hidden_size].
         """
         g = self._dims
         query, kv_a = torch.split(self._qkv_a(x), [self._query_width, g.latent_dim], dim=1)
-        self._kernels.store_latent(
+        stored = (
             kv_a,
             self._kv_a_norm,
             self._eps,
@@ -107,7 +107,9 @@ class MlaAttention:
             kv_scale,
         )
         if self._q_b is not None and self._q_a_norm is not None:
-            query = self._q_b(self._kernels.rms_norm(query, self._q_a_norm, self._eps))
+            query = self._q_b(self._kernels.norm_store_latent(query, self._q_a_norm, *stored))
+        else:
+            self._kernels.store_latent(*stored)
         q = query.reshape(-1, self._num_heads, g.qk_head_dim)
         heads = self._attend(q, metadata, latent_cache, kv_scale)
         return self._o_proj(heads.reshape(-1, self._num_heads * g.v_head_dim))

@@ -17,15 +17,9 @@ class DenseMlp:
 
     def __init__(self, loader: WeightLoader, hidden_size: int, intermediate_size: int) -> None:
         shape = (intermediate_size, hidden_size)
-        self._kernels = loader.kernels
-        self._group = loader.group
         self._gate_up = ColumnParallelLinear.load(loader, [("gate_proj", shape), ("up_proj", shape)])
         self._down = RowParallelLinear.load(loader, "down_proj", (hidden_size, intermediate_size))
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's term of the sum over ranks: [T, hidden_size]."""
-        return self._down.partial(self._kernels.silu_mul(self._gate_up(x)))
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, hidden_size] -> [T, hidden_size] on every rank."""
-        return self._group.all_reduce(self.partial(x))
+        """x: [T, hidden_size] -> this rank's term of the sum over ranks, [T, hidden_size]."""
+        return self._down.after_silu(self._gate_up(x), x.dtype)

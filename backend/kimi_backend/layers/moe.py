@@ -14,61 +14,86 @@ import torch
 
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.layers.expert_weights import load_experts
+from kimi_backend.layers.linear import RowParallelLinear
 from kimi_backend.layers.mlp import DenseMlp
+from kimi_backend.layers.residual import RankTerms
 from kimi_backend.layers.side_stream import Work, side_stream
-from kimi_backend.layers.weight_loader import WeightLoader
+from kimi_backend.layers.weight_loader import Shard, WeightLoader
 
 MOST_ROWS_BESIDE = 8
 """Up to so many rows the shared expert fills the time in which the router and the sort of its choices read next to
 nothing. More rows' experts begin so soon that the two only take memory from each other (docs/performance.md)."""
 
 
+MOST_STACKED_WIDTH = 256
+"""A shared expert that is so narrow on this rank begins in one product with the router, which alone would leave most of
+the GPU idle. A wide one would delay the router for longer than a launch takes."""
+MOST_STACKED_ROWS_BESIDE = 256
+"""What is left of it reads little, and hides behind the router and the sort up to so many rows."""
+
+
 class MoeMlp:
     """Routed experts plus the shared expert. Each rank holds a slice of every expert's intermediate width, so that
-    routing is the same on all ranks and one all-reduce sums both."""
+    routing is the same on all ranks and one sum over ranks is of both."""
 
     def __init__(self, loader: WeightLoader, config: KimiModelConfig) -> None:
         g = config
         self._config = g
         self._kernels = loader.kernels
-        self._group = loader.group
         self._side_stream = side_stream(loader.device)
-        # As stored: rounding a router's weight can change which experts a token takes.
-        gate = loader.matrix("gate", (g.n_routed_experts, g.hidden_size), dtype=_gate_dtype(loader))
-        self._gate = loader.kernels.pack_linear(gate)
+        self._load_router(loader)
         self._bias = loader.vector("gate.e_score_correction_bias", g.n_routed_experts, torch.float32)
         weights = load_experts(loader.scoped("experts"), g.n_routed_experts, g.hidden_size, g.moe_intermediate_size)
         self._experts = loader.kernels.pack_experts(weights)
+
+    def _load_router(self, loader: WeightLoader) -> None:
+        """The router's weight, and the shared expert's."""
+        g = self._config
+        width = g.n_shared_experts * g.moe_intermediate_size
+        dtype = _gate_dtype(loader)
         self._shared: DenseMlp | None = None
-        if g.n_shared_experts:
-            width = g.n_shared_experts * g.moe_intermediate_size
+        self._stacked_down: RowParallelLinear | None = None
+        shape = (width, g.hidden_size)
+        parts = [("gate", (g.n_routed_experts, g.hidden_size), Shard.NONE)]
+        parts += [(f"shared_experts.{name}", shape, Shard.ROWS) for name in ("gate_proj", "up_proj")]
+        is_narrow = 0 < width // loader.group.size <= MOST_STACKED_WIDTH and dtype == loader.dtype
+        if is_narrow and loader.stacked_bias(parts) is None:
+            self._gate = loader.kernels.pack_linear(loader.stacked(parts))
+            self._stacked_down = RowParallelLinear.load(loader.scoped("shared_experts"), "down_proj", shape[::-1])
+            return
+        # As stored: rounding a router's weight can change which experts a token takes.
+        self._gate = loader.kernels.pack_linear(loader.matrix("gate", (g.n_routed_experts, g.hidden_size), dtype=dtype))
+        if width:
             self._shared = DenseMlp(loader.scoped("shared_experts"), g.hidden_size, width)
 
-    def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, slot_mapping: torch.Tensor | None = None) -> RankTerms:
         """
         Args:
             x: [T, hidden_size], normed.
             slot_mapping: [T] int64; rows with -1 are padding and cost no expert's weights.
         Returns:
-            [T, hidden_size] on every rank.
+            This rank's terms of the routed and of the shared experts, [T, hidden_size] each.
         """
-        shared = self._start_shared(x)
-        out = self._routed(x, slot_mapping)
-        if shared is not None:
-            out = out + shared()
-        return self._group.all_reduce(out)
+        if self._stacked_down is not None:
+            gate_up = self._kernels.logits(x, self._gate)
+            router_logits, gate_up = gate_up.tensor_split([self._config.n_routed_experts], dim=1)
+            down = partial(self._stacked_down.after_silu, gate_up, x.dtype)
+            shared = self._start(down, x.shape[0] <= MOST_STACKED_ROWS_BESIDE)
+        else:
+            work = None if self._shared is None else partial(self._shared, x)
+            shared = self._start(work, x.shape[0] <= MOST_ROWS_BESIDE)
+            router_logits = self._kernels.logits(x, self._gate)
+        routed = self._routed(x, router_logits, slot_mapping)
+        return RankTerms(routed, None if shared is None else shared())
 
-    def _start_shared(self, x: torch.Tensor) -> Work | None:
+    def _start(self, work: Work | None, is_beside: bool) -> Work | None:
         """The shared expert's output, under way where that gains anything."""
-        if self._shared is None:
-            return None
-        work = partial(self._shared.partial, x)
-        return self._side_stream.start(work) if x.shape[0] <= MOST_ROWS_BESIDE else work
+        return self._side_stream.start(work) if work is not None and is_beside else work
 
-    def _routed(self, x: torch.Tensor, slot_mapping: torch.Tensor | None) -> torch.Tensor:
+    def _routed(self, x: torch.Tensor, router_logits: torch.Tensor, slot_mapping: torch.Tensor | None) -> torch.Tensor:
         g = self._config
         topk_ids, topk_weights = self._kernels.route_experts(
-            self._kernels.logits(x, self._gate),
+            router_logits,
             self._bias,
             top_k=g.num_experts_per_tok,
             num_groups=g.n_group,

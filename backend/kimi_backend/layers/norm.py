@@ -8,6 +8,7 @@
 
 import torch
 
+from kimi_backend.layers.residual import RankTerms, add_rms_norm
 from kimi_backend.layers.weight_loader import WeightLoader
 
 
@@ -18,6 +19,7 @@ class RmsNorm:
         self.weight = loader.vector(f"{name}.weight", width)
         self.bias = loader.optional_vector(f"{name}.bias", width)
         self._kernels = loader.kernels
+        self._group = loader.group
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -25,13 +27,13 @@ class RmsNorm:
         normed = self._kernels.rms_norm(x, self.weight, self._eps)
         return normed if self.bias is None else normed + self.bias
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, terms: RankTerms, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
-            x: [T, width], what a layer adds to `residual` [T, width].
+            terms: what a layer adds to `residual` [T, width].
         Returns:
             normed: [T, width], the norm of the sum.
             total: [T, width], the sum.
         """
-        normed, total = self._kernels.add_rms_norm(x, residual, self.weight, self._eps)
+        normed, total = add_rms_norm(terms, residual, self.weight, self._eps, self._kernels, self._group)
         return (normed if self.bias is None else normed + self.bias), total

@@ -36,6 +36,7 @@ from kimi_backend.layers.linear import ColumnParallelLinear
 from kimi_backend.layers.load_quantization import quantizing_kernels
 from kimi_backend.layers.mlp import DenseMlp
 from kimi_backend.layers.norm import RmsNorm
+from kimi_backend.layers.residual import RankTerms
 from kimi_backend.layers.weight_loader import WeightLoader
 from kimi_backend.models.kimi_k25 import EmbedAndHead
 from kimi_backend.models.vocabulary import load_vocabulary_map
@@ -122,7 +123,7 @@ class Eagle3Draft(ABC):
     def _attend(
         self, layer: int, x: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
     ) -> torch.Tensor:
-        """x: [T, 2 * H], of later layers [T, H] -> [T, H] on every rank."""
+        """x: [T, 2 * H], of later layers [T, H] -> this rank's term of the sum over ranks, [T, H]."""
 
     def combine_aux(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Fuse what the target captured: [T, C * Ht] -> [T, H]. Once for each row that comes from the target."""
@@ -157,10 +158,10 @@ class Eagle3Draft(ABC):
         attention_input, residual = self._first_input(self._embed(token_ids), hidden)
         for layer, (post_norm, mlp) in enumerate(zip(self._post_norms, self._mlps, strict=True)):
             attended = self._attend(layer, attention_input, metadata, kv_cache, kv_scale)
-            normed, residual = post_norm.add(attended, residual)
+            normed, residual = post_norm.add(RankTerms(attended), residual)
             is_last = layer + 1 == len(self._mlps)
             following = self._norm if is_last else self._input_norms[layer + 1]
-            attention_input, residual = following.add(mlp(normed), residual)
+            attention_input, residual = following.add(RankTerms(mlp(normed)), residual)
         normed = attention_input
         return normed, normed if self._norm_output else residual
 

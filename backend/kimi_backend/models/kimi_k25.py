@@ -23,6 +23,7 @@ from kimi_backend.layers.embedding import ParallelHead, VocabParallelEmbedding
 from kimi_backend.layers.mla import MlaAttention
 from kimi_backend.layers.mlp import DenseMlp
 from kimi_backend.layers.moe import MoeMlp
+from kimi_backend.layers.residual import RankTerms, add_rms_norm
 from kimi_backend.layers.rotary import cos_sin_table
 from kimi_backend.layers.weight_loader import WeightLoader
 from kimi_backend.parallel import TensorParallelGroup
@@ -92,13 +93,15 @@ class KimiTarget:
         """
         captured: dict[int, torch.Tensor] = {}
         residual = self._shared.embed(token_ids)
-        out: torch.Tensor | None = None
+        out: RankTerms | None = None
         for index, layer in enumerate(self._layers):
             out, residual, entering = layer(out, residual, metadata, kv_cache[index], kv_scale)
             if index in aux_layer_ids:
                 captured[index] = entering
         assert out is not None, "a config has at least one layer"
-        hidden_states, last = self._kernels.add_rms_norm(out, residual, self._norm, self.config.rms_norm_eps)
+        hidden_states, last = add_rms_norm(
+            out, residual, self._norm, self.config.rms_norm_eps, self._kernels, self._group
+        )
         captured[len(self._layers)] = last
         if not aux_layer_ids:
             return hidden_states, None
@@ -130,6 +133,7 @@ class DecoderLayer:
 
     def __init__(self, config: KimiModelConfig, index: int, loader: WeightLoader, cos_sin: torch.Tensor) -> None:
         self._kernels = loader.kernels
+        self._group = loader.group
         self._eps = config.rms_norm_eps
         self._input_norm = loader.vector("input_layernorm.weight", config.hidden_size)
         self._attention = MlaAttention(
@@ -149,17 +153,17 @@ class DecoderLayer:
 
     def __call__(
         self,
-        out: torch.Tensor | None,
+        out: RankTerms | None,
         residual: torch.Tensor,
         metadata: AttentionMetadata,
         latent_cache: torch.Tensor,
         kv_scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[RankTerms, torch.Tensor, torch.Tensor]:
         """
         Args:
-            out: [T, H], what the layer before adds to `residual`; None for the first layer.
+            out: what the layer before adds to `residual`; None for the first layer.
         Returns:
-            out: [T, H], what this layer adds to `residual`.
+            out: what this layer adds to `residual`.
             residual: [T, H].
             entering: [T, H], the residual stream that entered this layer, R(index).
         """
@@ -167,12 +171,17 @@ class DecoderLayer:
             entering = residual
             normed = self._kernels.rms_norm(residual, self._input_norm, self._eps)
         else:
-            normed, entering = self._kernels.add_rms_norm(out, residual, self._input_norm, self._eps)
+            normed, entering = self._add_norm(out, residual, self._input_norm)
         attended = self._attention(normed, metadata, latent_cache, kv_scale)
-        normed, residual = self._kernels.add_rms_norm(attended, entering, self._post_norm, self._eps)
+        normed, residual = self._add_norm(RankTerms(attended), entering, self._post_norm)
         if isinstance(self._mlp, MoeMlp):
             return self._mlp(normed, metadata.slot_mapping), residual, entering
-        return self._mlp(normed), residual, entering
+        return RankTerms(self._mlp(normed)), residual, entering
+
+    def _add_norm(
+        self, out: RankTerms, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(out, residual, weight, self._eps, self._kernels, self._group)
 
 
 def target_loader(

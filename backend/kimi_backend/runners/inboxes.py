@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kimi_backend.parallel import DistributedRanks, FastCollective
+from kimi_backend.parallel import DistributedRanks, FastCollective, SumNorm
 from kimi_backend.runners.cuda_ipc import CudaIpcError, OpenedMemory, export_memory
 
 _LOG = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class SharedMemory:
     """The inboxes of all ranks, as this process has them."""
 
     own: dict[str, torch.Tensor]
-    """By what they are for: "sum" and "parts" int16, "gather" int32."""
+    """By what they are for: "sum", "parts", "norm" and "norm in parts" int16, "gather" int32."""
     opened: list[OpenedMemory]
     addresses: dict[str, list[int]]
     """Of all ranks' inboxes, in rank order."""
@@ -51,6 +51,28 @@ class EitherSum:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.whole(x) if self.whole.takes(x) else self.in_parts(x)
+
+
+@dataclass(frozen=True, slots=True)
+class EitherSumNorm:
+    """The first of two that takes a tensor, as `EitherSum`."""
+
+    whole: SumNorm
+    in_parts: SumNorm
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return self.whole.takes(x) or self.in_parts.takes(x)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        second: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = self.whole if self.whole.takes(x) else self.in_parts
+        return chosen(x, residual, weight, eps, second)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +118,13 @@ def share_memory(store: Store, rank: int, size: int, device: torch.device) -> Sh
 
 
 def _new_inboxes(size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    from kimi_kernels.rank_exchange.kernel import new_inbox
+    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, new_inbox
+    from kimi_kernels.rank_exchange.kernel_norm import new_norm_inbox
     from kimi_kernels.rank_exchange.kernel_parts import new_parts_inbox
 
     return {
+        "norm": new_norm_inbox(size, _most_normed_whole(size), device, in_parts=False),
+        "norm in parts": new_norm_inbox(size, MOST_PROGRAMS[size], device, in_parts=True),
         "sum": new_inbox(torch.int16, size, _most_sent_whole(size), device),
         "parts": new_parts_inbox(size, MOST_SUMMED_BYTES // 2, device),
         "gather": new_inbox(torch.int32, size, _most_gathered(size), device),
@@ -108,6 +133,13 @@ def _new_inboxes(size: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 def _most_sent_whole(size: int) -> int:
     return MOST_SENT_WHOLE[size] // 2
+
+
+def _most_normed_whole(size: int) -> int:
+    """Blocks."""
+    from kimi_kernels.rank_exchange.kernel_norm import BLOCK
+
+    return _most_sent_whole(size) // BLOCK
 
 
 def _most_gathered(size: int) -> int:
@@ -137,11 +169,20 @@ def _open_all(shared: SharedMemory, store: Store, rank: int, size: int) -> None:
 
 def _in_shared_memory(group: dist.ProcessGroup, shared: SharedMemory) -> RanksOnGpus:
     # A CPU may do without Triton-language.
-    from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum
+    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, Inboxes, RankGather, RankSum
+    from kimi_kernels.rank_exchange.kernel_norm import RankSumNorm
     from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts
 
     device, rank, size = shared.own["sum"].device, dist.get_rank(group), dist.get_world_size(group)
     sums = Inboxes(rank, shared.addresses["sum"], torch.int16, _most_sent_whole(size), device)
     parts = RankSumInParts(rank, shared.addresses["parts"], MOST_SUMMED_BYTES // 2, device)
     gathers = Inboxes(rank, shared.addresses["gather"], torch.int32, _most_gathered(size), device)
-    return RanksOnGpus(group, EitherSum(RankSum(sums), parts), RankGather(gathers), shared=shared)
+    norm = RankSumNorm(rank, shared.addresses["norm"], _most_normed_whole(size), device, in_parts=False)
+    norm_parts = RankSumNorm(rank, shared.addresses["norm in parts"], MOST_PROGRAMS[size], device, in_parts=True)
+    return RanksOnGpus(
+        group,
+        EitherSum(RankSum(sums), parts),
+        RankGather(gathers),
+        EitherSumNorm(norm, norm_parts),
+        shared=shared,
+    )

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require_dtype, require_float, require_shape
+from kimi_kernels.linear.kernel_heads import head_linear, takes_heads
 from kimi_kernels.linear.kernel_stream import stream_linear
 from kimi_kernels.linear.kernel_widen import widened_linear
 from kimi_kernels.linear.stream_launch import can_stream, new_arrivals, stream_launch
@@ -183,7 +184,8 @@ def _streamed(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor | N
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One batched product over the heads, by cuBLAS, written in the order of the result (`signatures.PerHeadLinear`).
+    """One batched product over the heads, of many rows by cuBLAS, written in the order of the result
+    (`signatures.PerHeadLinear`).
 
     Raises:
         ValueError: x is not [T, N, in_features] for a weight [N, in_features, out_features] of its dtype.
@@ -192,6 +194,8 @@ def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
     num_heads, in_features, out_features = weight.shape
     require_shape("x", x, None, num_heads, in_features)
     require_dtype("weight", weight, x.dtype)
+    if takes_heads(x, weight):
+        return head_linear(x, weight)
     out = x.new_empty(x.shape[0], num_heads, out_features)
     if out.numel():
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

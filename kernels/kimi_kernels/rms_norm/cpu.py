@@ -28,15 +28,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * inverse_rms(x, eps)).mul_(weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`signatures.AddRmsNorm`.
 
     Raises:
-        ValueError: x and residual are not both [T, H] for a weight [H].
+        ValueError: x, residual and second are not all [T, H] for a weight [H].
     """
-    if residual.dtype != torch.float32 or x.shape != residual.shape or not _fits(x, weight):
-        return reference.add_rms_norm(x, residual, weight, eps)
-    total = x + residual
+    others = (residual,) if second is None else (residual, second)
+    fits = all(part.dtype == torch.float32 and part.shape == x.shape for part in others)
+    if not fits or not _fits(x, weight):
+        return reference.add_rms_norm(x, residual, weight, eps, second)
+    total = (x if second is None else x + second) + residual
     return (total * inverse_rms(total, eps)).mul_(weight), total
 
 

@@ -6,12 +6,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_float, require_shape
+from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.early_start import starts_early
 
 
 @triton.jit
-def _normalize(x, weight, width, eps):
+def normalize(x, weight, width, eps):
     """x: [BLOCK] float32, 0 past `width`. weight: [BLOCK] float32."""
     return x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
 
@@ -38,13 +38,14 @@ def rms_norm_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     values = tl.load(x + row * x_stride + chunk + column, mask=inside, other=0.0).to(tl.float32)
-    normed = _normalize(values, weight, width, eps)
+    normed = normalize(values, weight, width, eps)
     tl.store(out + row * out_stride + chunk + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def add_rms_norm_kernel(
     x,  # [T, width]
+    second,  # [T, width], contiguous, or unused
     residual,  # [T, width]
     weight,  # [width]
     out,  # [T, width]
@@ -53,6 +54,7 @@ def add_rms_norm_kernel(
     residual_stride,
     width,
     eps,
+    HAS_SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -65,10 +67,13 @@ def add_rms_norm_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     added = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SECOND:
+        added += tl.load(second + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        added = added.to(x.dtype.element_ty).to(tl.float32)
     values = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32) + added
     rounded = values.to(total.dtype.element_ty)
     tl.store(total + row * width + column, rounded, mask=inside)
-    normed = _normalize(rounded.to(tl.float32), scale, width, eps)
+    normed = normalize(rounded.to(tl.float32), scale, width, eps)
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -97,12 +102,12 @@ def concat_rms_norm_kernel(
         inside = column < a_width
         weight = tl.load(a_weight + column, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(a + row * a_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target, _normalize(values, weight, a_width, eps).to(out.dtype.element_ty), mask=inside)
+        tl.store(target, normalize(values, weight, a_width, eps).to(out.dtype.element_ty), mask=inside)
     else:
         inside = column < b_width
         weight = tl.load(b_weight + column, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(b + row * b_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + a_width, _normalize(values, weight, b_width, eps).to(out.dtype.element_ty), mask=inside)
+        tl.store(target + a_width, normalize(values, weight, b_width, eps).to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -126,21 +131,27 @@ def chunked_rms_norm(x: Tensor, weights: Tensor, eps: float) -> Tensor:
     return _norm_chunks(x, weights, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`signatures.AddRmsNorm`. The norm is of the sum as returned, rounded to the residual's dtype.
 
     Raises:
-        ValueError: x and residual are not both [T, H] for a weight [H], or their columns are not contiguous.
+        ValueError: x, residual and second are not all [T, H] for a weight [H], or their columns are not contiguous.
     """
     require_shape("weight", weight, None)
     _check_rows("x", x, weight.shape[0])
     _check_rows("residual", residual, weight.shape[0])
     require_shape("residual", residual, *x.shape)
+    if second is not None:
+        require_shape("second", second, *x.shape)
+        require_dtype("second", second, x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     if x.shape[0]:
         add_rms_norm_kernel[(x.shape[0],)](
-            x, residual, weight.contiguous(), out, total, x.stride(0), residual.stride(0), x.shape[1], eps,
+            x, x if second is None else second.contiguous(), residual, weight.contiguous(), out, total,
+            x.stride(0), residual.stride(0), x.shape[1], eps, HAS_SECOND=second is not None,
             **_options(x.shape[1], x.device),
         )  # fmt: skip
     return out, total

@@ -9,6 +9,7 @@ from kimi_kernels.signatures.attention import (
     MlaDecode,
     MlaPrefill,
     MlaQuery,
+    NormStoreLatent,
     PlanMlaDecode,
     StoreKv,
     StoreLatent,
@@ -23,6 +24,7 @@ from kimi_kernels.signatures.dense import (
     PerHeadLinear,
     RmsNorm,
     Rope,
+    SiluDown,
     SiluMul,
 )
 from kimi_kernels.signatures.experts import (
@@ -46,6 +48,7 @@ __all__ = [
     "MlaPrefill",
     "MlaQuery",
     "MoeExperts",
+    "NormStoreLatent",
     "PackExperts",
     "PackLinear",
     "PerHeadLinear",
@@ -54,6 +57,7 @@ __all__ = [
     "Rope",
     "RouteExperts",
     "SampleTokens",
+    "SiluDown",
     "SiluMul",
     "StoreKv",
     "StoreLatent",

@@ -37,6 +37,33 @@ class StoreLatent(Protocol):
         ...
 
 
+class NormStoreLatent(Protocol):
+    """`RmsNorm` of a step's low-rank queries, and `StoreLatent`: both read the same product's result."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        query_weight: Tensor,
+        kv_a: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        interleaved: bool,
+        latent_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_scale: float = 1.0,
+    ) -> Tensor:
+        """
+        Args:
+            query: [T, Q], may be strided between rows. query_weight: [Q], q_a_layernorm.
+            kv_a ... kv_scale: as in `StoreLatent`.
+        Returns:
+            [T, Q], the queries normed.
+        """
+        ...
+
+
 class PlanMlaDecode(Protocol):
     """Divide the batch's keys among thread blocks, on the device, without a host sync."""
 

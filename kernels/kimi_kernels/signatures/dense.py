@@ -5,6 +5,7 @@ Dimensions: T tokens of the step, N heads, H hidden, R the part of a head that i
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kimi_kernels.weights import PackedWeight, Weight
@@ -54,8 +55,16 @@ class RmsNorm(Protocol):
 class AddRmsNorm(Protocol):
     """Add to the residual stream, then norm the sum."""
 
-    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, H] -> (normed [T, H], x + residual [T, H])."""
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x, residual: [T, H].
+            second: [T, H] of x's dtype; x + second, rounded to it, is added in place of x.
+        Returns:
+            (normed [T, H], x + residual [T, H]).
+        """
         ...
 
 
@@ -80,6 +89,21 @@ class SiluMul(Protocol):
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 * I] -> [T, I]."""
+        ...
+
+
+class SiluDown(Protocol):
+    """A feed-forward layer's activation and second product."""
+
+    def __call__(self, gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        """
+        Args:
+            gate_up: [T, 2 * I] of dtype, or float32 that is rounded to it first; may be strided between rows.
+            weight: [out_features, I], packed by `PackLinear`.
+            dtype: of the result.
+        Returns:
+            silu(first half) * second half, rounded to dtype, @ weight.T: [T, out_features].
+        """
         ...
 
 

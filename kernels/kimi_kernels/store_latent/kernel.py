@@ -15,29 +15,13 @@ from kimi_kernels.rope.reference import check_rotation
 MANY_TOKENS = 1024
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def store_latent_kernel(
-    kv_a,  # [T, width + 2 * pairs], last dimension contiguous
-    norm_weight,  # [width]
-    cos_sin,  # [max positions, 2 * pairs] float32
-    positions,  # [T] int64
-    cache,  # [cache rows, width + 2 * pairs]
-    slot_mapping,  # [T] int64
-    num_tokens,
-    stride,
-    width,
-    num_pairs,
-    eps,
-    inverse_scale,
-    limit,  # largest value the cache's type holds
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+@triton.jit
+def store_tokens(
+    kv_a, norm_weight, cos_sin, positions, cache, slot_mapping, num_tokens, stride, width, num_pairs, eps,
+    inverse_scale, limit, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
+):  # fmt: skip
+    """What one program of `store_latent_kernel` does."""
     column = tl.arange(0, WIDTH)[None, :]
     pair = tl.arange(0, PAIRS)[None, :]
     weight = tl.load(norm_weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -64,19 +48,39 @@ def store_latent_kernel(
     store_pairs(target + width, pair, turned, other, INTERLEAVED, num_pairs, there)
 
 
-def store_latent(
-    kv_a: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    interleaved: bool,
-    latent_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_scale: float = 1.0,
-) -> None:
-    """`signatures.StoreLatent`.
+@triton.jit(do_not_specialize=["num_tokens"])
+def store_latent_kernel(
+    kv_a,  # [T, width + 2 * pairs], last dimension contiguous
+    norm_weight,  # [width]
+    cos_sin,  # [max positions, 2 * pairs] float32
+    positions,  # [T] int64
+    cache,  # [cache rows, width + 2 * pairs]
+    slot_mapping,  # [T] int64
+    num_tokens,
+    stride,
+    width,
+    num_pairs,
+    eps,
+    inverse_scale,
+    limit,  # largest value the cache's type holds
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    store_tokens(
+        kv_a, norm_weight, cos_sin, positions, cache, slot_mapping, num_tokens, stride, width, num_pairs, eps,
+        inverse_scale, limit, TOKENS, WIDTH, PAIRS, INTERLEAVED, PDL,
+    )  # fmt: skip
 
+
+def check_store(
+    kv_a: Tensor, norm_weight: Tensor, cos_sin: Tensor, positions: Tensor, latent_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """
     Raises:
         ValueError: the widths of kv_a, norm_weight, cos_sin and latent_cache do not fit, or the cache is not
             contiguous.
@@ -97,6 +101,29 @@ def store_latent(
     require_dtype("slot_mapping", slot_mapping, torch.int64)
     require_shape("latent_cache", latent_cache, None, None, latent_dim)
     require(latent_cache.is_contiguous(), "latent_cache", f"strides {latent_cache.stride()}", "a contiguous tensor")
+
+
+def store_latent(
+    kv_a: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    latent_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: float = 1.0,
+) -> None:
+    """`signatures.StoreLatent`.
+
+    Raises:
+        ValueError: the widths of kv_a, norm_weight, cos_sin and latent_cache do not fit, or the cache is not
+            contiguous.
+    """
+    check_store(kv_a, norm_weight, cos_sin, positions, latent_cache, slot_mapping)
+    num_tokens, latent_dim = kv_a.shape
+    width = norm_weight.shape[0]
+    rope_dim = latent_dim - width
     if not num_tokens:
         return
     tokens = 4 if num_tokens > MANY_TOKENS else 1

@@ -150,7 +150,9 @@ def test_experts_of_two_ranks(quantization: QuantizationMethod) -> None:
 
     def run(kernels: KernelSet, group: TensorParallelGroup) -> torch.Tensor:
         loader = target_loader(config, source, kernels, group, CPU, torch.float32)
-        return MoeMlp(loader.scoped("model.layers.1.mlp"), config)(x)
+        terms = MoeMlp(loader.scoped("model.layers.1.mlp"), config)(x)
+        assert terms.second is not None, "the shared expert's"
+        return group.all_reduce(terms.first + terms.second)
 
     expected = run(KernelSet.reference(), SingleRank())
     for found in run_ranks(2, lambda group: run(KernelSet.triton(), group)):

@@ -146,7 +146,8 @@ def test_wrong_arguments_are_refused() -> None:
 def test_per_head_linear() -> None:
     torch.manual_seed(0)
     weight = torch.randn(3, 20, 12)
-    for x in (torch.randn(5, 3, 20), torch.randn(5, 3, 40)[..., :20], torch.randn(3, 5, 20).transpose(0, 1)):
+    rows = torch.randn(5, 3, 20), torch.randn(5, 3, 40)[..., :20], torch.randn(3, 5, 20).transpose(0, 1)
+    for x in (*rows, torch.randn(20, 3, 20), torch.randn(70, 3, 20)):
         out = kernel.per_head_linear(x, weight)
         torch.testing.assert_close(out, reference.per_head_linear(x, weight))
         assert out.is_contiguous()

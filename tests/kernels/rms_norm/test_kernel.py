@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_kernels.rms_norm import kernel, reference
+from kimi_kernels.rms_norm import cpu, kernel, reference
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
@@ -41,6 +41,22 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
     close(normed, expected)
     close(total, expected_total)
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_add_rms_norm_of_two_addends(dtype: torch.dtype) -> None:
+    """As an addition of its own before, which rounds: with halves, 1 + 2^-11 is 1."""
+    x, second, residual = (torch.randn(3, 72).to(dtype) for _ in range(3))
+    if dtype == torch.float16:
+        x[0], second[0], residual[0] = 1.0, 2.0**-11, -1.0
+    weight = torch.randn(72).to(dtype)
+    expected, expected_total = reference.add_rms_norm(x + second, residual, weight, EPS)
+    for ours in (kernel.add_rms_norm, reference.add_rms_norm, cpu.add_rms_norm):
+        normed, total = ours(x, residual, weight, EPS, second)
+        close(normed, expected)
+        close(total, expected_total)
+        if dtype == torch.float16:
+            assert not total[0].any()
 
 
 def test_concat_rms_norm_of_different_widths() -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_kernels.store_latent import kernel, reference
+from kimi_kernels.rms_norm.reference import rms_norm
+from kimi_kernels.store_latent import kernel, kernel_query, reference
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
@@ -53,6 +54,35 @@ def test_many_tokens_in_rows_that_lie_apart() -> None:
     torch.testing.assert_close(
         out, stored(reference.store_latent, wide[:, 8:], slots, torch.float32, True, 1.0), rtol=2e-6, atol=2e-6
     )
+
+
+@pytest.mark.parametrize("num_tokens", [6, 1100])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_queries_are_normed_beside_the_write(num_tokens: int, interleaved: bool) -> None:
+    """1,100 take two launches, as one program writes several of so many."""
+    both = torch.randn(num_tokens, 40 + WIDTH + ROPE_DIM, dtype=torch.float16)
+    slots = torch.full((num_tokens,), -1)
+    slots[: 4 * (num_tokens // 6) : num_tokens // 6] = torch.tensor([79, 0, 17, 16])
+    weight = torch.randn(40).half()
+    normed: list[Tensor] = []
+
+    def store(kv_a: Tensor, *arguments: object) -> None:
+        normed.append(kernel_query.norm_store_latent(both[:, :40], weight, kv_a, *arguments))  # type: ignore[arg-type]
+
+    out = stored(store, both[:, 40:], slots, torch.float16, interleaved, 1.0)
+    expected = stored(reference.store_latent, both[:, 40:], slots, torch.float16, interleaved, 1.0)
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(normed[0], rms_norm(both[:, :40], weight, EPS), rtol=2e-3, atol=2e-3)
+
+
+def test_a_query_that_does_not_fit_is_named() -> None:
+    arguments = torch.ones(4), EPS, torch.ones(9, 2), torch.zeros(3, dtype=torch.int64), True, torch.zeros(2, 4, 6)
+    slots = torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match="query: got shape"):
+        kernel_query.norm_store_latent(torch.ones(3, 5), torch.ones(4), torch.ones(3, 6), *arguments, slots)
+    bad = (*arguments[:-1], torch.zeros(2, 4, 7))
+    with pytest.raises(ValueError, match="latent_cache: got shape"):
+        kernel_query.norm_store_latent(torch.ones(3, 4), torch.ones(4), torch.ones(3, 6), *bad, slots)
 
 
 def test_wrong_arguments_are_named() -> None:

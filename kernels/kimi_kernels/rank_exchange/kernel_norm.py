@@ -1,0 +1,213 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
+"""A sum over ranks, added to the residual stream, and the norm of that, in one launch of Triton-language.
+
+A program takes a fourth of a row's columns: it exchanges them as `kernel` and `kernel_parts` do, with inboxes of its
+own, adds them, and tells the other programs of its row the sum of their squares, through memory of this GPU that is
+emptied and filled as an inbox is. So all programs of a call have to run at once. The sum has the bits of those kernels;
+a row's squares are added in another order than `rms_norm` adds them, the same on every rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.early_start import starts_early
+from kimi_kernels.rank_exchange.kernel import (
+    BLOCK_BYTES,
+    EMPTY_HALF,
+    EMPTY_WORD,
+    HALF_DTYPES,
+    MOST_PROGRAMS,
+    SENT_WORD,
+)
+from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive, receive_all, send
+
+BLOCK = BLOCK_BYTES // 2
+ROW_BLOCKS = 4
+"""Programs of a row, whatever its width: they count their calls together."""
+MOST_COLUMNS = ROW_BLOCKS * BLOCK
+"""Widest rows."""
+
+
+@triton.jit
+def _sum_in_parts(
+    bits, inside, inboxes, everyone, own, rank, call, slot_elements, DTYPE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, BUFFERS: tl.constexpr,
+):  # fmt: skip
+    """Sum of this program's block, [BLOCK] of DTYPE: its owner, rank program % SIZE, adds the terms and tells all.
+
+    A buffer of an inbox: terms [SIZE, slot_elements] of the own blocks by rank, sums likewise by owner.
+    """
+    owner = tl.program_id(0) % SIZE
+    part = tl.program_id(0) // SIZE * BLOCK + tl.arange(0, BLOCK)
+    source = tl.arange(0, SIZE)[:, None] * slot_elements
+    there = tl.broadcast_to(inside[None, :], [SIZE, BLOCK])
+    buffer_elements = (2 * SIZE * slot_elements).to(tl.int64)
+    now = call * buffer_elements
+    before = own + (call + BUFFERS - 1) % BUFFERS * buffer_elements
+    sums = SIZE * slot_elements + owner * slot_elements + part
+    to_owner = tl.multiple_of(tl.load(inboxes + owner).to(tl.pointer_type(tl.int16)), 16)
+    tl.store(to_owner + now + rank * slot_elements + part, bits, mask=inside)
+    tl.store(before + sums, tl.full([BLOCK], EMPTY_HALF, tl.int16))
+    if owner == rank:
+        tl.store(before + source + part[None, :], tl.full([SIZE, BLOCK], EMPTY_HALF, tl.int16))
+        terms = receive(own + now + source + part[None, :], there, EMPTY_HALF)
+        total = tl.sum(terms.to(DTYPE, bitcast=True).to(tl.float32), 0).to(DTYPE).to(tl.int16, bitcast=True)
+        total = tl.where(total == EMPTY_HALF, 0, total)
+        tl.store(everyone + (now + sums)[None, :], tl.broadcast_to(total[None, :], [SIZE, BLOCK]), mask=there)
+    return receive(own + now + sums, inside, EMPTY_HALF).to(DTYPE, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def sum_norm_kernel(
+    x,  # [T, width], contiguous
+    second,  # [T, width], contiguous, or unused
+    residual,  # [T, width], columns contiguous
+    weight,  # [width]
+    out,  # [T, width]
+    total,  # [T, width]
+    inboxes,  # [SIZE] int64: the addresses of all ranks' inboxes, as this process sees them
+    calls,  # [programs] int32, mod BUFFERS
+    squares,  # [BUFFERS, most programs] int32
+    rank,
+    residual_stride,
+    width,
+    columns,  # of a program, at most BLOCK
+    slot_elements,
+    most_programs,
+    eps,
+    SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,  # of a row
+    BLOCK: tl.constexpr,
+    BUFFERS: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = x.dtype.element_ty
+    everyone, own = open_inboxes(inboxes, rank, SIZE, tl.int16)
+    program = tl.program_id(0)
+    row = (program // PROGRAMS).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    column = program % PROGRAMS * columns + place
+    inside = (place < columns) & (column < width)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    call = tl.load(calls + program)
+    term = tl.load(x + row * width + column, mask=inside, other=0.0)
+    if HAS_SECOND:
+        more = tl.load(second + row * width + column, mask=inside, other=0.0)
+        term = (term.to(tl.float32) + more.to(tl.float32)).to(dtype)
+    stream = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    bits = term.to(tl.int16, bitcast=True)
+    bits = tl.where(bits == EMPTY_HALF, 0, bits)
+    if IN_PARTS:
+        added = _sum_in_parts(
+            bits, inside, inboxes, everyone, own, rank, call, slot_elements, dtype, SIZE, BLOCK, BUFFERS
+        )
+    else:
+        offset = program * BLOCK + tl.arange(0, BLOCK)
+        send(bits, offset, inside, everyone, own, rank, call, slot_elements, EMPTY_HALF, SIZE, BLOCK, BUFFERS)
+        found = receive_all(own, offset, inside, call, slot_elements, EMPTY_HALF, SIZE, BLOCK)
+        added = tl.sum(found.to(dtype, bitcast=True).to(tl.float32), 0).to(dtype)
+    rounded = (stream + added.to(tl.float32)).to(total.dtype.element_ty)
+    tl.store(total + row * width + column, rounded, mask=inside)
+    values = tl.where(inside, rounded.to(tl.float32), 0.0)
+    square = tl.sum(values * values, 0).to(tl.int32, bitcast=True)
+    tl.store(squares + call * most_programs + program, tl.where(square == EMPTY_WORD, SENT_WORD, square))
+    tl.store(squares + (call + BUFFERS - 1) % BUFFERS * most_programs + program, EMPTY_WORD)
+    of_row = program // PROGRAMS * PROGRAMS + tl.arange(0, PROGRAMS)
+    parts = receive(squares + call * most_programs + of_row, of_row >= 0, EMPTY_WORD)
+    mean = tl.sum(parts.to(tl.float32, bitcast=True), 0) / width
+    normed = values * tl.rsqrt(mean + eps) * scale
+    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(calls + program, (call + 1) % BUFFERS)
+
+
+class RankSumNorm:
+    """`rms_norm` of the residual stream and a sum over ranks, on one device. One call at a time, in the order in which
+    every rank makes them."""
+
+    def __init__(
+        self, rank: int, addresses: list[int], most_blocks: int, device: torch.device, *, in_parts: bool
+    ) -> None:
+        """
+        Args:
+            addresses: of all ranks' inboxes in rank order, mapped here, of `new_norm_inbox`; all are empty before any
+                rank's first call.
+            most_blocks: of a call's rows, ROW_BLOCKS each; the inboxes are for so many.
+            in_parts: each block is summed by one rank, as in `kernel_parts`, else by every rank, as in `kernel`.
+        Raises:
+            ValueError: the number of ranks is none of 2, 4 and 8.
+        """
+        size = len(addresses)
+        require(size in MOST_PROGRAMS, "inboxes", f"{size} of them", "2, 4 or 8")
+        self._rank = rank
+        self._most_blocks = min(most_blocks, MOST_PROGRAMS[size])
+        self._slot_elements = _slot_elements(size, most_blocks, in_parts)
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._calls = torch.zeros(self._most_blocks, dtype=torch.int32, device=device)
+        self._squares = torch.full((NUM_BUFFERS, self._most_blocks), EMPTY_WORD.value, dtype=torch.int32, device=device)
+        early = starts_early(device)
+        self._options = {
+            "SIZE": size, "PROGRAMS": ROW_BLOCKS, "BLOCK": BLOCK, "BUFFERS": NUM_BUFFERS,
+            "IN_PARTS": in_parts, "PDL": early, "num_warps": 8,
+            **({"launch_pdl": True} if early else {}),
+        }  # fmt: skip
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
+        fits = x.ndim == 2 and 0 < x.shape[0] * ROW_BLOCKS <= self._most_blocks
+        return fits and 0 < x.shape[1] <= MOST_COLUMNS and x.dtype in HALF_DTYPES
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The sum over ranks of x, or of x + second, is added to the residual stream and normed.
+
+        Args:
+            x: [T, H] that `takes` accepts. residual: [T, H], columns contiguous. weight: [H]. second: [T, H].
+        Returns:
+            (normed, residual + sum), [T, H] each, the same on all ranks.
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        require_shape("residual", residual, *x.shape)
+        require_shape("weight", weight, x.shape[1])
+        require(residual.stride(1) == 1, "residual", f"column stride {residual.stride(1)}", "1")
+        if second is not None:
+            require_shape("second", second, *x.shape)
+            require_dtype("second", second, x.dtype)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+        sum_norm_kernel[(x.shape[0] * ROW_BLOCKS,)](
+            x, x if second is None else second.contiguous(), residual, weight.contiguous(), out, total,
+            self._addresses, self._calls, self._squares, self._rank, residual.stride(0), x.shape[1],
+            columns_of_a_program(x.shape[1]), self._slot_elements, self._most_blocks, eps,
+            HAS_SECOND=second is not None, **self._options,
+        )  # fmt: skip
+        return out, total
+
+
+def new_norm_inbox(size: int, most_blocks: int, device: torch.device, *, in_parts: bool) -> Tensor:
+    """[NUM_BUFFERS * size * slot] int16, empty; in parts twice as much, for terms and sums."""
+    num_slots = NUM_BUFFERS * size * (2 if in_parts else 1)
+    num_elements = num_slots * _slot_elements(size, most_blocks, in_parts)
+    return torch.full((num_elements,), EMPTY_HALF.value, dtype=torch.int16, device=device)
+
+
+def columns_of_a_program(width: int) -> int:
+    """A fourth of a row, in whole 16-byte accesses: as much work for each, and the same access for all threads."""
+    return -(-width // (16 * ROW_BLOCKS)) * 16
+
+
+def _slot_elements(size: int, most_blocks: int, in_parts: bool) -> int:
+    return (-(-most_blocks // size) if in_parts else most_blocks) * BLOCK

@@ -1,0 +1,82 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
+"""`silu_down` of a narrow layer in Triton-language: every program activates the rows anew, and a launch is saved."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kimi_kernels.argument_checks import require, require_shape
+from kimi_kernels.compositions import composed_silu_down
+from kimi_kernels.early_start import early_launch
+from kimi_kernels.linear.kernel import PLAIN_KIND, linear
+from kimi_kernels.silu_mul.kernel import silu_mul
+from kimi_kernels.weights import PackedWeight
+
+MOST_ROWS = 256
+MOST_WIDTH = 256
+"""Widest layers: a program keeps TILE_ROWS rows of the weight in registers."""
+TILE_ROWS = 64
+_composed = composed_silu_down(silu_mul, linear)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def silu_down_kernel(
+    gate_up,  # [T, 2 * width], last dimension contiguous
+    weight,  # [out_features, width]
+    out,  # [T, out_features]
+    num_tokens,
+    stride,
+    width,
+    out_features,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program TILE rows of the weight and ROWS rows of gate_up. Every value is rounded where the ops round it."""
+    if PDL:
+        gdc_launch_dependents()
+    feature = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    values = tl.load(
+        weight + feature.to(tl.int64)[:, None] * width + column[None, :],
+        mask=(feature < out_features)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    if PDL:
+        gdc_wait()
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    source = gate_up + row.to(tl.int64)[:, None] * stride + column[None, :]
+    mask = (row < num_tokens)[:, None] & inside[None, :]
+    gate = tl.load(source, mask=mask, other=0.0).to(dtype).to(tl.float32)
+    up = tl.load(source + width, mask=mask, other=0.0).to(dtype).to(tl.float32)
+    hidden = (gate * tl.sigmoid(gate) * up).to(dtype)
+    product = tl.dot(values, tl.trans(hidden), input_precision="ieee")
+    target = out + row.to(tl.int64)[None, :] * out_features + feature[:, None]
+    tl.store(target, product.to(dtype), mask=(row < num_tokens)[None, :] & (feature < out_features)[:, None])
+
+
+def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """`signatures.SiluDown`. Wide layers, many rows and quantised weights take a launch for each of the ops.
+
+    Raises:
+        ValueError: gate_up is not [T, 2 * in_features], or its columns are not contiguous.
+    """
+    require_shape("gate_up", gate_up, None, 2 * weight.in_features)
+    require(gate_up.stride(1) == 1, "gate_up", f"column stride {gate_up.stride(1)}", "1")
+    num_tokens, width = gate_up.shape[0], weight.in_features
+    is_narrow = weight.kind == PLAIN_KIND and weight.tensors[0].dtype == dtype and width <= MOST_WIDTH
+    if not is_narrow or not 0 < num_tokens <= MOST_ROWS or not weight.tensors[0].is_contiguous():
+        return _composed(gate_up, weight, dtype)
+    out = torch.empty(num_tokens, weight.out_features, dtype=dtype, device=gate_up.device)
+    rows = min(64, max(16, triton.next_power_of_2(num_tokens)))
+    silu_down_kernel[(triton.cdiv(weight.out_features, TILE_ROWS), triton.cdiv(num_tokens, rows))](
+        gate_up, weight.tensors[0], out, num_tokens, gate_up.stride(0), width, weight.out_features, ROWS=rows,
+        TILE=TILE_ROWS, WIDTH=max(16, triton.next_power_of_2(width)), num_warps=4, **early_launch(gate_up.device),
+    )  # fmt: skip
+    return out

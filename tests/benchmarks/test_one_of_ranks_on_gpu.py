@@ -1,0 +1,65 @@
+"""A rank alone on a GPU: sums over ranks with and without their norm, call after call in a graph."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from kimi_backend.parallel import SumNorm
+from kimi_backend.runners.graphs.recorder import GraphRecorder
+from kimi_kernels.rank_exchange.kernel_norm import columns_of_a_program
+from kimi_kernels.rank_exchange.kernel_parts import BLOCK
+from kimi_kernels.rms_norm.kernel import add_rms_norm
+from slice_suite.one_of_ranks import one_of_ranks
+
+pytestmark = pytest.mark.gpu
+WIDTH, EPS = 7168, 1e-5
+
+
+def in_parts(x: torch.Tensor, size: int, columns: int) -> torch.Tensor:
+    """Every run of `size` blocks of columns summed: what the loop-back delivers as the other ranks' terms."""
+    blocks = x.float().reshape(-1, size, columns)
+    return blocks.sum(dim=1, keepdim=True).expand_as(blocks).reshape(x.shape).bfloat16()
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_sums_and_norms_in_a_graph(size: int) -> None:
+    device = torch.device("cuda")
+    group = one_of_ranks(size, device, 0.0)
+    sum_norm: SumNorm | None = group.sum_norm
+    assert sum_norm is not None
+    rows = [1, 64, 2, 4, 16, 1, 64, 64]
+    inputs = [torch.randn(3, n, WIDTH, device=device).bfloat16() for n in rows]
+    weight = torch.randn(WIDTH, device=device).bfloat16()
+    results: list[tuple[torch.Tensor, ...]] = []
+
+    def run() -> None:
+        results.clear()
+        for x, second, residual in inputs:
+            results.append((*sum_norm(x, residual, weight, EPS, second), *sum_norm(x, residual, weight, EPS)))
+
+    replay = GraphRecorder(device).record(run)
+    for _ in range(20):
+        for given in inputs:
+            given.copy_(torch.randn(given.shape, device=device))
+        replay()
+        torch.cuda.synchronize()
+        for (x, second, residual), found in zip(inputs, results, strict=True):
+            assert sum_norm.takes(x)
+            is_whole = sum_norm.whole.takes(x)  # type: ignore[attr-defined]
+            for term, (normed, total) in zip((x + second, x), (found[:2], found[2:]), strict=True):
+                summed = size * term if is_whole else in_parts(term, size, columns_of_a_program(WIDTH))
+                want, want_total = add_rms_norm(summed, residual, weight, EPS)
+                torch.testing.assert_close(total, want_total, rtol=2**-7, atol=2**-5)
+                torch.testing.assert_close(normed, want, rtol=2**-6, atol=2**-6)
+
+
+def test_a_sum_in_parts_on_a_gpu() -> None:
+    device = torch.device("cuda")
+    group = one_of_ranks(8, device, 5.0)
+    x = torch.randn(64, WIDTH, device=device).bfloat16()
+    for _ in range(5):
+        torch.testing.assert_close(group.all_reduce(x), in_parts(x, 8, BLOCK), rtol=2**-7, atol=2**-5)
