@@ -18,7 +18,7 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
 from kimi_backend.runners.graphs.recorder import GraphRecorder
-from kimi_backend.runners.inboxes import EitherSum
+from kimi_backend.runners.inboxes import EitherSum, EitherSumNorm
 from kimi_backend.runners.joining import join_ranks, leave
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps
@@ -90,6 +90,41 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
             assert_same_bits(group, out)
         assert torch.equal(gathered, torch.cat([part[0][:, :1000].float().expand(5, 1000) for part in parts], dim=1))
         assert torch.equal(more, torch.cat([part[7] for part in parts], dim=1))
+
+
+def check_norms_in_a_graph(group: DistributedRanks, device: torch.device) -> None:
+    """Sums with the residual stream and its norm, whole and in parts, beside the ops that they are made of."""
+    sum_norm, kernels = group.sum_norm, KernelSet.triton()
+    assert isinstance(sum_norm, EitherSumNorm)
+    sizes = [(1, 7168), (4, 7168), (64, 7168), (128, 7168), (1, 7168), (3, 100), (64, 7168)]
+    inputs = [torch.empty(3, *size, dtype=torch.bfloat16, device=device) for size in sizes]
+    weights = [torch.randn(width, device=device).bfloat16() for _, width in sizes]
+    for weight in weights:
+        torch.distributed.broadcast(weight, 0)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    assert sum_norm.whole.takes(inputs[0][0]) and not sum_norm.whole.takes(inputs[3][0])
+    assert all(sum_norm.takes(x) for x, _, _ in inputs)
+
+    def run() -> None:
+        found.clear()
+        for (x, second, residual), weight in zip(inputs, weights, strict=True):
+            found.append(sum_norm(x, residual, weight, 1e-5, second))
+
+    replay = GraphRecorder(device).record(run)
+    for step in range(50):
+        for at in range(3):
+            rank = 0 if at == 2 else group.rank  # the residual stream is the same on every rank
+            for given, values in zip(inputs, _random(step + 1000 * at, rank, sizes, device), strict=True):
+                given[at].copy_(values)
+        replay()
+        if step % 10:
+            continue
+        for (x, second, residual), weight, (normed, total) in zip(inputs, weights, found, strict=True):
+            want, want_total = kernels.add_rms_norm(group.all_reduce(x + second), residual, weight, 1e-5)
+            torch.testing.assert_close(total, want_total, rtol=2**-7, atol=1e-5, msg=f"step {step}: {list(x.shape)}")
+            torch.testing.assert_close(normed, want, rtol=2**-6, atol=2**-6, msg=f"step {step}: {list(x.shape)}")
+            assert_same_bits(group, normed)
+            assert_same_bits(group, total)
 
 
 def _random(step: int, rank: int, sizes: list[tuple[int, int]], device: torch.device) -> list[torch.Tensor]:

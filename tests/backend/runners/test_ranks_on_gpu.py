@@ -13,6 +13,7 @@ from support.gpu_ranks import (
     Check,
     check_draft,
     check_eager_collectives,
+    check_norms_in_a_graph,
     check_sums_in_a_graph,
     check_target,
     run_rank,
@@ -38,6 +39,10 @@ def test_collectives() -> None:
 
 def test_sums_in_a_graph() -> None:
     run(check_sums_in_a_graph)
+
+
+def test_sums_with_their_norm_in_a_graph() -> None:
+    run(check_norms_in_a_graph)
 
 
 def test_a_slice_of_the_target() -> None:
