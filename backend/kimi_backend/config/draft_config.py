@@ -218,7 +218,8 @@ def _read_trained_positions(layer: JsonFields, target: KimiModelConfig) -> int |
     if positions is not None and positions < longest:
         layer.warn(
             f"max_position_embeddings is {positions}, the target's is {longest}: in longer sequences the draft is"
-            " beyond what it was trained for, and fewer of its tokens may be accepted"
+            " beyond what it was trained for, and fewer of its tokens may be accepted; the setting"
+            f" draft_max_positions = {positions} stops drafting there"
         )
     return positions
 

@@ -118,6 +118,12 @@ class ServingSettings:
     draft_interleaved: str = _setting("", "Overrides the draft's rotary pairing.", choices=("", "true", "false"))
     draft_fc_norm: str = _setting("", "Overrides the draft's fc_norm flag.", choices=("", "true", "false"))
     draft_norm_output: str = _setting("", "Overrides the draft's norm_output flag.", choices=("", "true", "false"))
+    draft_max_positions: int = _setting(
+        0,
+        "Tokens of a sequence beyond which nothing is drafted for it, for a draft that was trained for less than the"
+        " target's length; 0: no bound. Changes speed, never text.",
+        minimum=0,
+    )
     draft_vocab: int = _setting(
         0, "Most frequent tokens that the draft's head keeps; 0 keeps all. Changes speed, never text.", minimum=0
     )

@@ -134,13 +134,25 @@ class Scheduler:
 
     def _choose_speculation(self) -> None:
         """Ask the policy, and let sequences leave the draft or come to it."""
+        for sequence in self.running:
+            if sequence.wants_draft and self._is_beyond_the_draft(sequence):
+                sequence.wants_draft = False
+                if sequence.uses_draft:
+                    self._leave_draft(sequence)
         for sequence in self.ask_policy():
             if sequence.uses_draft and not sequence.speculation.uses_draft:
-                num_in_flight = sequence.num_draft_tokens
-                self.drop_draft(sequence)
-                sequence.num_draft_tokens = num_in_flight  # paid for already
+                self._leave_draft(sequence)
             elif sequence.speculation.uses_draft and not sequence.uses_draft and sequence.is_decoding:
                 self.begin_draft(sequence)
+
+    def _leave_draft(self, sequence: Sequence) -> None:
+        num_in_flight = sequence.num_draft_tokens
+        self.drop_draft(sequence)
+        sequence.num_draft_tokens = num_in_flight  # paid for already
+
+    def _is_beyond_the_draft(self, sequence: Sequence) -> bool:
+        """The sequence is longer than the operator lets the draft go."""
+        return 0 < self.settings.draft_max_positions <= sequence.num_tokens
 
     def begin_draft(self, sequence: Sequence) -> None:
         """Let a decoding sequence use the draft from its next row on, with nothing of its text in the draft's KV."""
@@ -207,7 +219,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Give blocks for all known tokens at once, leaving one for each running sequence to grow into."""
         sequence.is_draft_there = self.is_drafting
-        uses_draft = sequence.wants_draft and self.is_drafting
+        uses_draft = sequence.wants_draft and self.is_drafting and not self._is_beyond_the_draft(sequence)
         if uses_draft and self._admitted is not sequence:  # once, though it may not find room for a while
             others = [s.speculation for s in self.running if s.wants_draft]
             num_expected = min(len(self.running) + len(self.waiting), self.settings.max_num_seqs)

@@ -24,6 +24,8 @@ class SchedulerSettings:
     """k of a request that names none."""
     max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     """Largest k that a request may ask for."""
+    draft_max_positions: int = 0
+    """A sequence of so many tokens goes on without the draft, which may not be trained for more; 0: no bound."""
     speculation_policy: PolicyName = PolicyName.FIXED
     """Who chooses k, up to what a request asks for: nobody, or the engine by what it measures."""
     enable_prefix_cache: bool = True
@@ -34,6 +36,7 @@ class SchedulerSettings:
         _require("max_num_seqs", self.max_num_seqs, 1)
         _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
         _require("max_queue_size", self.max_queue_size, 1)
+        _require("draft_max_positions", self.draft_max_positions, 0)
         _require("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         _require("num_speculative_tokens", self.num_speculative_tokens, 0, self.max_speculative_tokens)
 

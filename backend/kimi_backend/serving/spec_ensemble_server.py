@@ -44,6 +44,7 @@ def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
         max_queue_size=settings.max_queue_size,
         num_speculative_tokens=min(settings.num_speculative_tokens, settings.max_speculative_tokens),
         max_speculative_tokens=settings.max_speculative_tokens,
+        draft_max_positions=settings.draft_max_positions,
         speculation_policy=PolicyName(settings.speculation_policy),
         launch_ahead=settings.launch_ahead == "true",
     )

@@ -1,6 +1,7 @@
 """Whoever chooses k: the same tokens, and statistics that say what was done."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from kimi_backend.engine.handshake import resolve
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.policy import PolicyName
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, DraftSampling, GenerateRequest, SamplingParams
 from support.engine_checks import check_identities
 from support.engine_runs import EngineHarness, Outcome
 from support.plain_decoding import decode_plainly
@@ -26,10 +27,16 @@ MAX_LEN = 96
 SCRIPT = LogitScript(VOCAB)
 
 
-def harness_of(launch_ahead: bool, policy: PolicyName = PolicyName.FIXED) -> EngineHarness:
+def harness_of(
+    launch_ahead: bool, policy: PolicyName = PolicyName.FIXED, *, draft_max_positions: int = 0
+) -> EngineHarness:
     sizes = {"block_size": 2, "max_model_len": MAX_LEN, "num_blocks": 1600}
     settings = SchedulerSettings(
-        max_num_seqs=20, max_num_batched_tokens=60, launch_ahead=launch_ahead, speculation_policy=policy
+        max_num_seqs=20,
+        max_num_batched_tokens=60,
+        launch_ahead=launch_ahead,
+        speculation_policy=policy,
+        draft_max_positions=draft_max_positions,
     )
     target = ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT)
     return EngineHarness(target, ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT), settings, EOS)
@@ -174,3 +181,28 @@ def test_statistics_say_who_chose_and_what(name: PolicyName) -> None:
     assert 1 + sum(histogram) + stats.speculation.num_accepted_draft_tokens == 60
     assert statistics.totals.num_draft_tokens_histogram[: len(histogram)] == histogram
     assert 0 <= statistics.num_chosen_draft_tokens <= 3
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_nothing_is_drafted_beyond_what_the_draft_may_see(launch_ahead: bool) -> None:
+    limit = 24
+    harness = harness_of(launch_ahead, draft_max_positions=limit)
+    outcomes = run_conversations(harness)
+    expected = decode_plainly(SCRIPT, [o.request for o in outcomes], eos_token_ids=EOS, max_model_len=MAX_LEN)
+    for outcome, tokens in zip(outcomes, expected, strict=True):
+        assert outcome.token_ids == tokens
+        check_identities(outcome)
+    starts = [start for outcome in outcomes for start in starts_of_drafted_steps(outcome)]
+    assert min(starts) < limit, "short sequences are drafted for"
+    # What was proposed before the sequence reached the limit is still verified.
+    assert max(starts) < limit + MAX_SPECULATIVE_TOKENS + 1
+    assert max(len(o.request.prompt_token_ids) + len(o.token_ids) for o in outcomes) > limit + 20
+
+
+def starts_of_drafted_steps(outcome: Outcome) -> Iterator[int]:
+    """How many tokens there were before each step that verified draft tokens."""
+    length = len(outcome.request.prompt_token_ids)
+    for step in outcome.steps:
+        if step.num_draft_tokens:
+            yield length
+        length += len(step.token_ids)
