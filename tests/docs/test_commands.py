@@ -17,6 +17,7 @@ ON_A_SERVER = "tests/server/test_documented_commands.py"
 GPU = "not here: needs a GPU"
 DOCKER = "not here: needs a docker engine; tests/docker parses the files"
 LONG = "not here: trains or measures for minutes to hours"
+SOAK = "tests/server/test_long_commands.py"
 
 PLACES = (
     (r"make (demo|test|lint)", ".ci/run"),
@@ -43,7 +44,8 @@ PLACES = (
         r"(PYTHONPATH=\S+ )?python benchmarks/(slice|kernels|collectives|draft_cost|real_acceptance|exactness)\.py .*",
         GPU,
     ),
-    (r"python benchmarks/(cpu_speed|draft_acceptance)\.py .*", LONG),
+    (r"python benchmarks/cpu_speed\.py .*", SOAK),
+    (r"python benchmarks/draft_acceptance\.py .*", LONG),
     (r"make drafts|cp -r demo/kimi-nano .*|(PYTHONPATH=demo )?python -m kimi_nano .*", LONG),
 )
 """(pattern of whole commands, the test or script that runs them or its like, or why none can)."""
