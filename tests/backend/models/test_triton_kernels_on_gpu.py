@@ -14,8 +14,9 @@ from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps, build_draft
+from support.naive_eagle3 import DraftConfig
 from support.target_steps import TargetSteps, build_target
-from support.tiny_checkpoints import Tensors, random_draft, random_target
+from support.tiny_checkpoints import Tensors, random_draft, random_target, with_biases
 from support.tiny_configs import draft_config, target_config
 
 pytestmark = pytest.mark.gpu
@@ -95,14 +96,14 @@ def test_target(quantization: str) -> None:
         assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("linear_format", LinearFormat)
-@pytest.mark.parametrize("kind", ["mla", "mla31", "mha"])
-@torch.inference_mode()
-def test_draft(kind: str, linear_format: LinearFormat) -> None:
-    target, device = large_target("none"), torch.device("cuda")
-    fields = GEOMETRY if kind != "mha" else {**GEOMETRY, "num_key_value_heads": 16, "head_dim": 128}
-    config = draft_config(kind, target, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS), **fields, draft_vocab_size=1024)
-    tensors, tokens = in_bf16(random_draft(config)), random_tokens(sum(SPLITS))
+def draft_of(kind: str, **fields: Any) -> DraftConfig:
+    sizes = GEOMETRY if kind != "mha" else {**GEOMETRY, "num_key_value_heads": 16, "head_dim": 128}
+    overrides = DraftOverrides(aux_layer_ids=AUX_LAYER_IDS)
+    return draft_config(kind, large_target("none"), overrides, **{**sizes, "draft_vocab_size": 1024, **fields})
+
+
+def compare_drafts(config: DraftConfig, tensors: Tensors, linear_format: LinearFormat) -> None:
+    device, tokens = torch.device("cuda"), random_tokens(sum(SPLITS))
     aux = torch.randn(sum(SPLITS), 3 * 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
     results = []
     for kernels, dtype in ((KernelSet.reference(), torch.float32), (KernelSet.triton(), torch.bfloat16)):
@@ -117,3 +118,27 @@ def test_draft(kind: str, linear_format: LinearFormat) -> None:
             feedback, start = step_feedback[0][-1:], start + size
         results.append(torch.cat(logits))
     assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("linear_format", LinearFormat)
+@pytest.mark.parametrize("kind", ["mla", "mla31", "mha"])
+@torch.inference_mode()
+def test_draft(kind: str, linear_format: LinearFormat) -> None:
+    config = draft_of(kind)
+    compare_drafts(config, in_bf16(random_draft(config)), linear_format)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("mla31", {"num_hidden_layers": 2}),
+        ("mha", {"num_hidden_layers": 2, "norm_before_residual": True}),
+        ("mla", {"norm_before_fc": True, "q_lora_rank": None}),
+        ("mha", {"norm_before_fc": True, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ],
+)
+@torch.inference_mode()
+def test_forms_of_drafts(kind: str, fields: dict[str, Any]) -> None:
+    """Several layers, a bias beside every matrix and norm, one norm over all aux states."""
+    config = draft_of(kind, **fields)
+    compare_drafts(config, in_bf16(with_biases(random_draft(config))), LinearFormat.NONE)
