@@ -1,14 +1,17 @@
 """How a checkpoint stores its linear layers: as they are, int4 in groups, or fp8 in blocks."""
 
-import re
 from dataclasses import dataclass
 from enum import Enum
+
+import regex
 
 from kimi_backend.config.json_fields import JsonFields
 from kimi_backend.errors import ConfigError
 
 DEFAULT_FP8_BLOCK_SIZE = 128
 TEXT_PREFIX = "language_model."
+_MATCH_S = 1.0
+"""For one pattern of a checkpoint, which may be one that never comes to an end."""
 
 
 class QuantizationMethod(str, Enum):
@@ -66,7 +69,12 @@ def _spellings(module: str) -> tuple[str, ...]:
 
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:
     if pattern.startswith("re:"):
-        return any(re.match(pattern[3:], name) for name in names)
+        try:
+            return any(regex.match(pattern[3:], name, timeout=_MATCH_S) for name in names)
+        except TimeoutError:
+            raise ConfigError(
+                f"quantization_config: {pattern[:100]!r} takes more than {_MATCH_S:g} s to match"
+            ) from None
     # "modules_to_not_convert" of fp8 files names parents; compressed-tensors files name the module itself.
     return any(name == pattern or name.startswith(pattern + ".") for name in names)
 
@@ -126,9 +134,9 @@ def _read_patterns(fields: JsonFields, field: str) -> tuple[str, ...]:
     for pattern in patterns:
         if pattern.startswith("re:"):
             try:
-                re.compile(pattern[3:])
-            # Beside re.error: too large a repetition count, too many nested groups.
-            except (re.error, OverflowError, RecursionError) as error:
+                regex.compile(pattern[3:])
+            # Beside regex.error: too large a repetition count, too many nested groups.
+            except (regex.error, OverflowError, RecursionError, MemoryError) as error:
                 raise ConfigError(
                     f"{fields.path}: {field} holds {pattern[:100]!r}, expected a regular expression after 're:'"
                     f" ({error})"

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import time
 from typing import Any
 
 import pytest
@@ -438,3 +439,11 @@ def test_names_that_other_servers_take() -> None:
     ) == KimiModelConfig.from_hf_json(text_config())
     ue8m0 = {**fp8_quantization(), "scale_fmt": "ue8m0"}
     assert KimiModelConfig.from_hf_json(text_config(quantization_config=ue8m0)).quantization.block_size == 128
+
+
+def test_a_pattern_that_does_not_come_to_an_end_is_refused() -> None:
+    quantization = _int4_with("ignore", [*int4_quantization()["ignore"], "re:(?:[a-z._0-9]|[a-z._0-9]{2})*(?:#|%)"])
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"'re:.* takes more than 1 s to match"):
+        KimiModelConfig.from_hf_json(text_config(quantization_config=quantization))
+    assert time.monotonic() - start < 30
