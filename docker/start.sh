@@ -52,7 +52,7 @@ export KIMI_RUNNER_SECRET_FILE=$work/runner_secret
 region_prefix=kimi_${http_port}_
 secret=${KIMI_ADMIN_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 admin=shared-memory,model-repository,model-config,statistics,trace,logging
-region_bytes=${KIMI_SHM_REGION_BYTES:-16777216}
+region_bytes=${KIMI_SHM_REGION_BYTES:-33554432}
 
 command=(
   tritonserver
@@ -94,12 +94,16 @@ trap drain TERM INT
 rm -f "/dev/shm/$region_prefix"*
 "${command[@]}" &
 server=$!
+KIMI_ADMIN_SECRET=$secret python3 -m kimi_backend.hosting.watchdog "$server" $$ "$region_prefix" "127.0.0.1:$http_port" &
+watchdog=$!
 code=0
 while true; do
   wait "$server" && code=0 || code=$?
   # A signal ends `wait`, not the server.
   kill -0 "$server" 2>/dev/null || break
 done
+# It has seen that too, and ends what is left of the server.
+wait "$watchdog" || true
 rm -rf "/dev/shm/$region_prefix"*
 [ -z "$is_stopping" ] || exit 0
 echo "start.sh: the server ended by itself with code $code" >&2

@@ -15,7 +15,6 @@ API_KEY_VARIABLE = "KIMI_API_KEY"
 """Not an option: a command line is no place for a secret."""
 NAMES_VARIABLE = "KIMI_OPENAI_NAMES"
 """Names of the endpoint, separated by commas (`kimi_openai.own_names`)."""
-_ENDS_WITHIN_S = 5.0
 
 
 def run_endpoint(
@@ -57,13 +56,3 @@ def start_beside(*, grpc_port: int, host: str, port: int) -> subprocess.Popen[by
     kimi = [sys.executable, "-m", "kimi_backend.cli.main"]
     options = [f"--url={server_host}:{grpc_port}", f"--host={host}", f"--port={port}"]
     return subprocess.Popen([sys.executable, "-S", with_parent.__file__, str(os.getpid()), *kimi, "openai", *options])
-
-
-def stop(endpoint: subprocess.Popen[bytes]) -> None:
-    """To be called when the server has ended its streams."""
-    endpoint.terminate()
-    try:
-        endpoint.wait(_ENDS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        endpoint.kill()
-        endpoint.wait()

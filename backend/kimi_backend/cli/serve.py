@@ -5,16 +5,17 @@ import os
 import signal
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from kimi_backend.cli.openai_endpoint import start_beside
-from kimi_backend.cli.openai_endpoint import stop as stop_endpoint
 from kimi_backend.cli.preflight import check_beside, check_quickly
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import EmbeddedServer, ServerPorts, free_port
+from kimi_backend.hosting.kept_process import KeptProcess
 from kimi_backend.hosting.ports import check_ports
 from kimi_backend.hosting.settings_to_server import DRAIN_FILE_NAME, make_server, settings_as_environment
 
@@ -64,22 +65,23 @@ def serve(
             ends_with_parent=True,
         )
         server.start()
-        endpoint = None
+        beside = [KeptProcess("watchdog", server.start_watchdog, console.print)]
         try:
             with console.status("loading the models ..."):
                 server.wait_until_ready(stop_waiting=stop)
             if not stop.is_set():
                 _say_where(console, settings, ports)
                 if openai_port is not None:
-                    endpoint = start_beside(grpc_port=ports.grpc, host=host, port=openai_port)
-            return _watch(server, stop, console)
+                    start = partial(start_beside, grpc_port=ports.grpc, host=host, port=openai_port)
+                    beside.append(KeptProcess("OpenAI endpoint", start, console.print))
+            return _watch(server, beside, stop, console)
         finally:
             if server.process.poll() is None:
                 (Path(folder) / DRAIN_FILE_NAME).touch()
                 console.print(f"draining, up to {settings.drain_timeout_s:g} s ...")
             server.stop(drain_s=settings.drain_timeout_s)
-            if endpoint is not None:
-                stop_endpoint(endpoint)
+            for kept in reversed(beside):
+                kept.stop()
 
 
 def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) -> None:
@@ -91,12 +93,14 @@ def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) 
     console.print("Ctrl-C or SIGTERM stops it.")
 
 
-def _watch(server: EmbeddedServer, stop: threading.Event, console: Console) -> int:
+def _watch(server: EmbeddedServer, beside: list[KeptProcess], stop: threading.Event, console: Console) -> int:
     while not stop.wait(_WATCH_S):
         code = server.process.poll()
         if code is not None:
             console.print(f"[red]the server exited by itself with code {code}[/red]")
             return 1
+        for kept in beside:
+            kept.look()
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,18 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kimi_backend.errors import ConfigError, ModelUnavailableError
+from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.hosting import with_parent
-from kimi_backend.hosting.admin_access import admin_headers, choose_secret, restricting_options
+from kimi_backend.hosting.admin_access import SECRET_VARIABLE, admin_headers, choose_secret, restricting_options
 from kimi_backend.hosting.ports import check_host, check_ports
 from kimi_backend.hosting.server_installation import find_installation
+from kimi_backend.hosting.shared_memory import REGION_BYTES, check_shared_memory, sweep_regions
+from kimi_backend.hosting.watchdog import watch_command
 from kimi_backend.serving.runner_secret import SECRET_FILE_VARIABLE, write_secret
 
-SHM_FOLDER = Path("/dev/shm")
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
 LOCAL_HOST = "127.0.0.1"
 EVERY_HOST = "0.0.0.0"
-_MIN_SHM_BYTES = 64 * 2**20
 _POLL_S = 0.1
 _EXIT_S = 6.0
 
@@ -43,31 +42,6 @@ class ServerPorts:
     http: int = field(default_factory=free_port)
     grpc: int = field(default_factory=free_port)
     metrics: int = field(default_factory=free_port)
-
-
-def check_shared_memory(folder: Path = SHM_FOLDER, needed_bytes: int = _MIN_SHM_BYTES) -> None:
-    """Fail early where the server's processes could not share memory.
-
-    Raises:
-        ConfigError: /dev/shm is missing or too full.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is missing; Triton Server's Python backend shares memory through it")
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise ConfigError(
-            f"{folder} has {free // 2**20} MiB free, {needed_bytes // 2**20} MiB are needed: remove stale "
-            f"kimi_* files there, or start the container with a larger --shm-size"
-        )
-
-
-def sweep_regions(prefix: str, folder: Path = SHM_FOLDER) -> list[str]:
-    """Remove the shared-memory regions that a server with this prefix left behind; returns their names."""
-    removed = []
-    for region in folder.glob(f"{prefix}*"):
-        region.unlink(missing_ok=True)
-        removed.append(region.name)
-    return removed
 
 
 class EmbeddedServer:
@@ -130,7 +104,7 @@ class EmbeddedServer:
         Raises:
             ConfigError: the host or a port cannot be taken, or there is too little shared memory.
         """
-        check_shared_memory()
+        check_shared_memory(len(self._models))
         check_host(self._host)
         # Before the sweep: the regions of a server that has the port are in use.
         check_ports({"HTTP": self.ports.http, "gRPC": self.ports.grpc, "metrics": self.ports.metrics})
@@ -153,6 +127,13 @@ class EmbeddedServer:
         )
         if log is not None:
             log.close()
+
+    def start_watchdog(self) -> "subprocess.Popen[bytes]":
+        """A process that looks after this one (`hosting.watchdog`) and ends when the server has."""
+        address = f"{LOCAL_HOST if self._host == EVERY_HOST else self._host}:{self.ports.http}"
+        command = watch_command(self.process.pid, self.shm_prefix, address)
+        environment = {**os.environ, SECRET_VARIABLE: self.admin_secret}
+        return subprocess.Popen(command, env=environment, start_new_session=True)
 
     def wait_until_ready(self, timeout_s: float = 600, stop_waiting: threading.Event | None = None) -> None:
         """Return when every model answers, or when `stop_waiting` is set.
@@ -223,6 +204,8 @@ class EmbeddedServer:
             f"--metrics-port={self.ports.metrics}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
+            f"--backend-config=python,shm-default-byte-size={REGION_BYTES}",
+            f"--backend-config=python,shm-growth-byte-size={REGION_BYTES}",
             "--disable-auto-complete-config",
             *restricting_options(self.admin_secret, self._host),
             *self._options,

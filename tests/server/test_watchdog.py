@@ -1,0 +1,188 @@
+"""`kimi serve` and the start script while processes are killed: every stream ends or goes on, and nothing is left.
+
+scripts/kill_matrix.py does it with every process, signal and protocol.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kimi_backend.hosting.admin_access import admin_headers
+from kimi_backend.hosting.embedded_server import free_port
+from kimi_backend.hosting.stubs import find_stubs
+from kimi_client import KimiClient, KimiClientError, ServerFailed, ServerUnreachable
+from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S
+from support.start_script import started
+
+LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
+STREAMS_END_WITHIN_S = 3.0
+LEAVES_WITHIN_S = 5.0
+BACK_WITHIN_S = 60.0
+SECRET = "of-this-test"
+
+
+class Serve:
+    def __init__(self, process, ports, log):
+        self.process, self.ports, self.log = process, ports, log
+        self.client = KimiClient(f"localhost:{ports['grpc']}")
+
+    @property
+    def prefix(self):
+        return f"kimi_{self.ports['http']}_"
+
+    def kill(self, model):
+        (pid,) = (stub.pid for stub in find_stubs(self.prefix) if stub.model == model)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def streams(self, count):
+        streams = [self.client.stream(text_input=f"tell {i}", **LONG) for i in range(count)]
+        for stream in streams:
+            next(iter(stream))
+        return streams
+
+    def endpoint_status(self):
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["openai"], timeout=5)
+        with contextlib.suppress(OSError), contextlib.closing(connection):
+            connection.request("GET", "/health")
+            return connection.getresponse().status
+        return None
+
+    def assert_nothing_is_left(self):
+        wait_until(lambda: not find_stubs(self.prefix), LEAVES_WITHIN_S)
+        wait_until(lambda: not list(Path("/dev/shm").glob(f"{self.prefix}*")), LEAVES_WITHIN_S)
+
+
+def wait_until(condition, within_s):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def serve(checkpoint, tmp_path):
+    ports = {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
+    log = tmp_path / "serve.log"
+    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={checkpoint}"]
+    command += [f"--draft={checkpoint / 'draft'}", f"--kv-tokens={KV_TOKENS}", f"--max-model-len={MAX_MODEL_LEN}"]
+    command += ["--speculation-policy=fixed", f"--log-file={tmp_path / 'server.log'}"]
+    command += [f"--{name}-port={port}" for name, port in ports.items()]
+    with log.open("wb") as sink:
+        environment = {**os.environ, "KIMI_ADMIN_SECRET": SECRET}
+        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
+    one = Serve(process, ports, log)
+    try:
+        wait_until(lambda: one.endpoint_status() == 200, READY_WITHIN_S)
+        yield one
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def is_drafting(client):
+    with contextlib.suppress(KimiClientError):
+        return client.generate(text_input="x", max_tokens=8, ignore_eos=True).speculation is not None
+    return False
+
+
+def control(serve, model, action):
+    url = f"http://127.0.0.1:{serve.ports['http']}/v2/repository/models/{model}/{action}"
+    request = urllib.request.Request(url, data=b"{}", method="POST", headers=admin_headers(SECRET))
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+def test_killed_runners_come_back_by_themselves(serve):
+    """The draft costs no stream; the target ends its streams with an error. Then the endpoint's turn. A model that was
+    unloaded is not taken for dead."""
+    control(serve, "eagle3_draft", "unload")
+    wait_until(lambda: not [s for s in find_stubs(serve.prefix) if s.model == "eagle3_draft"], 10)
+    time.sleep(2.5)
+    assert "watchdog" not in serve.log.read_text(), "it was loaded again"
+    control(serve, "eagle3_draft", "load")
+    wait_until(lambda: is_drafting(serve.client), BACK_WITHIN_S)
+    streams = serve.streams(4)
+    serve.kill("eagle3_draft")
+    assert [stream.result().num_output_tokens for stream in streams] == [LONG["max_tokens"]] * 4
+    wait_until(lambda: is_drafting(serve.client), BACK_WITHIN_S)
+    streams = serve.streams(4)
+    serve.kill("kimi_target")
+    for stream in streams:
+        with pytest.raises(ServerFailed, match="has died"):
+            stream.result()
+    wait_until(lambda: is_drafting(serve.client), BACK_WITHIN_S)
+    said = serve.log.read_text()
+    for model in ("eagle3_draft", "kimi_target"):
+        assert f"watchdog: {model}: loaded again" in said
+    (endpoint,) = (
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and f"--port={serve.ports['openai']}".encode() in _command(entry)
+    )
+    os.kill(endpoint, signal.SIGKILL)
+    wait_until(lambda: "the OpenAI endpoint ended by itself with code -9" in serve.log.read_text(), 5)
+    wait_until(lambda: serve.endpoint_status() == 200, 20)
+    assert serve.process.poll() is None
+
+
+def _command(entry):
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_without_the_orchestrator_all_streams_end_and_so_does_the_server(serve):
+    streams = serve.streams(8)
+    connection = http.client.HTTPConnection("127.0.0.1", serve.ports["openai"], timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **LONG}))
+    reply = connection.getresponse()
+    reply.readline()
+    start = time.monotonic()
+    serve.kill("spec_ensemble")
+    for stream in streams:
+        with pytest.raises(ServerUnreachable):
+            stream.result()
+    assert b'"error"' in reply.read()
+    assert time.monotonic() - start < STREAMS_END_WITHIN_S
+    connection.close()
+    assert serve.process.wait(10) == 1
+    said = serve.log.read_text()
+    assert "spec_ensemble: its process" in said and "the server is ended" in said
+    serve.assert_nothing_is_left()
+
+
+def test_the_start_script_has_a_watchdog_too(checkpoint, tmp_path):
+    variables = {
+        "KIMI_CHECKPOINT": str(checkpoint),
+        "KIMI_DRAFT": str(checkpoint / "draft"),
+        "KIMI_DEVICE": "cpu",
+        "KIMI_KV_TOKENS": str(KV_TOKENS),
+        "KIMI_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
+    }
+    with started(tmp_path, variables) as server:
+        server.wait_until_healthy()
+        one = Serve(server.process, {"http": server.http, "grpc": server.grpc}, server.log)
+        streams = one.streams(4)
+        start = time.monotonic()
+        one.kill("spec_ensemble")
+        for stream in streams:
+            with pytest.raises(ServerUnreachable):
+                stream.result()
+        assert time.monotonic() - start < STREAMS_END_WITHIN_S
+        assert server.process.wait(10) == 137
+        assert "watchdog: spec_ensemble: its process" in server.log.read_text()
+        one.assert_nothing_is_left()
