@@ -15,6 +15,7 @@ from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS, Kind
+from kimi_backend.serving.request_limits import LIMITS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -168,6 +169,11 @@ def protocol_page(text: str) -> str:
     for o in OUTPUT_FIELDS:
         shape = o.dims.replace(" ", "")
         outputs.append(f"| `{o.name}` | {o.data_type.removeprefix('TYPE_')} {shape} | {o.meaning} |")
+    limits = ["| input | most bytes | most elements or entries |", "| --- | --- | --- |"]
+    for name, limit in LIMITS.items():
+        most = (f"{value:,}" if value is not None else "" for value in (limit.num_bytes, limit.num_items))
+        limits.append(f"| `{name}` | {' | '.join(most)} |")
+    text = _replace_table(text, "limits", limits)
     return _replace_table(_replace_table(text, "inputs", inputs), "outputs", outputs)
 
 

@@ -95,21 +95,22 @@ class RequestParser:
         if given[0] == "input_ids":
             prompt: list[int] = values["input_ids"]
         elif given[0] == "text_input":
-            self._check_length(values["text_input"], max_prompt_tokens)
+            self._check_length("text_input", len(values["text_input"]), max_prompt_tokens)
             prompt = self._tokenizer.encode(values["text_input"])
         else:
+            self._check_length("messages", _content_length(values["messages"]), max_prompt_tokens)
             prompt = self._render_chat(values)
         if not prompt:
             raise InvalidRequestError(f"{given[0]}: empty, at least 1 token is needed")
         return prompt
 
-    def _check_length(self, text: str, max_prompt_tokens: int | None) -> None:
+    def _check_length(self, name: str, num_characters: int, max_prompt_tokens: int | None) -> None:
         if max_prompt_tokens is None or (longest := self._tokenizer.longest_token_bytes) is None:
             return
-        if len(text) > longest * max_prompt_tokens:
+        if num_characters > longest * max_prompt_tokens:
             raise InvalidRequestError(
-                f"text_input: {len(text)} characters given, which are more than the {max_prompt_tokens} tokens that are"
-                f" allowed, as none has more than {longest} bytes"
+                f"{name}: {num_characters} characters given, which are more than the {max_prompt_tokens} tokens that"
+                f" are allowed, as none has more than {longest} bytes"
             )
 
     def _render_chat(self, values: dict[str, Any]) -> list[int]:
@@ -165,6 +166,14 @@ class RequestParser:
             for text in (word, f" {word.lstrip()}"):
                 sequences[tuple(self._tokenizer.encode(text))] = None
         return tuple(sequences)
+
+
+def _content_length(messages: Any) -> int:
+    """Characters of the texts that a template renders whole; what is no chat is refused when it is rendered."""
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _draft_sampling(value: str) -> DraftSampling:

@@ -15,6 +15,7 @@ from kimi_backend.serving.request_fields import (
     UNSUPPORTED_FIELDS,
     Kind,
 )
+from kimi_backend.serving.request_limits import check_bytes, check_items
 from kimi_backend.text.unicode_text import require_valid_unicode
 
 FIELDS = {field.name: field for field in INPUT_FIELDS}
@@ -40,20 +41,19 @@ def tensor_value(name: str, array: Any) -> Any:
     Args:
         array: numpy array of any shape; strings as bytes objects.
     """
-    kind = FIELDS[name].kind
+    kind, flat = FIELDS[name].kind, array.reshape(-1)
+    if kind.is_list:
+        check_items(name, flat)
+    elif len(flat) != 1:
+        raise InvalidRequestError(f"{name}: {len(flat)} elements given, exactly 1 is allowed")
     if kind is Kind.FLOAT:
         # What the client wrote, 0.01, and not what float32 made of it, 0.009999999776482582.
-        return _only(name, [float(str(value)) for value in array.reshape(-1)])
-    values = array.reshape(-1).tolist()
+        return float(str(flat[0]))
+    values = flat.tolist()
     if kind in (Kind.TEXT, Kind.TEXTS, Kind.JSON):
+        check_bytes(name, values)
         values = [_decode(name, value) for value in values]
-    return values if kind.is_list else _only(name, values)
-
-
-def _only(name: str, values: list[Any]) -> Any:
-    if len(values) != 1:
-        raise InvalidRequestError(f"{name}: {len(values)} elements given, exactly 1 is allowed")
-    return values[0]
+    return values if kind.is_list else values[0]
 
 
 def _decode(name: str, value: Any) -> str:
@@ -100,14 +100,18 @@ def _fits(kind: Kind, value: Any) -> bool:
 def _typed(name: str, value: Any) -> Any:
     kind = FIELDS[name].kind
     if kind is Kind.JSON:
-        return _parse_json(name, value) if isinstance(value, str) else value
+        return _json_value(name, value)
     if kind is Kind.TEXTS and isinstance(value, str):
         value = [value]
+    if kind.is_list and isinstance(value, list):
+        check_items(name, value)
     if not _fits(kind, value):
         raise InvalidRequestError(f"{name}: {shown(value)} given, {_EXPECTED[kind]} is allowed")
     if kind is Kind.TEXT:
+        check_bytes(name, [value])
         require_valid_unicode(value, name)
     elif kind is Kind.TEXTS:
+        check_bytes(name, value)
         for index, text in enumerate(value):
             require_valid_unicode(text, f"{name}[{index}]")
     return float(value) if kind is Kind.FLOAT else value
@@ -117,6 +121,17 @@ def shown(value: Any) -> str:
     """The value as an error quotes it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _json_value(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        check_bytes(name, [value])
+        value = _parse_json(name, value)
+    elif isinstance(value, (list, dict)):
+        check_bytes(name, [json.dumps(value)])
+    if isinstance(value, (list, dict)):
+        check_items(name, value)
+    return value
 
 
 def _parse_json(name: str, text: str) -> Any:

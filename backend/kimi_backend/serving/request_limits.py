@@ -1,0 +1,66 @@
+"""How large each field of a request may be, asked before any of its work: decoding, parsing, rendering, tokenising.
+
+Otherwise what is refused later for its length costs Triton Server's thread, and with it every new request, seconds.
+"""
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+
+from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving.request_fields import ALIASES
+
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLimit:
+    """The most of a field; None: not limited here."""
+
+    num_bytes: int | None = None
+    """Bytes of all its texts together, or of its JSON."""
+    num_items: int | None = None
+    """Elements of a list, entries of a JSON list or object."""
+
+
+LIMITS = {
+    "text_input": FieldLimit(num_bytes=8 * MIB),
+    "messages": FieldLimit(num_bytes=8 * MIB, num_items=4096),
+    "input_ids": FieldLimit(num_items=2 * MIB),
+    "logit_bias": FieldLimit(num_bytes=MIB, num_items=16_384),
+    "allowed_token_ids": FieldLimit(num_items=MIB),
+    "stop_token_ids": FieldLimit(num_items=4096),
+    "stop_control_tokens": FieldLimit(num_bytes=64 * KIB, num_items=1024),
+    "bad_words": FieldLimit(num_bytes=64 * KIB, num_items=1024),
+    "stop": FieldLimit(num_bytes=64 * KIB, num_items=1024),
+    "tools": FieldLimit(num_bytes=MIB, num_items=1024),
+    "chat_template_kwargs": FieldLimit(num_bytes=64 * KIB, num_items=1024),
+    "sampling_parameters": FieldLimit(num_bytes=8 * MIB, num_items=1024),
+    "draft_sampling": FieldLimit(num_bytes=KIB),
+    "cache_salt": FieldLimit(num_bytes=KIB),
+}
+"""Fields that may be long; an alias has its field's."""
+
+
+def limit_of(name: str) -> FieldLimit:
+    """The limit of a field, by any of its names."""
+    return LIMITS.get(ALIASES.get(name, name), FieldLimit())
+
+
+def check_bytes(name: str, texts: Sequence[str | bytes]) -> None:
+    """
+    Raises:
+        InvalidRequestError: they are longer together than the field may be. Characters count as a byte each.
+    """
+    most = limit_of(name).num_bytes
+    if most is not None and (num_bytes := sum(map(len, texts))) > most:
+        raise InvalidRequestError(f"{name}: {num_bytes} bytes given, at most {most} are allowed")
+
+
+def check_items(name: str, items: Sized) -> None:
+    """
+    Raises:
+        InvalidRequestError: they are more than the field may have.
+    """
+    most = limit_of(name).num_items
+    if most is not None and len(items) > most:
+        raise InvalidRequestError(f"{name}: {len(items)} elements given, at most {most} are allowed")
