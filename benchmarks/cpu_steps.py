@@ -16,6 +16,7 @@ from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.loading import load_pair
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+from kimi_backend.spec_decode.protocols import Pending
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
@@ -34,9 +35,13 @@ class RecordedTarget:
     def describe(self) -> RunnerDescription:
         return self._runner.describe()
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
+    @property
+    def depth(self) -> int:
+        return self._runner.depth
+
+    def launch(self, plan: TargetPlan) -> Pending[TargetReply]:
         self._plans.append(plan)
-        return self._runner.verify(plan)
+        return self._runner.launch(plan)
 
 
 class RecordedDraft:
@@ -48,9 +53,13 @@ class RecordedDraft:
     def describe(self) -> RunnerDescription:
         return self._runner.describe()
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
+    @property
+    def depth(self) -> int:
+        return self._runner.depth
+
+    def launch(self, plan: DraftPlan) -> Pending[DraftReply]:
         self._plans.append(plan)
-        return self._runner.propose(plan)
+        return self._runner.launch(plan)
 
 
 def record(engine: Engine, plans: Plans, request: GenerateRequest) -> Plans:
@@ -74,9 +83,9 @@ def fastest_ms(target: TargetRunner, draft: DraftRunner, plans: Plans, repeats: 
         for index, plan in enumerate(plans):
             start = time.perf_counter()
             if isinstance(plan, TargetPlan):
-                target.verify(plan)
+                target.launch(plan).wait()
             else:
-                draft.propose(plan)
+                draft.launch(plan).wait()
             best[index] = min(best[index], 1e3 * (time.perf_counter() - start))
     return best
 

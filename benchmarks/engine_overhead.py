@@ -16,7 +16,9 @@ import argparse
 import json
 import statistics
 import threading
+from dataclasses import dataclass
 from time import perf_counter, sleep
+from typing import Any
 
 import numpy as np
 
@@ -55,8 +57,20 @@ def describe(role: str, num_sequences: int, vocab_size: int) -> RunnerDescriptio
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A step whose reply is there."""
+
+    reply: Any
+
+    def wait(self) -> Any:
+        return self.reply
+
+
 class InstantTarget:
     """Answers from prepared random numbers; notes when it is asked and when it has answered."""
+
+    depth = 0
 
     def __init__(self, num_sequences: int, wait_s: float, vocab_size: int = VOCAB_SIZE) -> None:
         self.wait_s = wait_s
@@ -69,12 +83,12 @@ class InstantTarget:
     def describe(self) -> RunnerDescription:
         return self.description
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
+    def launch(self, plan: TargetPlan) -> Answered:
         self.asked_s.append(perf_counter())
         reply = self.answer(plan)
         sleep(self.wait_s)
         self.answered_s.append(perf_counter())
-        return reply
+        return Answered(reply)
 
     def answer(self, plan: TargetPlan) -> TargetReply:
         """At random, at once."""
@@ -95,6 +109,8 @@ class InstantTarget:
 class InstantDraft:
     """Likewise."""
 
+    depth = 0
+
     def __init__(self, num_sequences: int, wait_s: float, vocab_size: int = VOCAB_SIZE) -> None:
         self.wait_s = wait_s
         self.description = describe("draft", num_sequences, vocab_size)
@@ -105,18 +121,22 @@ class InstantDraft:
     def describe(self) -> RunnerDescription:
         return self.description
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
+    def launch(self, plan: DraftPlan) -> Answered:
         self.asked_s.append(perf_counter())
+        reply = self.answer(plan)
+        sleep(self.wait_s)
+        self.answered_s.append(perf_counter())
+        return Answered(reply)
+
+    def answer(self, plan: DraftPlan) -> DraftReply:
+        """At random, at once."""
         shape = (int((plan.num_proposals > 0).sum()), int(plan.num_proposals.max(initial=0)))
-        reply = DraftReply(
+        return DraftReply(
             step_id=plan.step_id,
             runner_epoch=1,
             seq_status=np.zeros(len(plan.num_proposals), np.int32),
             draft_token_ids=self.random.integers(1000, self.description.vocab_size, shape),
         )
-        sleep(self.wait_s)
-        self.answered_s.append(perf_counter())
-        return reply
 
 
 def measure(num_sequences: int, num_steps: int, wait_s: float, penalties: bool) -> dict[str, float]:

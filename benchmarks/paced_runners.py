@@ -18,28 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_overhead import InstantDraft, InstantTarget
+from engine_overhead import Answered, InstantDraft, InstantTarget
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.serving import board_sides
-from kimi_backend.serving.board_order import HostOrder
+from kimi_backend.runners.hand_over import sides
+from kimi_backend.runners.hand_over.board import Board
+from kimi_backend.runners.hand_over.order import HostOrder
+from kimi_backend.runners.hand_over.token_table import TokenTable
+from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.ranks.peers import NO_PEERS
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
+from kimi_backend.serving.draft_server import DraftServer
 from kimi_backend.serving.runner_secret import read_secret
-from kimi_backend.serving.runner_server import RunnerServer
-from kimi_backend.serving.step_board import StepBoard
-from kimi_backend.spec_decode.protocols import OnQueued
-from kimi_backend.types.plan import (
-    AuxHandle,
-    DraftPlan,
-    DraftReply,
-    DrawnHandle,
-    RunnerDescription,
-    TargetPlan,
-    TargetReply,
-    TokenHandle,
-)
+from kimi_backend.serving.target_server import TargetServer
+from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+from kimi_kernels.token_table import PROPOSALS, STATUS, stamp_of
 
-LONGEST_PROPOSAL, MOST_SEQUENCES = 7, 256
 AUX_BUFFER = b"paced"
 """In place of a handle: the draft "opens" it, and no aux tensor travels, as on one GPU."""
 
@@ -93,7 +87,7 @@ class PacedStream:
 class PacedOrder(HostOrder):
     """In a stream's order."""
 
-    def __init__(self, board: StepBoard, stream: PacedStream) -> None:
+    def __init__(self, board: Board, stream: PacedStream) -> None:
         super().__init__(board)
         self._stream = stream
 
@@ -107,85 +101,103 @@ class PacedOrder(HostOrder):
         self._stream.queue(partial(super().copy, target, source))
 
 
-class PacedDraft:
-    """Where it may leave its tokens, it answers at once and is `wait_s` behind, as a draft on a GPU."""
-
-    left_shape = (LONGEST_PROPOSAL + 1, MOST_SEQUENCES)
-
-    def __init__(self, instant: InstantDraft, wait_s: float, stream: PacedStream) -> None:
-        self._instant, self._wait_s, self._stream = instant, wait_s, stream
-        self._left = torch.zeros(self.left_shape, dtype=torch.int32)
-        self.describe = instant.describe
-
-    def propose(self, plan: DraftPlan) -> DraftReply:
-        if plan.leaves_tokens:
-            return self.follow(plan)
-        self._stream.queue(partial(time.sleep, self._wait_s))
-        self._stream.synchronize()
-        return self._instant.propose(plan)
-
-    def follow(self, plan: DraftPlan) -> DraftReply:
-        description, random = self._instant.description, self._instant.random
-        num_seqs = len(plan.num_proposals)
-        drawn = random.integers(1000, description.vocab_size, (LONGEST_PROPOSAL, num_seqs), np.int32)
-        self._left[1:, :num_seqs] = torch.from_numpy(drawn)
-        self._stream.queue(partial(time.sleep, self._wait_s))
-        return DraftReply(
-            step_id=plan.step_id,
-            runner_epoch=description.runner_epoch,
-            seq_status=np.zeros(num_seqs, np.int32),
-            draft_token_ids=np.empty((0, 0), np.int64),
-            tokens=TokenHandle(num_seqs=num_seqs, tensor=self._left),
-        )
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PacedPending:
     """A step whose work is queued."""
 
-    reply: TargetReply
+    finish: Callable[[], TargetReply]
     done: threading.Event
 
     def wait(self) -> TargetReply:
         self.done.wait()
-        return self.reply
+        return self.finish()
 
 
-class PacedTarget:
-    """Repeats the status of a draft's step."""
+class PacedRunner:
+    """What both have in common: a stream, and a token table."""
 
-    can_launch = True
+    device, peers = torch.device("cpu"), NO_PEERS
 
-    def __init__(self, instant: InstantTarget, wait_s: float, stream: PacedStream) -> None:
-        self._instant, self._wait_s, self._stream = instant, wait_s, stream
-        self._last_step_id = -1
+    def __init__(self, max_num_seqs: int, wait_s: float, stream: PacedStream) -> None:
+        limits = RunnerLimits(max_num_batched_tokens=1, max_num_seqs=max_num_seqs, max_model_len=1)
+        self.table = TokenTable.allocate(limits, self.device, is_split=True)
+        self._wait_s, self._stream = wait_s, stream
+
+    def close(self) -> None:
+        return None
+
+    def work(self) -> None:
+        """Queue what a step takes."""
+        self._stream.queue(partial(time.sleep, self._wait_s))
+
+
+class PacedDraft(PacedRunner):
+    """Where it may leave its tokens, it answers at once and is `wait_s` behind, as a draft on a GPU."""
+
+    depth = 1
+
+    def __init__(self, instant: InstantDraft, wait_s: float, stream: PacedStream) -> None:
+        super().__init__(instant.description.max_num_seqs, wait_s, stream)
+        self._instant = instant
 
     def describe(self) -> RunnerDescription:
-        return dataclasses.replace(self._instant.describe(), queues_steps=True)
+        return dataclasses.replace(self._instant.describe(), depth=self.depth)
 
-    def launch(self, plan: TargetPlan) -> PacedPending | None:
-        if plan.drawn_rows is not None and self._last_step_id != plan.step_id - 1:
-            return None
-        self._last_step_id = plan.step_id
-        self._stream.queue(partial(time.sleep, self._wait_s))
-        return PacedPending(self._instant.answer(plan), self._stream.mark())
+    def launch(self, plan: DraftPlan) -> Answered:
+        self.work()
+        if not plan.in_table:
+            self._stream.synchronize()
+            return Answered(self._instant.answer(plan))
+        self._stream.queue(partial(self._leave, plan))
+        status = np.zeros(len(plan.num_proposals), np.int32)
+        epoch = self._instant.description.runner_epoch
+        return Answered(DraftReply(step_id=plan.step_id, runner_epoch=epoch, seq_status=status, draft_token_ids=None))
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
-        return self.verify_ahead(plan, lambda aux, drawn: None)
-
-    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
-        self._stream.queue(partial(time.sleep, self._wait_s))
-        reply = self._instant.verify(plan)
-        tokens, accepted = map(torch.from_numpy, (reply.output_token_ids, reply.num_accepted_tokens))
-        on_queued(reply.aux, DrawnHandle(output_token_ids=tokens, num_accepted_tokens=accepted))
-        self._stream.synchronize()
-        left = plan.draft_tokens
-        status = None if left.tensor is None else left.tensor[0, : left.num_seqs].numpy()
-        return dataclasses.replace(reply, draft_status=status)
+    def _leave(self, plan: DraftPlan) -> None:
+        rows = torch.from_numpy(plan.table_rows.astype(np.int64))
+        shape = len(rows), self.table.proposed.shape[1] - PROPOSALS
+        drawn = self._instant.random.integers(1000, self._instant.description.vocab_size, shape, np.int32)
+        self.table.proposed[rows, 0] = stamp_of(plan.step_id)
+        self.table.proposed[rows, STATUS] = 0
+        self.table.proposed[rows, PROPOSALS:] = torch.from_numpy(drawn)
 
 
-class _NoReceiver:
-    num_regions = 1
+class PacedTarget(PacedRunner):
+    """Repeats the status of a draft's step."""
+
+    depth = 2
+    aux_buffer = None
+
+    def __init__(self, instant: InstantTarget, wait_s: float, stream: PacedStream) -> None:
+        super().__init__(instant.description.max_num_seqs, wait_s, stream)
+        self._instant = instant
+
+    def describe(self) -> RunnerDescription:
+        return dataclasses.replace(self._instant.describe(), depth=self.depth)
+
+    def launch(self, plan: TargetPlan) -> PacedPending:
+        self.work()
+        reply, rows = self._instant.answer(plan), torch.from_numpy(plan.table_rows.astype(np.int64))
+        status: list[torch.Tensor] = []
+        self._stream.queue(lambda: status.append(self.table.proposed[rows, STATUS]))
+        self._stream.queue(partial(self._draw, plan, reply))
+        done = self._stream.mark()
+
+        def finish() -> TargetReply:
+            told = status[0].numpy() if plan.draft_step else None
+            return dataclasses.replace(reply, aux=AuxHandle(region=0), draft_status=told)
+
+        return PacedPending(finish, done)
+
+    def _draw(self, plan: TargetPlan, reply: TargetReply) -> None:
+        rows = torch.from_numpy(plan.table_rows[plan.num_sampled_rows > 0].astype(np.int64))
+        self.table.drawn[rows, 0] = torch.from_numpy(reply.num_accepted_tokens)
+        width = reply.output_token_ids.shape[1]
+        self.table.drawn[rows, 1 : 1 + width] = torch.from_numpy(reply.output_token_ids).int()
+
+
+class _Receiver:
+    """Opens what is no buffer."""
 
     def open(self, handle: bytes | None) -> bytes | None:
         return handle
@@ -198,23 +210,20 @@ class _NoReceiver:
 
 
 def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int) -> Any:
-    """A `RunnerServer` over a paced runner."""
+    """A server of a paced runner."""
     import triton_python_backend_utils as pb_utils
 
     settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
     forward_logs(pb_utils, settings.log_level)
-    stream = PacedStream()
-    board_sides.order_of = lambda board, *_: PacedOrder(board, stream)  # type: ignore[attr-defined]
-    runner: Any
+    stream, secret = PacedStream(), read_secret(os.environ)
+    sides.order_of = lambda board, *_: PacedOrder(board, stream)  # type: ignore[attr-defined]
+    server: Any
     if role == "target":
-        runner = PacedTarget(InstantTarget(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
-    else:
-        runner = PacedDraft(InstantDraft(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
-    server: Any = RunnerServer(
-        runner, pb_utils, secret=read_secret(os.environ), has_board=settings.step_board == "auto"
-    )
-    if role == "target":
+        target: Any = PacedTarget(InstantTarget(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
+        server = TargetServer(target, pb_utils, secret=secret)
         server._description = dataclasses.replace(server._description, aux_buffer=AUX_BUFFER)
-    else:
-        server._receiver = _NoReceiver()
+        return server
+    draft: Any = PacedDraft(InstantDraft(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
+    server = DraftServer(draft, pb_utils, secret=secret, has_board=settings.step_board == "auto")
+    server._receiver = _Receiver()
     return server

@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kimi_backend.engine.engine import Engine
-from kimi_backend.serving.processes import freeze_what_is_loaded
+from kimi_backend.processes import freeze_what_is_loaded
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
 from serving_suite.policy_rows import MOST_DRAFT_TOKENS

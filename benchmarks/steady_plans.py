@@ -17,7 +17,7 @@ def steady_plans(count: int, k: int, region: int | None = None) -> tuple[TargetP
     blocks = -(-(CONTEXT + 2 * k + 2) // BLOCK_SIZE)
     table = np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
     accepted = k // 2
-    target = TargetPlan(
+    target = TargetPlan.given(
         step_id=0,
         rows=RowPlan(
             token_ids=np.ones(count * (k + 1), np.int32),
@@ -32,7 +32,7 @@ def steady_plans(count: int, k: int, region: int | None = None) -> tuple[TargetP
     )
     rows = accepted + 1
     first = np.arange(count)[:, None] * (k + 1)
-    draft = DraftPlan(
+    draft = DraftPlan.given(
         step_id=0,
         rows=RowPlan(
             token_ids=np.ones(count * rows, np.int32),

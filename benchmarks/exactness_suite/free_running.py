@@ -11,7 +11,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.runners.loading import load_pair
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 
 READY_S = 120.0
@@ -34,8 +34,8 @@ class _Collector:
 
 
 def texts(
-    target: TargetModel,
-    draft: DraftModel | None,
+    target: Target,
+    draft: Draft | None,
     settings: ServingSettings,
     prompts: Sequence[Text],
     k: int,
@@ -86,7 +86,7 @@ def run_alone(
 
 
 @functools.cache
-def _pair(settings: ServingSettings) -> tuple[TargetModel, DraftModel | None]:
+def _pair(settings: ServingSettings) -> tuple[Target, Draft | None]:
     """Loaded once a process, which makes the texts of several cases."""
     return load_pair(settings)
 

@@ -103,8 +103,8 @@ class ForcedTarget:
         count = len(tokens)
         owners = first_sequence + np.arange(count)
         table = owners[:, None] * self._blocks_each + np.arange(self._blocks_each)
-        plan = TargetPlan(
-            step_id=0,
+        plan = TargetPlan.given(
+            step_id=1,
             rows=RowPlan(
                 token_ids=np.concatenate(tokens).astype(np.int32),
                 query_lens=np.array([len(t) for t in tokens], np.int32),
@@ -117,4 +117,4 @@ class ForcedTarget:
             wants_aux=np.zeros(count, np.bool_),
         )
         self._recorder.forget()
-        runner.verify(plan)
+        runner.launch(plan).wait()

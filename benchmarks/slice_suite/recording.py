@@ -3,18 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from kimi_backend.spec_decode.protocols import (
-    DraftModel,
-    FollowingDraft,
-    LaunchingTarget,
-    OnQueued,
-    PendingVerify,
-    QueueingTarget,
-    TargetModel,
-)
+from kimi_backend.spec_decode.protocols import Draft, Pending, Target
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+
+Reply = TypeVar("Reply")
 
 
 @dataclass(slots=True)
@@ -55,43 +49,40 @@ class Recording:
     rounds: list[Round] = field(default_factory=list)
 
 
-class RecordedTarget:
-    """A target that writes each verify down."""
+@dataclass(frozen=True, slots=True)
+class _RecordedPending(Generic[Reply]):
+    pending: Pending[Reply]
+    note: Callable[[Reply], None]
 
-    def __init__(self, target: TargetModel, recording: Recording) -> None:
+    def wait(self) -> Reply:
+        reply = self.pending.wait()
+        self.note(reply)
+        return reply
+
+
+class RecordedTarget:
+    """A target that writes each step down, from its launch to its reply."""
+
+    def __init__(self, target: Target, recording: Recording) -> None:
         self._target = target
         self._recording = recording
 
     def describe(self) -> RunnerDescription:
         return self._target.describe()
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
-        start = perf_counter()
-        return self._noted(plan, self._target.verify(plan), start)
-
     @property
-    def can_launch(self) -> bool:
-        return isinstance(self._target, LaunchingTarget) and self._target.can_launch
+    def depth(self) -> int:
+        return self._target.depth
 
-    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
-        """What the draft launches behind it counts as the target's time."""
+    def launch(self, plan: TargetPlan) -> Pending[TargetReply]:
         start = perf_counter()
-        if not isinstance(self._target, LaunchingTarget):
-            return self._noted(plan, self._target.verify(plan), start)
-        return self._noted(plan, self._target.verify_ahead(plan, on_queued), start)
+        return _RecordedPending(self._target.launch(plan), lambda reply: self._note(plan, reply, start))
 
-    def launch(self, plan: TargetPlan) -> PendingVerify | None:
-        """A round then begins with its launch, while the one before it is still running."""
-        start = perf_counter()
-        pending = self._target.launch(plan) if isinstance(self._target, QueueingTarget) else None
-        return None if pending is None else _RecordedPending(pending, lambda reply: self._noted(plan, reply, start))
-
-    def _noted(self, plan: TargetPlan, reply: TargetReply, start: float) -> TargetReply:
-        end = perf_counter()
+    def _note(self, plan: TargetPlan, reply: TargetReply, start: float) -> None:
         self._recording.rounds.append(
             Round(
                 target_start_s=start,
-                target_end_s=end,
+                target_end_s=perf_counter(),
                 num_seqs=len(plan.rows.query_lens),
                 num_rows=len(plan.rows.token_ids),
                 is_decode=bool((plan.num_sampled_rows == plan.rows.query_lens).all()),
@@ -99,42 +90,34 @@ class RecordedTarget:
                 target_plan=plan if self._recording.keeps_plans else None,
             )
         )
-        return reply
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordedPending:
-    pending: PendingVerify
-    noted: Callable[[TargetReply], TargetReply]
-
-    def wait(self) -> TargetReply:
-        return self.noted(self.pending.wait())
 
 
 class RecordedDraft:
     """A draft that writes each proposal down, in the round of the verify before it."""
 
-    def __init__(self, draft: DraftModel, recording: Recording) -> None:
+    def __init__(self, draft: Draft, recording: Recording) -> None:
         self._draft = draft
         self._recording = recording
 
     def describe(self) -> RunnerDescription:
         return self._draft.describe()
 
-    def follow(self, plan: DraftPlan) -> DraftReply | None:
-        """Its verify is not noted yet, and its time is part of it."""
-        return self._draft.follow(plan) if isinstance(self._draft, FollowingDraft) else None
+    @property
+    def depth(self) -> int:
+        return self._draft.depth
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
+    def launch(self, plan: DraftPlan) -> Pending[DraftReply]:
+        """The time of one that is launched behind its verify is part of that one's."""
         start = perf_counter()
-        reply = self._draft.propose(plan)
-        end = perf_counter()
+        pending = self._draft.launch(plan)
+        return pending if plan.num_drawn.any() else _RecordedPending(pending, lambda _: self._note(plan, start))
+
+    def _note(self, plan: DraftPlan, start: float) -> None:
         current = self._recording.rounds[-1]
-        current.draft_start_s, current.draft_end_s = start, end
+        current.draft_start_s, current.draft_end_s = start, perf_counter()
         if self._recording.keeps_plans:
             # The tensor is one of a few buffers that later steps overwrite, so it is not kept.
             current.draft_plan = replace(plan, aux=AuxHandle())
-        return reply
 
 
 def replay(target: Any, draft: Any | None, rounds: list[Round]) -> list[tuple[float, float]]:
@@ -143,9 +126,9 @@ def replay(target: Any, draft: Any | None, rounds: list[Round]) -> list[tuple[fl
     for item in rounds:
         assert item.target_plan is not None
         start = perf_counter()
-        reply = target.verify(item.target_plan)
+        reply = target.launch(item.target_plan).wait()
         middle = perf_counter()
         if draft is not None and item.draft_plan is not None:
-            draft.propose(replace(item.draft_plan, aux=reply.aux))
+            draft.launch(replace(item.draft_plan, aux=reply.aux)).wait()
         times.append((1e3 * (middle - start), 1e3 * (perf_counter() - middle)))
     return times

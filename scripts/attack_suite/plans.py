@@ -11,12 +11,9 @@ from kimi_backend.types import codec
 from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
-    DrawnHandle,
-    FollowPlan,
     RowPlan,
     SamplingPlan,
     TargetPlan,
-    TokenHandle,
 )
 
 INTEGERS = (-(2**63), -(2**31), -(10**6), -2, -1, 0, 1, 2, 7, 8, 65, 10**6, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
@@ -28,18 +25,16 @@ _BLOCKS = 8
 def good_target_plan(num_seqs: int, k: int, vocab_size: int) -> TargetPlan:
     """A verify of sequences of 40 tokens, eight blocks each."""
     return TargetPlan(
-        step_id=1,
+        step_id=2,
         rows=_rows(num_seqs, k + 1),
         num_sampled_rows=np.full(num_seqs, k + 1, np.int32),
         sampling=_sampling(num_seqs),
         num_logprobs=2,
         wants_aux=np.ones(num_seqs, np.bool_),
-        draft_columns=np.zeros(num_seqs, np.int32),
-        draft_tokens=TokenHandle(num_seqs=num_seqs, region=1),
+        table_rows=np.arange(num_seqs, dtype=np.int32),
+        num_given=np.ones(num_seqs, np.int32),
         logit_mask=np.full((num_seqs * (k + 1), -(-vocab_size // 32)), -1, np.int32),
-        stamp=1,
         draft_step=1,
-        drawn_rows=np.zeros(num_seqs, np.int32),
     )
 
 
@@ -54,13 +49,10 @@ def good_draft_plan(num_seqs: int, k: int) -> DraftPlan:
         greedy=np.zeros(num_seqs, np.bool_),
         sampling=_sampling(num_seqs),
         output_index=np.full(num_seqs, _CONTEXT + 1, np.int64),
-        follow=FollowPlan(
-            drawn=DrawnHandle(stamp=1),
-            drawn_rows=np.zeros(num_seqs, np.int32),
-            room=np.full(num_seqs, k, np.int32),
-            first_index=np.full(num_seqs, _CONTEXT, np.int64),
-        ),
-        leaves_tokens=True,
+        table_rows=np.arange(num_seqs, dtype=np.int32),
+        num_drawn=np.full(num_seqs, 2, np.int32),
+        room=np.full(num_seqs, k, np.int32),
+        in_table=True,
     )
 
 
@@ -118,13 +110,9 @@ def _without_some(plan: Any, rng: random.Random) -> Any:
     """What only some steps carry is mostly left out, or no plan would be run."""
     nothing: dict[str, Any]
     if isinstance(plan, TargetPlan):
-        nothing = {
-            "drawn_rows": None, "logit_mask": None, "num_logprobs": None, "stamp": 0, "draft_step": 0
-        }  # fmt: skip
-        if rng.random() < 0.6:
-            plan = dataclasses.replace(plan, draft_columns=None, draft_tokens=TokenHandle())
+        nothing = {"logit_mask": None, "num_logprobs": None, "draft_step": 0, "num_given": plan.rows.query_lens}
     else:
-        nothing = {"follow": None, "leaves_tokens": False}
+        nothing = {"in_table": False, "num_drawn": np.zeros_like(plan.num_drawn)}
     return dataclasses.replace(plan, **{name: value for name, value in nothing.items() if rng.random() < 0.7})
 
 

@@ -155,18 +155,23 @@ def test_unloaded_runners_free_the_gpu_and_come_back(tmp_path, expected):
 
 
 POISONED_MODEL = """
-from kimi_backend.serving.runner_server import RunnerServer, load_draft, load_target
+from kimi_backend.serving import {role}_server as module
+
+load = module.load_{role}_runner
 
 
-def load(settings):
-    runner = {load}(settings)
+def poisoned(settings):
+    runner = load(settings)
     runner._pool.tensor.fill_(float("nan"))
     return runner
 
 
+module.load_{role}_runner = poisoned
+
+
 class TritonPythonModel:
     def initialize(self, args):
-        self.server = RunnerServer.from_model_args(args, load)
+        self.server = module.{name}Server.from_model_args(args)
 
     def execute(self, requests):
         return self.server.run(requests)
@@ -181,8 +186,8 @@ def test_poisoned_pools_with_cancelled_neighbours(tmp_path, expected, num_blocks
     """24 blocks hold two or three of the requests: the others wait or are preempted."""
     repository = tmp_path / "models"
     shutil.copytree(find_model_repository(), repository)
-    for model, load in (("kimi_target", "load_target"), ("eagle3_draft", "load_draft")):
-        (repository / model / "1/model.py").write_text(POISONED_MODEL.format(load=load))
+    for model, role in (("kimi_target", "target"), ("eagle3_draft", "draft")):
+        (repository / model / "1/model.py").write_text(POISONED_MODEL.format(role=role, name=role.capitalize()))
     longest = min(num_blocks * BLOCK_SIZE, MAX_MODEL_LEN)
     chosen = settings(kv_tokens=num_blocks * BLOCK_SIZE, max_model_len=longest)
     with running_server(chosen, tmp_path, repository) as server:

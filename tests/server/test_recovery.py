@@ -75,19 +75,19 @@ def test_a_killed_target_ends_or_resumes_every_request_and_comes_back(own_server
 RAISING_MODEL = """
 from pathlib import Path
 
-from kimi_backend.serving.runner_server import RunnerServer, load_target
+from kimi_backend.serving.target_server import TargetServer
 
 
-class FaultyServer(RunnerServer):
-    def _verify(self, *plan):
+class FaultyServer(TargetServer):
+    def _launch(self, plan):
         if Path({trigger!r}).exists():
             raise RuntimeError("planted fault")
-        return super()._verify(*plan)
+        super()._launch(plan)
 
 
 class TritonPythonModel:
     def initialize(self, args):
-        self.server = FaultyServer.from_model_args(args, load_target)
+        self.server = FaultyServer.from_model_args(args)
 
     def execute(self, requests):
         return self.server.run(requests)

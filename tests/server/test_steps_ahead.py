@@ -14,25 +14,25 @@ from support.server_process import running_server, serving_settings
 MODEL = """
 import kimi_backend.runners.loading as loading
 from kimi_backend.runners.graphs.recorder import EagerRecorder
-from kimi_backend.serving.runner_server import RunnerServer, load_target
-from kimi_backend.serving.steps_in_flight import StepsInFlight
+from kimi_backend.serving.target_server import TargetServer
 
 loading._recorder = lambda settings, placement: EagerRecorder()
-go_on = StepsInFlight.go_on
+launch = TargetServer._launch
 
 
-def counted(self, step_id, next_plan):
-    with open({log!r}, 'a') as log:
-        log.write(f"{{step_id}}\\n")
-    return go_on(self, step_id, next_plan)
+def counted(self, plan):
+    if (plan.num_given == 0).any():
+        with open({log!r}, 'a') as log:
+            log.write(f"{{plan.step_id}}\\n")
+    return launch(self, plan)
 
 
-StepsInFlight.go_on = counted
+TargetServer._launch = counted
 
 
 class TritonPythonModel:
     def initialize(self, args):
-        self.server = RunnerServer.from_model_args(args, load_target)
+        self.server = TargetServer.from_model_args(args)
 
     def execute(self, requests):
         return self.server.run(requests)
@@ -54,7 +54,7 @@ REQUESTS = [
 
 
 def texts(checkpoint: Path, folder: Path, launch_ahead: str) -> tuple[list[tuple[int, ...]], int]:
-    """Token ids of each request, and how many steps were asked for after they had been launched."""
+    """Token ids of each request, and how many steps were launched before the tokens of the step before were known."""
     repository, log = folder / "models", folder / "launched"
     shutil.copytree(find_model_repository(), repository)
     (repository / "kimi_target/1/model.py").write_text(MODEL.format(log=str(log)))

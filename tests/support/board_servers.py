@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners import loading
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.graphs.recorder import EagerRecorder
-from kimi_backend.serving import runner_server
+from kimi_backend.serving import draft_server, target_server
 from kimi_backend.serving.aux_sides import AuxReceiver
-from kimi_backend.serving.runner_server import RunnerServer
+from kimi_backend.serving.draft_server import DraftServer
+from kimi_backend.serving.target_server import TargetServer
+from kimi_backend.types.plan import DraftPlan
 
 MODEL = """
 import sys
@@ -65,7 +66,7 @@ def _mapped(path: str, shape: tuple[int, ...]) -> AuxBuffer:
     return AuxBuffer(torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(shape))
 
 
-def make_server(args: dict[str, str], role: str, folder: str) -> RunnerServer:
+def make_server(args: dict[str, str], role: str, folder: str) -> TargetServer | DraftServer:
     """For a model's `initialize`."""
     path = f"{folder}/aux-{os.getpid()}"
 
@@ -78,23 +79,21 @@ def make_server(args: dict[str, str], role: str, folder: str) -> RunnerServer:
     def receiver(device: torch.device, aux_transfer: str, **_: object) -> AuxReceiver:
         return AuxReceiver(torch.device("cuda"), aux_transfer, FileBuffer)
 
-    def load(settings: ServingSettings) -> Any:
-        return (loading.load_target_runner if role == "target" else loading.load_draft_runner)(settings)
-
     loading._recorder = lambda settings, placement: EagerRecorder()  # type: ignore[assignment, return-value]
     loading._aux_buffer = aux_buffer
-    runner_server.offer_aux_buffer = offer  # type: ignore[attr-defined]
-    runner_server.AuxReceiver = receiver  # type: ignore[attr-defined, assignment, misc]
-    server = RunnerServer.from_model_args(args, load)
-    if server._draft_side is not None:
-        follow = server._draft_side.follow
+    target_server.offer_aux_buffer = offer  # type: ignore[attr-defined]
+    draft_server.AuxReceiver = receiver  # type: ignore[attr-defined, assignment, misc]
+    if role == "target":
+        return TargetServer.from_model_args(args)
+    server = DraftServer.from_model_args(args)
+    assert server._side is not None
+    launch = server._side.launch
 
-        def counted(*arguments: Any) -> Any:
-            reply = follow(*arguments)
-            if reply is not None:
-                with Path(folder, "followed").open("a") as file:
-                    file.write("\n")
-            return reply
+    def counted(plan: DraftPlan, *arguments: Any) -> Any:
+        if plan.num_drawn.any():
+            with Path(folder, "followed").open("a") as file:
+                file.write("\n")
+        return launch(plan, *arguments)
 
-        server._draft_side.follow = counted  # type: ignore[method-assign]
+    server._side.launch = counted  # type: ignore[method-assign]
     return server

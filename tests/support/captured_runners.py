@@ -57,14 +57,14 @@ def runner_pair(
     recorder: Recorder | None,
     *,
     shares_buffer: bool = True,
-    num_regions: int = 2,
+    num_regions: int = 1,
     **fields: Any,
 ) -> tuple[TargetRunner, DraftRunner]:
     """A target and a draft.
 
     Args:
         recorder: None: plain runners without a buffer.
-        shares_buffer: whether the draft knows the target's buffer, or copies its tensors.
+        shares_buffer: whether the draft knows the target's buffer and its token table, or copies its tensors.
         num_regions: of that buffer.
         fields: of the target's config and an MLA draft's (`num_attention_heads` and such).
     """
@@ -95,6 +95,7 @@ def runner_pair(
         setting.dtype,
         aux_buffer=buffer if shares_buffer else None,
         recorder=recorder,
+        table=target.table if shares_buffer else None,
     )
     for runner in (target, drafting):
         runner.warm_up()

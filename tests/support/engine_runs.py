@@ -10,8 +10,9 @@ from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.request import GenerateRequest
+from support.scripted_models import connect
 
 
 @dataclass
@@ -45,13 +46,14 @@ class EngineHarness:
 
     def __init__(
         self,
-        target: TargetModel,
-        draft: DraftModel | None,
+        target: Target,
+        draft: Draft | None,
         settings: SchedulerSettings | None = None,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
         self.clock = FakeClock()
         self.eos_token_ids = frozenset(eos_token_ids)
+        connect(target, draft)
         target_link = RunnerLink(target, "target", self.clock)
         draft_link = None if draft is None else RunnerLink(draft, "draft", self.clock)
         target_description = target.describe()
@@ -118,8 +120,8 @@ class EngineHarness:
 
 
 def generate(
-    target: TargetModel,
-    draft: DraftModel | None,
+    target: Target,
+    draft: Draft | None,
     requests: Sequence[GenerateRequest],
     settings: SchedulerSettings | None = None,
     eos_token_ids: Iterable[int] = (),

@@ -137,20 +137,20 @@ def run_step(rng: np.random.Generator, target: Any, draft: Any) -> None:
     )
     draws = sampled > 0
     sampling = SamplingPlan.plain(int(draws.sum()))
-    reply = target.verify(
-        TargetPlan(
+    reply = target.launch(
+        TargetPlan.given(
             step_id=0, rows=rows, num_sampled_rows=sampled, sampling=sampling, num_logprobs=None,
             wants_aux=np.full(count, k > 0),
         )
-    )  # fmt: skip
+    ).wait()  # fmt: skip
     if k:
-        draft.propose(
-            DraftPlan(
+        draft.launch(
+            DraftPlan.given(
                 step_id=0, rows=rows, aux=reply.aux, aux_rows=np.arange(len(rows.token_ids), dtype=np.int64),
                 num_proposals=np.where(draws, k, 0).astype(np.int32), greedy=np.zeros(int(draws.sum()), np.bool_),
                 sampling=sampling, output_index=seq_lens[draws].astype(np.int64) + 1,
             )
-        )  # fmt: skip
+        ).wait()  # fmt: skip
 
 
 def main() -> None:

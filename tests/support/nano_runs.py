@@ -8,7 +8,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.loading import load_pair
 from kimi_backend.runners.target_runner import TargetRunner
-from kimi_backend.spec_decode.protocols import OnQueued, PendingVerify
+from kimi_backend.spec_decode.protocols import Pending
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
@@ -52,17 +52,11 @@ class SwitchedTarget:
     def describe(self) -> RunnerDescription:
         return self.runner.describe()
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
-        return self.runner.verify(plan)
-
     @property
-    def can_launch(self) -> bool:
-        return self.runner.can_launch
+    def depth(self) -> int:
+        return self.runner.depth
 
-    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
-        return self.runner.verify_ahead(plan, on_queued)
-
-    def launch(self, plan: TargetPlan) -> PendingVerify | None:
+    def launch(self, plan: TargetPlan) -> Pending[TargetReply]:
         return self.runner.launch(plan)
 
 
@@ -75,11 +69,12 @@ class SwitchedDraft:
     def describe(self) -> RunnerDescription:
         return self.runner.describe()
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
-        return self.runner.propose(plan)
+    @property
+    def depth(self) -> int:
+        return self.runner.depth
 
-    def follow(self, plan: DraftPlan) -> DraftReply | None:
-        return self.runner.follow(plan)
+    def launch(self, plan: DraftPlan) -> Pending[DraftReply]:
+        return self.runner.launch(plan)
 
 
 Pair = tuple[SwitchedTarget, SwitchedDraft]

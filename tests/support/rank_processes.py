@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from kimi_backend.serving.processes import is_alive
+from kimi_backend.processes import is_alive
 
 GONE_WITHIN_S = 10
 

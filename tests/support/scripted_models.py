@@ -5,28 +5,24 @@ an aux hidden state of another position. S sequences, T rows, R sampled rows, B 
 """
 
 import threading
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kimi_backend.errors import ModelUnavailableError
-from kimi_backend.runners.sampling_tensors import has_processors
-from kimi_backend.spec_decode.protocols import OnQueued
 from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
     DraftReply,
-    DrawnHandle,
     RowPlan,
     RunnerDescription,
     SamplingPlan,
     TargetPlan,
     TargetReply,
-    TokenHandle,
 )
-from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
 from support.check_errors import AuxMismatchError, StaleSlotError
@@ -103,64 +99,58 @@ class ScriptedRunner:
             raise ModelUnavailableError("scripted failure")
 
 
+@dataclass
+class ScriptedTable:
+    """What a target and its draft hand to each other without the engine."""
+
+    drawn: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    """By row: accepted draft tokens and the tokens drawn."""
+    proposed: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
+    """By row: step, status and proposals."""
+    aux: Hashes | None = None
+    """Of the last verify."""
+
+
 @dataclass(frozen=True)
 class ScriptedPending:
-    """A step that `ScriptedTarget` has run already."""
+    """A step that a runner has run already."""
 
-    in_flight: list[TargetReply]
-    reply: TargetReply
+    in_flight: list[object]
+    reply: object
 
-    def wait(self) -> TargetReply:
+    def wait(self) -> Any:
         assert self.in_flight.pop(0) is self.reply
         return self.reply
 
 
-class ScriptedTarget(ScriptedRunner):
-    """`TargetModel` by script."""
+def connect(target: object, draft: object) -> None:
+    """Let a scripted pair share a table; in other pairs each waits for the other."""
+    if isinstance(target, ScriptedTarget) and isinstance(draft, ScriptedDraft):
+        draft.tokens = target.tokens
 
-    launches = True
-    """Whether a draft may follow its verifies."""
-    queues = True
-    """Whether it takes a step while the one before it is in flight."""
+
+class ScriptedTarget(ScriptedRunner):
+    """`Target` by script."""
+
+    depth = 2
 
     def __init__(self, description: RunnerDescription, script: LogitScript) -> None:
         super().__init__(description, script)
         self.num_behind = 0
-        """Steps that were launched behind another."""
-        self._launched: TargetReply | None = None
-        self._in_flight: list[TargetReply] = []
+        """Steps that were launched before the tokens of the step before were known."""
+        self.tokens = ScriptedTable()
+        self._in_flight: list[object] = []
 
     def describe(self) -> RunnerDescription:
         description = super().describe()
-        self._forget_launched()
+        self._in_flight = []
         return description
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
+    def launch(self, plan: TargetPlan) -> ScriptedPending:
         with self._lock:
             self._begin_step()
-            assert plan.drawn_rows is None
-            self._launched = None
-            return self._verify(plan) if self._is_known else self._garbage(plan)
-
-    @property
-    def can_launch(self) -> bool:
-        return True
-
-    def launch(self, plan: TargetPlan) -> "ScriptedPending | None":
-        if not self.queues or plan.num_logprobs is not None or plan.logit_mask is not None:
-            return None
-        if has_processors(plan.sampling) or len(plan.rows.token_ids) > len(plan.num_sampled_rows):
-            return None
-        with self._lock:
-            last = self._launched
-            if plan.drawn_rows is not None:
-                if last is None or last.step_id != plan.step_id - 1:
-                    return None
-                drawn = np.maximum(last.output_token_ids[plan.drawn_rows, 0], 0).astype(np.int32)
-                plan = replace(plan, rows=replace(plan.rows, token_ids=drawn))
-            self._begin_step()
-            self.num_behind += plan.drawn_rows is not None
-            reply = self._launched = self._verify(plan) if self._is_known else self._garbage(plan)
+            self.num_behind += bool((plan.num_given == 0).any())
+            reply = self._verify(plan) if self._is_known else self._garbage(plan)
             self._in_flight.append(reply)
             assert len(self._in_flight) <= 2
             return ScriptedPending(self._in_flight, reply)
@@ -169,34 +159,17 @@ class ScriptedTarget(ScriptedRunner):
         try:
             super()._begin_step()
         except ModelUnavailableError:
-            self._forget_launched()
+            self._in_flight = []
             raise
 
     def _restart(self, num_blocks: int | None) -> None:
-        super()._restart(num_blocks)
-        self._forget_launched()
-
-    def _forget_launched(self) -> None:
         """What is in flight can still be waited for."""
-        self._launched, self._in_flight = None, []
-
-    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
-        with self._lock:
-            self._begin_step()
-            assert plan.drawn_rows is None
-            self._launched = None
-            if not self._is_known:
-                return self._garbage(plan)
-            reply = self._verify(plan)
-            if self.launches and plan.num_logprobs is None and plan.logit_mask is None:
-                on_queued(
-                    reply.aux,
-                    DrawnHandle(output_token_ids=reply.output_token_ids, num_accepted_tokens=reply.num_accepted_tokens),
-                )
-            return reply
+        super()._restart(num_blocks)
+        self._in_flight = []
+        self.tokens.drawn.clear()
 
     def _verify(self, plan: TargetPlan) -> TargetReply:
-        rows, store = RowGrid(plan.rows, plan.draft_tokens.tensor, plan.draft_columns), self.store
+        rows, store = RowGrid(plan.rows, plan, self.tokens), self.store
         last = store.read_prefixes(plan.rows.block_table, rows.starts, checks=self.checks_slots)
         hashes = rows.chain(last)
         slots = store.slots(plan.rows.block_table, rows.positions)
@@ -218,14 +191,19 @@ class ScriptedTarget(ScriptedRunner):
         store.kinds[slots[rows.real & (rows.columns >= num_valid[:, None])]] = SlotKind.REJECTED
         status = np.zeros(len(num_valid), np.int32)
         status[sampling] = verified.status.numpy()
+        for row, accepted, tokens in zip(
+            plan.table_rows[sampling].tolist(), num_accepted.tolist(), verified.output_token_ids.tolist(), strict=True
+        ):
+            self.tokens.drawn[row] = accepted, tokens
+        self.tokens.aux = np.where(plan.wants_aux[:, None], hashes, NO_AUX)[rows.real]
         return TargetReply(
             step_id=plan.step_id,
             runner_epoch=self.description.runner_epoch,
             seq_status=status,
             output_token_ids=verified.output_token_ids.numpy(),
             num_accepted_tokens=num_accepted,
-            aux=AuxHandle(tensor=np.where(plan.wants_aux[:, None], hashes, NO_AUX)[rows.real]),
-            draft_status=_draft_status(plan),
+            aux=AuxHandle(tensor=self.tokens.aux),
+            draft_status=self._draft_status(plan),
             **_logprobs(samples, first_row, num_drafts),
         )
 
@@ -238,8 +216,14 @@ class ScriptedTarget(ScriptedRunner):
             output_token_ids=np.zeros((len(counts), int(counts.max(initial=1))), np.int64),
             num_accepted_tokens=np.zeros(len(counts), np.int32),
             aux=AuxHandle(),
-            draft_status=_draft_status(plan),
+            draft_status=self._draft_status(plan),
         )
+
+    def _draft_status(self, plan: TargetPlan) -> npt.NDArray[np.int32] | None:
+        if not plan.draft_step:
+            return None
+        said = [self.tokens.proposed.get(row, (0, 1, [])) for row in plan.table_rows.tolist()]
+        return np.array([status if step == plan.draft_step else 1 for step, status, _ in said], np.int32)
 
     def _sample(
         self, plan: TargetPlan, rows: "RowGrid", hashes: Hashes
@@ -270,7 +254,7 @@ class ScriptedTarget(ScriptedRunner):
 
 
 class ScriptedDraft(ScriptedRunner):
-    """`DraftModel` by script: the target's logits for a share of the prefixes, others for the rest."""
+    """`Draft` by script: the target's logits for a share of the prefixes, others for the rest."""
 
     def __init__(
         self,
@@ -291,42 +275,44 @@ class ScriptedDraft(ScriptedRunner):
         self._other = LogitScript(script.vocab_size, script.salt + 1, script.scales)
         self.vocabulary_map = None if token_id_of_column is None else _vocabulary_map(token_id_of_column, script)
         self.nan_token_id: int | None = None
+        self.tokens: ScriptedTable | None = None
+        """The target's, see `connect`."""
         self._leaves_tokens = leaves_tokens
+        self._in_flight: list[object] = []
         self.num_followed = 0
+        """Steps that were launched before it was known what their verify accepted."""
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
-        with self._lock:
-            self._begin_step()
-            if not self._is_known:
-                return self._garbage(plan)
-            try:
-                return self._propose(plan)
-            except (StaleSlotError, AuxMismatchError) as error:
-                self.violation = self.violation or error
-                raise
+    @property
+    def depth(self) -> int:
+        return int(self._leaves_tokens and self.tokens is not None)
 
-    def follow(self, plan: DraftPlan) -> DraftReply | None:
+    def launch(self, plan: DraftPlan) -> ScriptedPending:
         """What the runners do on the device: rejected rows write provisional slots, the others are those of a plan that
         was made with the verify's results."""
-        if not self._leaves_tokens or has_processors(plan.sampling):
-            return None
         with self._lock:
             self._begin_step()
-            if not self._is_known:
-                return self._garbage(plan)
-            self.num_followed += 1
             try:
-                return self._follow(plan)
+                reply = self.propose(plan) if self._is_known else self._garbage(plan)
             except (StaleSlotError, AuxMismatchError) as error:
                 self.violation = self.violation or error
                 raise
+            self._in_flight = [reply]
+            return ScriptedPending(self._in_flight, reply)
 
-    def _follow(self, plan: DraftPlan) -> DraftReply:
-        follow, rows = plan.follow, RowGrid(plan.rows)
-        accepted = follow.drawn.num_accepted_tokens[follow.drawn_rows]
-        is_kept = rows.columns <= accepted[:, None]
+    def propose(self, plan: DraftPlan) -> DraftReply:
+        """Overridden by tests that plant a fault."""
+        if not plan.num_drawn.any():
+            return self._propose(plan)
+        assert self.tokens is not None
+        self.num_followed += 1
+        found = [self.tokens.drawn.get(row, (0, [0])) for row in plan.table_rows.tolist()]
+        drawn = np.zeros((len(found), max(len(tokens) for _, tokens in found)), np.int64)
+        for index, (_, tokens) in enumerate(found):
+            drawn[index, : len(tokens)] = tokens
+        known = plan.resolved(drawn, np.array([accepted for accepted, _ in found], np.int32))
+        rows = RowGrid(plan.rows)
         slots = self.store.slots(plan.rows.block_table, rows.positions)
-        rejected = rows.real & ~is_kept
+        rejected = rows.real & (rows.columns >= known.rows.query_lens[:, None])
         self.store.write(
             slots[rejected],
             mix(np.uint64(1), slots[rejected]),
@@ -334,35 +320,13 @@ class ScriptedDraft(ScriptedRunner):
             rows.positions[rejected],
             SlotKind.PROVISIONAL,
         )
-        wanted = np.clip(follow.room - accepted, 0, plan.num_proposals)
-        known = replace(
-            plan,
-            rows=replace(
-                plan.rows,
-                token_ids=np.concatenate(
-                    [
-                        follow.drawn.output_token_ids[r, : a + 1]
-                        for r, a in zip(follow.drawn_rows, accepted, strict=True)
-                    ]
-                ).astype(np.int32),
-                query_lens=(accepted + 1).astype(np.int32),
-                seq_lens=plan.rows.seq_lens - plan.rows.query_lens + accepted + 1,
-            ),
-            aux_rows=plan.aux_rows[(rows.real & is_kept)[rows.real]],
-            # One draw tells whether the extension was finite, of those too that want none any more.
-            num_proposals=np.where(plan.num_proposals > 0, np.maximum(wanted, 1), 0).astype(np.int32),
-            output_index=(follow.first_index + accepted)[plan.num_proposals > 0],
-            follow=None,
-        )
-        reply = self._propose(known)
-        left = reply.tokens.tensor
-        left[1:][np.arange(len(left) - 1)[:, None] >= wanted] = -1
-        return reply
+        return self._propose(known)
 
     def _propose(self, plan: DraftPlan) -> DraftReply:
         rows, store = RowGrid(plan.rows), self.store
         aux = np.zeros(rows.real.shape, np.uint64)
-        aux[rows.real] = plan.aux.tensor[plan.aux_rows]
+        given = self.tokens.aux if plan.aux.tensor is None and self.tokens is not None else plan.aux.tensor
+        aux[rows.real] = given[plan.aux_rows]  # type: ignore[index]
         before = store.read_prefixes(plan.rows.block_table, rows.starts, checks=self.checks_slots)
         hashes = mix(aux, rows.tokens)  # through token p + 1
         previous = np.concatenate([before[:, None], hashes[:, :-1]], axis=1)
@@ -375,26 +339,18 @@ class ScriptedDraft(ScriptedRunner):
         )
         last = hashes[np.arange(len(hashes)), plan.rows.query_lens - 1]
         proposals, status = self._propose_all(plan, last)
-        if plan.leaves_tokens and self._leaves_tokens:
-            return self._left(plan, proposals, status)
+        if plan.in_table and self.tokens is not None:
+            given = iter(proposals.tolist())
+            for row, count, failed in zip(
+                plan.table_rows.tolist(), plan.num_proposals.tolist(), status.tolist(), strict=True
+            ):
+                tokens = next(given) if count else []
+                self.tokens.proposed[row] = plan.step_id, failed, [-1] * len(tokens) if failed else tokens
         return DraftReply(
             step_id=plan.step_id,
             runner_epoch=self.description.runner_epoch,
-            seq_status=status,
-            draft_token_ids=proposals,
-        )
-
-    def _left(self, plan: DraftPlan, proposals: npt.NDArray[np.int64], status: npt.NDArray[np.int32]) -> DraftReply:
-        left = np.full((1 + MAX_SPECULATIVE_TOKENS, len(status)), -1, np.int32)
-        left[0] = status
-        left[1 : 1 + proposals.shape[1], plan.num_proposals > 0] = proposals.T
-        left[1:, status != 0] = -1
-        return DraftReply(
-            step_id=plan.step_id,
-            runner_epoch=self.description.runner_epoch,
-            seq_status=np.zeros_like(status),
-            draft_token_ids=np.empty((0, 0), np.int64),
-            tokens=TokenHandle(num_seqs=len(status), tensor=left),
+            seq_status=np.zeros_like(status) if plan.in_table else status,
+            draft_token_ids=None if plan.in_table else proposals,
         )
 
     def _garbage(self, plan: DraftPlan) -> DraftReply:
@@ -408,7 +364,8 @@ class ScriptedDraft(ScriptedRunner):
 
     def _propose_all(self, plan: DraftPlan, last: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         proposing = np.flatnonzero(plan.num_proposals)
-        counts = plan.num_proposals[proposing]
+        # One draw tells whether the extension was finite, of those too that want none any more.
+        counts = np.maximum(plan.num_wanted[proposing], 1)
         width = int(counts.max(initial=0))
         proposals = np.full((len(proposing), width), -1, np.int64)
         status = np.zeros(len(plan.num_proposals), np.int32)
@@ -424,6 +381,7 @@ class ScriptedDraft(ScriptedRunner):
             positions = plan.rows.seq_lens[proposing[more]].astype(np.int64) + step
             slots = self.store.slots(plan.rows.block_table[proposing[more]], positions[:, None])[:, 0]
             self.store.write(slots, hashes[more], proposals[more, step], positions, SlotKind.PROVISIONAL)
+        proposals[np.arange(width) >= plan.num_wanted[proposing][:, None]] = -1
         return proposals, status
 
     def _propose_one(
@@ -456,10 +414,8 @@ class ScriptedDraft(ScriptedRunner):
 class RowGrid:
     """A plan's ragged rows as [S, longest] arrays; `real` marks the rows that exist."""
 
-    def __init__(
-        self, rows: RowPlan, left: npt.NDArray[np.int32] | None = None, columns: npt.NDArray[np.int32] | None = None
-    ) -> None:
-        """left, columns: of a target's plan whose draft tokens the draft has left for it."""
+    def __init__(self, rows: RowPlan, plan: TargetPlan | None = None, table: ScriptedTable | None = None) -> None:
+        """plan, table: of a target's step, whose rows may embed tokens of the table."""
         query_lens = rows.query_lens.astype(np.int64)
         self.starts = rows.seq_lens.astype(np.int64) - query_lens
         self.columns = np.broadcast_to(np.arange(query_lens.max()), (len(query_lens), query_lens.max()))
@@ -468,10 +424,14 @@ class RowGrid:
         self.tokens = np.zeros(self.real.shape, np.int64)
         self.tokens[self.real] = rows.token_ids
         self._checked = self.tokens.copy()
-        if left is not None and columns is not None:
-            for sequence in np.flatnonzero(columns >= 0).tolist():
-                count = int(query_lens[sequence]) - 1
-                self._checked[sequence, 1 : 1 + count] = left[1 : 1 + count, columns[sequence]]
+        if plan is not None and table is not None and plan.reads_table:
+            for index in np.flatnonzero(plan.num_given < query_lens).tolist():
+                count, row, num_given = int(query_lens[index]), int(plan.table_rows[index]), int(plan.num_given[index])
+                accepted, drawn = table.drawn.get(row, (0, [0]))
+                step, _, proposals = table.proposed.get(row, (0, 1, []))
+                held = [drawn[accepted], *(proposals if step == plan.draft_step else [])] + [-1] * count
+                first = count - int(plan.num_sampled_rows[index])
+                self._checked[index, num_given:count] = held[num_given - first : count - first]
             self.tokens = np.maximum(self._checked, 0)
 
     def chain(self, last: Hashes) -> Hashes:
@@ -500,11 +460,6 @@ def sampling_inputs(plan: SamplingPlan, greedy: npt.NDArray[np.bool_] | None = N
     if greedy is not None:
         values["temperature"] = values["temperature"].masked_fill(torch.from_numpy(greedy), 0.0)
     return SamplingInputs(**values)
-
-
-def _draft_status(plan: TargetPlan) -> npt.NDArray[np.int32] | None:
-    handle = plan.draft_tokens
-    return handle.tensor[0].copy() if handle.tensor is not None else None
 
 
 def _vocabulary_map(token_id_of_column: npt.NDArray[np.int64], script: LogitScript) -> VocabularyMap:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
@@ -15,7 +15,6 @@ from kimi_backend.types.plan import (
     SamplingPlan,
     TargetPlan,
     TargetReply,
-    TokenHandle,
 )
 
 UNUSED_BLOCK_ID = 2**30
@@ -38,8 +37,10 @@ class LoopSequence:
     accepted: list[int] = field(default_factory=list)
     """Draft tokens accepted, in each verify that had some."""
     status: int = 0
-    draft_column: int = -1
-    """Where its draft tokens stand on the device; `draft_token_ids` are stand-ins then."""
+    is_in_table: bool = False
+    """Whether its draft tokens stand in the token table; `draft_token_ids` are stand-ins then."""
+    row: int = 0
+    """Of the token table."""
 
     @property
     def is_decoding(self) -> bool:
@@ -66,25 +67,25 @@ class SpeculativeLoop:
 
     def __init__(
         self,
-        target: TargetModel,
-        draft: DraftModel | None,
+        target: Target,
+        draft: Draft | None,
         prompts: list[list[int]],
         k: int | list[int],
         *,
-        launch_ahead: bool = False,
+        in_table: bool = False,
         **fields: Any,
     ) -> None:
         """
         Args:
-            launch_ahead: whether the draft may leave its tokens on the device.
+            in_table: whether the draft leaves its tokens in the token table.
             k: draft tokens a step, of each sequence or of all; without a draft, 0.
             fields: of every `LoopSequence`.
         """
         self._target = target
         self._draft = draft
-        self._step_id = 0
-        self._launch_ahead = launch_ahead
-        self._left = TokenHandle()
+        self._step_id = 1
+        self._in_table = in_table
+        self._draft_step = 0
         ks = k if isinstance(k, list) else [k] * len(prompts)
         num_blocks = target.describe().num_blocks
         order = np.random.default_rng(len(prompts)).permutation(num_blocks).tolist()
@@ -98,6 +99,7 @@ class SpeculativeLoop:
                     target_blocks=blocks,
                     draft_blocks=[num_blocks - 1 - block for block in blocks],
                     num_speculative_tokens=ks[index],
+                    row=index,
                     **fields,
                 )
             )
@@ -112,23 +114,25 @@ class SpeculativeLoop:
         rows = [s.next_rows(chunk_size) for s in self.sequences]
         starts = [s.target_len for s in self.sequences]
         plan = self._target_plan(rows)
-        reply = self._target.verify(plan)
+        reply = self._target.launch(plan).wait()
         self._commit(rows, plan, reply)
-        self._step_id += 1
         if self._draft is None:
+            self._step_id += 1
             return Step(plan, reply, None, None)
         draft_plan = self._draft_plan(rows, starts, plan.num_sampled_rows.tolist(), reply.aux)
-        draft_reply = self._draft.propose(draft_plan)
+        draft_reply = self._draft.launch(draft_plan).wait()
         self._keep(draft_plan, draft_reply)
+        self._step_id += 1
         return Step(plan, reply, draft_plan, draft_reply)
 
     def _keep(self, plan: DraftPlan, reply: DraftReply) -> None:
-        self._left = reply.tokens
-        proposals = iter(reply.draft_token_ids.tolist())
-        for index, (sequence, count) in enumerate(zip(self.sequences, plan.num_proposals.tolist(), strict=True)):
+        in_table = reply.draft_token_ids is None
+        self._draft_step = plan.step_id if in_table else 0
+        proposals = iter([] if reply.draft_token_ids is None else reply.draft_token_ids.tolist())
+        for sequence, count in zip(self.sequences, plan.num_proposals.tolist(), strict=True):
             sequence.draft_len = sequence.target_len
-            sequence.draft_column = index if count and reply.tokens.num_seqs else -1
-            if reply.tokens.num_seqs:
+            sequence.is_in_table = in_table and count > 0
+            if in_table:
                 sequence.draft_token_ids = [0] * count
             else:
                 sequence.draft_token_ids = next(proposals)[:count] if count else []
@@ -139,20 +143,23 @@ class SpeculativeLoop:
             finishes = sequence.target_len + len(tokens) == len(sequence.token_ids)
             sampled.append(len(tokens) if sequence.is_decoding else int(finishes))
         sampling = [s for s, count in zip(self.sequences, sampled, strict=True) if count]
+        query_lens = np.array([len(tokens) for tokens in rows], np.int32)
+        is_in_table = np.array([s.is_in_table for s in self.sequences])
         return TargetPlan(
             step_id=self._step_id,
             rows=RowPlan(
                 token_ids=np.concatenate(rows).astype(np.int32),
-                query_lens=np.array([len(tokens) for tokens in rows], np.int32),
+                query_lens=query_lens,
                 seq_lens=np.array([s.target_len + len(r) for s, r in zip(self.sequences, rows, strict=True)], np.int32),
                 block_table=_block_table([s.target_blocks for s in self.sequences]),
             ),
+            table_rows=np.array([s.row for s in self.sequences], np.int32),
+            num_given=np.where(is_in_table, 1, query_lens).astype(np.int32),
             num_sampled_rows=np.array(sampled, np.int32),
             sampling=_sampling(sampling),
             num_logprobs=None,
             wants_aux=np.full(len(rows), self._draft is not None),
-            draft_tokens=self._left,
-            draft_columns=np.array([s.draft_column for s in self.sequences], np.int32) if self._left.num_seqs else None,
+            draft_step=self._draft_step,
         )
 
     def _commit(self, rows: list[list[int]], plan: TargetPlan, reply: TargetReply) -> None:
@@ -189,11 +196,14 @@ class SpeculativeLoop:
             ),
             aux=aux,
             aux_rows=np.array(aux_rows, np.int64),
+            table_rows=np.array([s.row for s in self.sequences], np.int32),
+            num_drawn=np.zeros(len(starts), np.int32),
             num_proposals=np.array(proposals, np.int32),
+            room=np.array(proposals, np.int32),
             greedy=np.array([s.greedy_draft for s in proposing], np.bool_),
             sampling=_sampling(proposing),
             output_index=np.array([s.target_len + 1 for s in proposing], np.int64),
-            leaves_tokens=self._launch_ahead,
+            in_table=self._in_table,
         )
 
 

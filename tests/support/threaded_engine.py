@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from kimi_backend.engine.engine import Engine
-from kimi_backend.types.plan import TargetPlan, TargetReply
+from kimi_backend.types.plan import TargetPlan
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
-from support.scripted_models import ScriptedDraft, ScriptedPending, ScriptedTarget, describe
+from support.scripted_models import ScriptedDraft, ScriptedPending, ScriptedTarget, connect, describe
 
 VOCAB = 32
 SCRIPT = LogitScript(VOCAB, scales=(3.0, 8.0))
@@ -33,11 +33,7 @@ class SlowTarget(ScriptedTarget):
     step_s = 0.0
     gate: threading.Event | None = None
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
-        self._pause()
-        return super().verify(plan)
-
-    def launch(self, plan: TargetPlan) -> ScriptedPending | None:
+    def launch(self, plan: TargetPlan) -> ScriptedPending:
         self._pause()
         return super().launch(plan)
 
@@ -76,6 +72,7 @@ def started_engines() -> Iterator[Callable[..., Engine]]:
     Client.all_of_test.clear()
 
     def make(target: ScriptedTarget, draft: ScriptedDraft | None = None, **kwargs: object) -> Engine:
+        connect(target, draft)
         engine = Engine(target, draft, **kwargs)  # type: ignore[arg-type]
         engines.append(engine)
         engine.start()

@@ -15,7 +15,7 @@ from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset
 from kimi_backend.cli.make_checkpoint import make_checkpoint
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.types.plan import RowPlan, SamplingPlan, TargetPlan
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
 
 
 def make_tiny(folder: Path, draft: DraftKind) -> Path:
@@ -48,7 +48,7 @@ def tiny_settings(folder: Path, **changes: Any) -> ServingSettings:
 
 def one_row_plan(step_id: int) -> TargetPlan:
     """A step of one sequence's first token."""
-    return TargetPlan(
+    return TargetPlan.given(
         step_id=step_id,
         rows=RowPlan(
             token_ids=np.array([1], np.int32),
@@ -60,6 +60,21 @@ def one_row_plan(step_id: int) -> TargetPlan:
         sampling=SamplingPlan.plain(1),
         num_logprobs=None,
         wants_aux=np.array([False]),
+    )
+
+
+def draft_plan(step_id: int) -> DraftPlan:
+    """A draft's step of one sequence's first token."""
+    target = one_row_plan(step_id)
+    return DraftPlan.given(
+        step_id=step_id,
+        rows=target.rows,
+        aux=AuxHandle(),
+        aux_rows=np.zeros(1, np.int64),
+        num_proposals=np.zeros(1, np.int32),
+        greedy=np.empty(0, np.bool_),
+        sampling=SamplingPlan.plain(0),
+        output_index=np.empty(0, np.int64),
     )
 
 
@@ -75,9 +90,9 @@ def main(folder: str, action: str) -> None:
     step_id = 0
     while action == "run":
         step_id += 1
-        target.verify(one_row_plan(step_id))
+        target.launch(one_row_plan(step_id)).wait()
     if action == "mislead":
-        with target.peers.run("launch", one_row_plan(1)):
+        with target.peers.run(draft_plan(1)):
             pass
     if action == "return":
         return

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kimi_backend.scheduler.plan_builder import DraftWork, emitted_tokens, first_rows
+from kimi_backend.scheduler.plan_builder import emitted_tokens
 from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.types.plan import STATUS_NO_TOKEN_LEFT, FloatArray, Int64Array, TargetPlan, TargetReply
@@ -34,18 +34,9 @@ class StepOutput:
     """Set in a request's last output."""
 
 
-@dataclass(slots=True)
-class Commit:
-    """Result of `commit_step`."""
-
-    outputs: list[StepOutput]
-    draft_work: list[DraftWork]
-    """Of the sequences that go on and use the draft."""
-
-
 def commit_step(
     batch: StepBatch, plan: TargetPlan, reply: TargetReply, time_s: float, still_there: list[bool]
-) -> Commit:
+) -> list[StepOutput]:
     """Append what was drawn, move the valid lengths, decide who ends.
 
     A sequence of n + 1 tokens that verified k draft tokens and had a accepted has KV for n + a + 1 of its n + a + 2
@@ -53,46 +44,39 @@ def commit_step(
 
     Args:
         still_there: of each sequence; the step means nothing to one that is not.
+
+    Returns:
+        Of every sequence that drew a token or has ended.
     """
-    commit = Commit([], [])
+    outputs: list[StepOutput] = []
     emitted = iter(emitted_tokens(reply))
-    status, num_sampled, first_row = reply.seq_status.tolist(), plan.num_sampled_rows.tolist(), first_rows(plan)
+    status, num_sampled = reply.seq_status.tolist(), plan.num_sampled_rows.tolist()
     sample_index = 0
     for index, sequence in enumerate(batch.sequences):
-        num_rows, num_proposals = batch.num_rows[index], 0
+        num_rows = batch.num_rows[index]
         is_sampling = num_sampled[index] > 0
         token_ids = next(emitted) if is_sampling else []
         if not still_there[index]:
             sample_index += is_sampling
             continue
         if is_sampling:
-            num_rows, output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, status[index], time_s)
+            output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, status[index], time_s)
             if reply.logprobs is not None:
                 output.logprobs = _logprob_rows(sequence, reply, sample_index)
-            commit.outputs.append(output)
-            num_proposals = sequence.speculation.num_draft_tokens(sequence.num_remaining_tokens)
+            outputs.append(output)
         elif status[index] != 0:
             sequence.finish = _failed(sequence, status[index])
-            commit.outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
+            outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
         else:
             sequence.target_len += num_rows
-        if sequence.finish is None and sequence.uses_draft:
-            commit.draft_work.append(
-                DraftWork(
-                    sequence=sequence,
-                    first_target_row=first_row[index],
-                    num_rows=num_rows,
-                    num_proposals=num_proposals,
-                )
-            )
         sample_index += is_sampling
-    return commit
+    return outputs
 
 
 def _append(
     sequence: Sequence, num_rows: int, num_draft_tokens: int, token_ids: list[int], status: int, time_s: float
-) -> tuple[int, StepOutput]:
-    """Returns how many of the rows hold accepted tokens, and the output.
+) -> StepOutput:
+    """Give a sequence its tokens.
 
     Where the last row failed, the tokens accepted before it still count, as they would without speculation; if one of
     them ends the sequence, nobody needed the row. Rows of tokens that the draft failed to propose checked nothing.
@@ -110,7 +94,7 @@ def _append(
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
     if num_proposed:
         sequence.speculation.record(num_proposed, num_accepted)
-    return num_valid_rows, StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, finish=sequence.finish)
+    return StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, finish=sequence.finish)
 
 
 def _logprob_rows(sequence: Sequence, reply: TargetReply, index: int) -> LogprobRows | None:

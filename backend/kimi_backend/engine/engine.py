@@ -15,7 +15,7 @@ from kimi_backend.errors import CapacityError, InvalidRequestError
 from kimi_backend.scheduler.admission import AdmissionLimits, check_request
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.text.text_stream import TextStream
 from kimi_backend.text.tokenizer import Tokenizer
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
@@ -48,8 +48,8 @@ class Engine:
 
     def __init__(
         self,
-        target: TargetModel,
-        draft: DraftModel | None,
+        target: Target,
+        draft: Draft | None,
         *,
         settings: SchedulerSettings | None = None,
         eos_token_ids: Iterable[int] = (),

@@ -19,7 +19,7 @@ from kimi_backend.engine.statistics import EngineState
 from kimi_backend.errors import CapacityError, ModelUnavailableError
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.plan import RunnerDescription
 from kimi_backend.types.request import EndCause, FinishReason
 
@@ -55,8 +55,8 @@ class EngineLoop:
 
     def __init__(
         self,
-        target: TargetModel,
-        draft: DraftModel | None,
+        target: Target,
+        draft: Draft | None,
         settings: SchedulerSettings,
         patience: Patience,
         clock: Callable[[], float] = time.monotonic,
@@ -215,6 +215,7 @@ class EngineLoop:
             resolve(target, draft, self._settings),
             self.emitter.put,
             self._clock,
+            last_step_id=time.time_ns() // 1000,
         )
         with self.changed:
             self.core = core

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from kimi_backend.errors import ModelUnavailableError
-from kimi_backend.spec_decode.protocols import DraftModel, TargetModel
+from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.plan import RunnerDescription
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -16,7 +16,7 @@ LAST_RETRY_S = 1.0
 class RunnerLink:
     """One runner's handshake. Waits twice as long after each failure in a row; a step that worked resets that."""
 
-    def __init__(self, model: TargetModel | DraftModel, role: str, clock: Callable[[], float]) -> None:
+    def __init__(self, model: Target | Draft, role: str, clock: Callable[[], float]) -> None:
         self._model = model
         self._clock = clock
         self._delay_s = FIRST_RETRY_S

@@ -71,7 +71,7 @@ def take_statistics(
     return EngineStatistics(
         state=state,
         problem=problem,
-        is_speculating=core.is_speculating,
+        is_speculating=scheduler.is_drafting,
         speculation_policy=scheduler.settings.speculation_policy.value,
         num_chosen_draft_tokens=scheduler.policy.num_chosen_tokens,
         num_running=len(scheduler.running),

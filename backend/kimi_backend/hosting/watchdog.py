@@ -20,7 +20,7 @@ from collections.abc import Callable
 from kimi_backend.hosting.admin_access import SECRET_VARIABLE, admin_headers
 from kimi_backend.hosting.shared_memory import SharedMemoryWatch, sweep_regions
 from kimi_backend.hosting.stubs import Stub, find_stubs
-from kimi_backend.serving.processes import is_alive
+from kimi_backend.processes import is_alive
 
 POLL_S = 0.25
 RESCAN_S = 1.0

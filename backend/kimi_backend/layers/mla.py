@@ -48,6 +48,8 @@ class MlaAttention:
         """
         start, stop = loader.bounds(f"{loader.prefix}num_attention_heads", dims.num_attention_heads)
         self._dims = dims
+        self._latent_dim, self._qk_head_dim = dims.latent_dim, dims.qk_head_dim
+        self._softmax_scale = dims.softmax_scale
         self._eps = rms_norm_eps
         self._kernels = loader.kernels
         self._cos_sin = cos_sin
@@ -94,7 +96,7 @@ class MlaAttention:
             This rank's term of the sum over ranks, [T, hidden_size].
         """
         g = self._dims
-        query, kv_a = torch.split(self._qkv_a(x), [self._query_width, g.latent_dim], dim=1)
+        query, kv_a = torch.split(self._qkv_a(x), [self._query_width, self._latent_dim], dim=1)
         stored = (
             kv_a,
             self._kv_a_norm,
@@ -110,7 +112,7 @@ class MlaAttention:
             query = self._q_b(self._kernels.norm_store_latent(query, self._q_a_norm, *stored))
         else:
             self._kernels.store_latent(*stored)
-        q = query.reshape(-1, self._num_heads, g.qk_head_dim)
+        q = query.reshape(-1, self._num_heads, self._qk_head_dim)
         heads = self._attend(q, metadata, latent_cache, kv_scale)
         return self._o_proj(heads.reshape(-1, self._num_heads * g.v_head_dim))
 
@@ -129,7 +131,7 @@ class MlaAttention:
             positions = metadata.positions[:num_decode]
             q_latent = self._kernels.mla_query(q[:num_decode], self._w_uk, self._cos_sin, positions, g.rope.interleaved)
             latents, _ = self._kernels.mla_decode(
-                q_latent, latent_cache, metadata.decode, g.kv_lora_rank, g.softmax_scale, kv_scale
+                q_latent, latent_cache, metadata.decode, g.kv_lora_rank, self._softmax_scale, kv_scale
             )
             outputs.append(self._kernels.per_head_linear(latents, self._w_uv))
         if metadata.prefill is not None:
@@ -142,7 +144,7 @@ class MlaAttention:
                     self._w_uk,
                     self._w_uv,
                     metadata.prefill,
-                    g.softmax_scale,
+                    self._softmax_scale,
                     kv_scale,
                 )
             )

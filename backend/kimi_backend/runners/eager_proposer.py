@@ -70,7 +70,9 @@ class EagerProposer:
         rows write nothing, see only slots it owns, and what they draw is dropped.
 
         Args:
-            tensors: the plan's arrays by name, and `proposing`: [B] which of its sequences propose.
+            plan: one that is `resolved`, of which some proposal is wanted.
+            tensors: the plan's arrays by name, `num_wanted` as `num_proposals`, and `proposing`: [B] which of its
+                sequences propose.
             upload: what brings the plan's sampling parameters to the device.
             normed, hidden: [B, H] of their last extended rows.
         Returns:
@@ -141,8 +143,8 @@ def _until_failure(
 
 
 def _proposing(plan: DraftPlan, tensors: Tensors, upload: SamplingUpload) -> _Proposing:
-    proposing, wanted = tensors["proposing"], plan.num_proposals
-    everyone = len(proposing) == len(wanted)
+    proposing, wanted = tensors["proposing"], plan.num_wanted[plan.num_proposals > 0]
+    everyone = len(proposing) == len(plan.num_proposals)
     names = ("num_proposals", "seq_lens", "block_table")
     sampling, moves_logits = upload.inputs(plan.sampling), upload.moves_logits(plan.sampling)
     if plan.greedy.any():
@@ -153,7 +155,7 @@ def _proposing(plan: DraftPlan, tensors: Tensors, upload: SamplingUpload) -> _Pr
         output_index=tensors["output_index"],
         sampling=sampling,
         sequence=torch.arange(len(proposing), device=proposing.device),
-        wants_alike=bool((wanted[wanted > 0] == wanted.max()).all()),
+        wants_alike=bool((wanted == wanted.max()).all()),
         reads_window=moves_logits,
         takes_argmax=bool(is_greedy.all()) and not moves_logits,
         width=int(wanted.max()),

@@ -19,11 +19,12 @@ from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.draft_choice import head_format, linear_format
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import GraphRecorder
+from kimi_backend.runners.hand_over.token_table import TokenTable, share
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.opened_checkpoints import Checkpoints, memory_plan
 from kimi_backend.runners.placement import Placement, captures_steps, place
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers, share
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.ranks.workers import Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
@@ -79,7 +80,10 @@ def _load_target(
     recorder: GraphRecorder | None,
     group: TensorParallelGroup,
     peers: Peers,
+    *,
+    is_split: bool,
 ) -> tuple[TargetRunner, KimiTarget]:
+    """is_split: whether the draft is in another process."""
     plan = memory_plan(settings, checkpoints, placement)
     kernels = _target_kernels(settings, placement)
     with checkpoints.target.loading() as tensors:
@@ -105,6 +109,7 @@ def _load_target(
         recorder=recorder,
         group=group,
         peers=peers,
+        table=TokenTable.allocate(limits, placement.device, is_split=is_split) if recorder else None,
     )
     _warm_up(runner)
     return runner, model
@@ -147,8 +152,9 @@ def _load_draft(
     peers: Peers,
     shared: EmbedAndHead | None = None,
     aux_buffer: AuxBuffer | None = None,
+    table: TokenTable | None = None,
 ) -> DraftRunner:
-    """shared, aux_buffer: the target's, where it is in this process."""
+    """shared, aux_buffer, table: the target's, where it is in this process."""
     checkpoint = checkpoints.draft
     if checkpoint is None:
         raise ConfigError("setting draft: empty, the folder of a draft is needed to load the draft model")
@@ -176,17 +182,21 @@ def _load_draft(
         placement.device,
         _kv_scale(settings, kv_dtype),
     )
+    limits = _limits(settings, plan)
+    if table is None and recorder is not None:
+        table = TokenTable.allocate(limits, placement.device, is_split=True)
     runner = DraftRunner(
         model,
         placement.kernels,
         pool,
-        _limits(settings, plan),
+        limits,
         placement.dtype,
         pretences=settings.pretences,
         aux_buffer=aux_buffer,
         recorder=recorder,
         group=group,
         peers=peers,
+        table=table,
     )
     _warm_up(runner)
     return runner
@@ -212,15 +222,15 @@ def load_rank(
     recorder = _recorder(settings, placement)
     ranks = recorder, group, peers
     # What is summed first loads its kernel, which must not be while a stream waits for another process.
-    share(group, [torch.zeros(1, dtype=dtype, device=placement.device) for dtype in (torch.int32, torch.int64)])
+    share(torch.zeros(1, dtype=torch.int32, device=placement.device), group)
     if role is Role.DRAFT:
         return None, _load_draft(settings, checkpoints, placement, *ranks)
-    target, model = _load_target(settings, checkpoints, placement, *ranks)
+    target, model = _load_target(settings, checkpoints, placement, *ranks, is_split=role is Role.TARGET)
     if role is Role.TARGET or checkpoints.draft is None:
         return target, None
     # In one process the draft shares the target's matrices where it can.
     shared = model.get_embed_and_head()
-    return target, _load_draft(settings, checkpoints, placement, *ranks, shared, target.aux_buffer)
+    return target, _load_draft(settings, checkpoints, placement, *ranks, shared, target.aux_buffer, target.table)
 
 
 def _load(settings: ServingSettings, role: Role) -> tuple[TargetRunner | None, DraftRunner | None]:

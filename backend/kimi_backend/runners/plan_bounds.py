@@ -1,21 +1,18 @@
-"""Bounds of what a plan says of other steps: these numbers size arrays and name steps to wait for.
+"""Bounds of a plan's step ids: they are numbers that other steps wait for, and only grow.
 
 The runner itself checks the rest of a plan (`runners.plan_checks`).
 """
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.types.plan import TargetPlan
+from kimi_backend.types.plan import DraftPlan, TargetPlan
+
+LAST_STEP_ID = 2**62
+"""More than microseconds since 1970, which step ids begin from (`engine.loop`)."""
 
 
-def check_hand_over(plan: TargetPlan, max_num_seqs: int) -> None:
-    """Raises InvalidRequestError unless what the plan says of the draft's step can be meant.
-
-    Args:
-        max_num_seqs: most sequences in a step of the draft.
-    """
-    num_seqs = plan.draft_tokens.num_seqs
-    if not 0 <= num_seqs <= max_num_seqs:
-        raise InvalidRequestError(f"plan draft_tokens.num_seqs: {num_seqs} given, 0 to {max_num_seqs} allowed")
-    for name, number in (("draft_step", plan.draft_step), ("stamp", plan.stamp)):
-        if number < 0:
-            raise InvalidRequestError(f"plan {name}: {number} given, 0 or more allowed")
+def check_step_ids(plan: TargetPlan | DraftPlan) -> None:
+    """Raises InvalidRequestError unless the plan's step ids can be meant."""
+    if not 0 < plan.step_id <= LAST_STEP_ID:
+        raise InvalidRequestError(f"plan step_id: {plan.step_id} given, 1 to {LAST_STEP_ID} allowed")
+    if isinstance(plan, TargetPlan) and not 0 <= plan.draft_step < plan.step_id:
+        raise InvalidRequestError(f"plan draft_step: {plan.draft_step} given, 0 to step_id - 1 allowed")

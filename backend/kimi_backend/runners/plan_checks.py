@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kimi_backend.errors import ConfigError, InvalidRequestError
-from kimi_backend.types.plan import DraftPlan, FollowPlan, Int32Array, RowPlan, SamplingPlan, TargetPlan
+from kimi_backend.types.plan import DraftPlan, Int32Array, RowPlan, SamplingPlan, TargetPlan
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 IntegerArray = npt.NDArray[np.integer[Any]]
@@ -61,12 +61,10 @@ class RunnerLimits:
 def slots_needed(plan: DraftPlan) -> Int32Array:
     """[S] slots that each sequence's blocks must cover: those of its rows, and of the steps after them.
 
-    Where a verify is followed, most are needed when it accepts everything: one accepted token more moves the steps on
-    by one, and takes away at most one of them.
+    Most are needed when everything is accepted: one accepted token more moves the steps on by one, and takes away at
+    most one of them.
     """
-    proposals = plan.num_proposals
-    if plan.follow is not None:
-        proposals = np.minimum(proposals, plan.follow.room - (plan.rows.query_lens - 1))
+    proposals = np.minimum(plan.num_proposals, plan.room - np.maximum(plan.num_drawn - 1, 0))
     needed: Int32Array = plan.rows.seq_lens + np.maximum(proposals - 1, 0)
     return needed
 
@@ -79,6 +77,8 @@ class PlanChecker:
     vocab_size: int
     num_blocks: int
     block_size: int
+    has_table: bool = False
+    """Whether the runner has a token table."""
     _approved: list[SamplingPlan] = field(default_factory=list, init=False, repr=False, compare=False)
     """The last sampling parameters that passed: a frozen object, and mostly the next step's too."""
 
@@ -95,32 +95,30 @@ class PlanChecker:
         self._check_sampling(plan.sampling, int(np.count_nonzero(sampled)))
         if plan.num_logprobs is not None and not 0 <= plan.num_logprobs <= self.vocab_size:
             raise InvalidRequestError(f"plan num_logprobs: {plan.num_logprobs} given, 0 to {self.vocab_size} allowed")
-        self._check_draft_tokens(plan)
         if plan.logit_mask is not None:
             _expect_shape("logit_mask", plan.logit_mask, (int(sampled.sum()), -(-self.vocab_size // 32)))
-        if plan.drawn_rows is not None:
-            _expect_shape("drawn_rows", plan.drawn_rows, (num_seqs,))
-            _expect_within("drawn_rows", plan.drawn_rows, 0, self.limits.max_num_seqs - 1)
-            _expect_within("query_lens beside drawn_rows", rows.query_lens, 1, 1)
+        _expect_shape("num_given", plan.num_given, (num_seqs,))
+        self._check_table_rows(plan, uses_table=plan.draft_step != 0 or bool((plan.num_given < rows.query_lens).any()))
+        most = np.minimum(sampled, self.limits.max_speculative_tokens + 1)
+        _expect_within("num_given", plan.num_given, rows.query_lens - most, rows.query_lens, "of query_lens")
 
-    def _check_draft_tokens(self, plan: TargetPlan) -> None:
-        num_left, columns = plan.draft_tokens.num_seqs, plan.draft_columns
-        if (columns is None) != (num_left == 0) or num_left < 0:
-            given = "none" if columns is None else "some"
-            raise InvalidRequestError(
-                f"plan draft_columns: {given} given, draft_tokens of {num_left} sequences; one needs the other"
-            )
-        if columns is not None:
-            _expect_shape("draft_columns", columns, plan.rows.query_lens.shape)
-            _expect_within("draft_columns", columns, -1, num_left - 1)
+    def _check_table_rows(self, plan: TargetPlan | DraftPlan, *, uses_table: bool) -> None:
+        if uses_table and not self.has_table:
+            raise InvalidRequestError("plan: tokens of the token table wanted, but this runner has none")
+        _expect_shape("table_rows", plan.table_rows, plan.rows.query_lens.shape)
+        _expect_within("table_rows", plan.table_rows, 0, self.limits.max_num_seqs - 1)
 
     def check_draft(self, plan: DraftPlan, num_aux_rows: int) -> None:
         """Raises InvalidRequestError unless the plan can run. num_aux_rows: rows of the aux hidden states given."""
         rows, proposals = plan.rows, plan.num_proposals
         _expect_shape("num_proposals", proposals, (len(rows.query_lens),))
         _expect_within("num_proposals", proposals, 0, MAX_SPECULATIVE_TOKENS)
-        if plan.follow is not None:
-            self._check_follow(plan.follow, len(rows.query_lens))
+        self._check_table_rows(plan, uses_table=plan.in_table or bool(plan.num_drawn.any()))
+        for name in ("num_drawn", "room"):
+            _expect_shape(name, getattr(plan, name), rows.query_lens.shape)
+        _expect_within("room", plan.room, -MAX_SPECULATIVE_TOKENS - 2, self.limits.max_model_len)
+        allowed = np.minimum(rows.query_lens, self.limits.max_speculative_tokens + 1)
+        _expect_within("num_drawn", plan.num_drawn, 0, allowed, "query_lens and at most a verify's")
         _expect_shape("query_lens", rows.query_lens, proposals.shape)
         _expect_shape("seq_lens", rows.seq_lens, proposals.shape)
         self._check_rows(rows, slots_needed(plan))
@@ -129,8 +127,9 @@ class PlanChecker:
         num_proposing = int(np.count_nonzero(proposals))
         _expect_shape("greedy", plan.greedy, (num_proposing,))
         _expect_shape("output_index", plan.output_index, (num_proposing,))
-        expected = rows.seq_lens[proposals > 0].astype(np.int64) + 1
-        _expect_within("output_index", plan.output_index, 0, self._last_index)
+        unaccepted = rows.seq_lens - np.maximum(plan.num_drawn - 1, 0)
+        expected = unaccepted[proposals > 0].astype(np.int64) + 1
+        _expect_within("output_index", plan.output_index, 0, self.limits.max_model_len + MAX_SPECULATIVE_TOKENS)
         is_wrong = plan.output_index < expected
         if is_wrong.any():
             wrong = np.flatnonzero(is_wrong)
@@ -139,21 +138,6 @@ class PlanChecker:
                 f" at least {expected[wrong[0]]} (seq_len + 1) is allowed"
             )
         self._check_sampling(plan.sampling, num_proposing)
-
-    @property
-    def _last_index(self) -> int:
-        """Of a token that any step may propose."""
-        return self.limits.max_model_len + MAX_SPECULATIVE_TOKENS
-
-    def _check_follow(self, follow: FollowPlan, num_seqs: int) -> None:
-        drawn, accepted = follow.drawn.output_token_ids, follow.drawn.num_accepted_tokens
-        if drawn is None or accepted is None:
-            raise InvalidRequestError("plan follow.drawn: none given, two tensors are needed")
-        _expect_shape("follow.drawn_rows", follow.drawn_rows, (num_seqs,))
-        for name in ("room", "first_index"):
-            _expect_shape(f"follow.{name}", getattr(follow, name), (num_seqs,))
-        _expect_within("follow.first_index", follow.first_index, 0, self._last_index)
-        _expect_within("follow.drawn_rows", follow.drawn_rows, 0, min(len(drawn), len(accepted)) - 1)
 
     def _check_rows(self, rows: RowPlan, slots_needed: npt.NDArray[np.int32]) -> None:
         """slots_needed: [S] slots that the sequence's blocks must cover."""

@@ -99,8 +99,8 @@ def _write_text(target: TargetRunner, token_ids: list[int], num_tokens: int) -> 
         rows = token_ids[done : done + described.max_num_batched_tokens]
         done += len(rows)
         is_last_chunk = done == len(token_ids)
-        reply = target.verify(
-            TargetPlan(
+        reply = target.launch(
+            TargetPlan.given(
                 step_id=done,
                 rows=_rows(rows, [len(rows)], [done], [_block_ids(0, described.max_model_len, described.block_size)]),
                 num_sampled_rows=np.array([int(is_last_chunk)], np.int32),
@@ -108,7 +108,7 @@ def _write_text(target: TargetRunner, token_ids: list[int], num_tokens: int) -> 
                 num_logprobs=None,
                 wants_aux=np.array([True]),
             )
-        )
+        ).wait()
         assert isinstance(reply.aux.tensor, torch.Tensor), "the step wanted aux hidden states"
         states.append(reply.aux.tensor.cpu())
         if is_last_chunk:
@@ -139,7 +139,8 @@ def _replay_text(draft: DraftRunner, text: ProbeText, aux: torch.Tensor, num_dra
             stop = min(end, start + described.max_num_batched_tokens)
             is_last = stop == end
             plan = _draft_plan(text, aux, start, stop, num_draft_tokens if is_last else 0, block_ids)
-            reply = draft.propose(plan)
+            reply = draft.launch(plan).wait()
+        assert reply.draft_token_ids is not None
         wanted = text.token_ids[end + 1 : end + 1 + num_draft_tokens]
         pairs = zip(reply.draft_token_ids[0].tolist(), wanted, strict=True)
         accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -153,7 +154,7 @@ def _draft_plan(
 ) -> DraftPlan:
     """Rows start to stop - 1: row p reads the aux states at p and the token at p + 1."""
     count = int(num_proposals > 0)
-    return DraftPlan(
+    return DraftPlan.given(
         step_id=stop,
         rows=_rows(text.token_ids[start + 1 : stop + 1], [stop - start], [stop], [block_ids]),
         aux=AuxHandle(tensor=aux[start:stop]),

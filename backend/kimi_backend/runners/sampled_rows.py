@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kimi_backend.runners.host_transfer import Arrays
-from kimi_backend.runners.left_tokens import window_rows
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, Int32Array, Int64Array, TargetPlan
 
 FEW_SEQUENCES = 16
@@ -104,3 +103,11 @@ class SampledRows:
     def arrays(self) -> Arrays:
         """By name, for `host_transfer.to_device`."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+def window_rows(plan: TargetPlan, width: int) -> Int64Array:
+    """[B, width] row of the step that embeds each draft token under verification; -1 after a sequence's last."""
+    counts = plan.num_sampled_rows[plan.num_sampled_rows > 0]
+    ends = np.cumsum(plan.rows.query_lens, dtype=np.int64)[plan.num_sampled_rows > 0]
+    columns = np.arange(width)
+    return np.where(columns < (counts - 1)[:, None], (ends - counts + 1)[:, None] + columns, -1)

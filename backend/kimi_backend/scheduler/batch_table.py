@@ -15,8 +15,8 @@ class BatchTable:
         self.sampling = SamplingTable(num_rows)
         self.pending_token_ids = np.zeros((num_rows, MAX_SPECULATIVE_TOKENS + 1), np.int32)
         """[num_rows, 8] the last token, then the draft tokens in flight, those that the host has."""
-        self.draft_columns = np.full(num_rows, -1, np.int32)
-        """[num_rows] where draft tokens in flight stand on the device (`TargetPlan.draft_columns`); -1: not there."""
+        self.is_in_table = np.zeros(num_rows, np.bool_)
+        """[num_rows] whether the draft tokens in flight stand in the runners' token table and not here."""
         self.target_blocks = np.zeros((num_rows, max_blocks), np.int32)
         self.draft_blocks = np.zeros((num_rows, max_blocks), np.int32)
         self._free_rows = list(range(num_rows - 1, -1, -1))

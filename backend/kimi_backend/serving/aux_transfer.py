@@ -2,12 +2,13 @@
 
 A GPU tensor costs about 0.7 ms on its way through the server, so where both runners share a GPU the draft opens the
 target's buffer once and a step names a region of it. The engine's process decides step by step: it knows what the
-target offered last and what the draft has opened. The draft's board, which the target opens, likewise (`step_board`).
+target offered last and what the draft has opened. The draft's board, which the target opens, likewise.
 """
 
-import itertools
 import logging
-import time
+from collections.abc import Callable
+
+from kimi_backend.errors import ModelUnavailableError
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -19,16 +20,28 @@ class Transfer:
         self._offered: bytes | None = None
         self._tried: bytes | None = None
         self._opened: bytes | None = None
+        self.opener: Callable[[bytes], bytes | None] | None = None
+        """Lets the other runner open a handle; returns what it has opened."""
 
     @property
     def is_open(self) -> bool:
         """Whether the other has opened what its owner offers now."""
         return self._offered is not None and self._opened == self._offered
 
-    @property
-    def to_open(self) -> bytes | None:
-        """The handle that the other has to open, when it has not been asked to yet."""
-        return self._offered if self._tried != self._offered else None
+    def open(self) -> None:
+        """Let the other runner open what is offered, if it has not been asked to yet."""
+        if self._offered is None or self._tried == self._offered or self.opener is None:
+            return
+        try:
+            opened = self.opener(self._offered)
+        except ModelUnavailableError as error:
+            logger.warning("what a runner shares is not opened: %s", error)
+            opened = None
+        self.answer(opened)
+
+    def forget(self) -> None:
+        """The other may be another process by now: nothing is open until it has been asked."""
+        self._tried = self._opened = None
 
     @property
     def offered(self) -> bytes | None:
@@ -40,7 +53,7 @@ class Transfer:
         self._offered = handle
 
     def answer(self, opened: bytes | None) -> None:
-        """The other described itself, having been given the offered handle: what it has opened."""
+        """The other was given the offered handle: what it has opened."""
         self._tried, self._opened = self._offered, opened
 
 
@@ -65,29 +78,12 @@ class AuxTransfer(Transfer):
 class BoardTransfer(Transfer):
     """The draft's board: when the target has opened it, their steps wait for each other on the GPU."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Stamps of another engine over the same runners were less.
-        self._stamps = itertools.count(time.time_ns())
-        self.draft_step = 0
-        """Number of the draft's last step that left tokens."""
-
-    def offer(self, handle: bytes | None) -> None:
-        """See `Transfer.offer`."""
-        if handle != self.offered:
-            self.draft_step = 0
-        super().offer(handle)
-
-    def next_stamp(self) -> int:
-        """For a verify that a draft follows."""
-        return next(self._stamps)
-
     def answer(self, opened: bytes | None) -> None:
         """See `Transfer.answer`."""
         super().answer(opened)
         if self.is_open:
             logger.info("target and draft wait for each other on the GPU: neither reply is waited for")
-        elif self.offered is not None and not self.is_open:
+        elif self.offered is not None:
             logger.warning(
                 "target and draft wait for each other's replies: the target cannot open the board, see its log"
             )

@@ -1,12 +1,13 @@
-"""The two model Protocols over Triton Server's in-process calls (BLS): one call a step.
+"""The two models' Protocols over Triton Server's in-process calls (BLS): one call a step.
 
-The two share an `AuxTransfer`, which says whether the target's aux hidden states need to travel, and a `BoardTransfer`,
-which says whether the runners' steps wait for each other on the GPU. Then the draft that follows a verify is called
-beside it, from a second thread: both calls take longer than what has to be done between them.
+A target's steps are sent with the call that waits for a reply: so one call a round carries the next step and takes the
+reply of the one before. A draft's step is sent from a thread of its own when it is launched: with a verify in flight
+both calls are under way at once. The two models share an `AuxTransfer` and a `BoardTransfer`, which say what of each
+other's memory the runners have opened.
 """
 
 import dataclasses
-import functools
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,15 @@ from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.descriptions import description_from_json
 from kimi_backend.serving.runner_secret import secret_tensor
-from kimi_backend.serving.side_thread import SideThread
-from kimi_backend.spec_decode.protocols import OnQueued
 from kimi_backend.types import codec
 from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
     DraftReply,
-    DrawnHandle,
     RunnerDescription,
     TargetPlan,
     TargetReply,
 )
-
-_ONLY_REGION = 0
-"""Of the target's buffer: a verify waits for the draft step that reads the one before."""
 
 
 class _BlsModel:
@@ -45,7 +40,7 @@ class _BlsModel:
     ) -> None:
         """
         Args:
-            board: None where either is always waited for.
+            board: None where either model is always waited for.
             secret: what the model knows its caller by (`serving.runner_secret`).
         """
         self._pb = pb_utils
@@ -54,11 +49,14 @@ class _BlsModel:
         self._board = board or BoardTransfer()
         self._secret = secret_tensor(pb_utils, secret)
 
-    def _describe(self, name: str, to_open: bytes | None) -> RunnerDescription:
-        """to_open: the other runner's handle, as the input `name`."""
-        inputs = [self._pb.Tensor(names.DESCRIBE, np.ones(1, dtype=np.bool_))]
-        if to_open is not None:
-            inputs.append(self._pb.Tensor(name, np.frombuffer(to_open, np.uint8)))
+    def _describe(self) -> RunnerDescription:
+        return self._description([self._pb.Tensor(names.DESCRIBE, np.ones(1, dtype=np.bool_))])
+
+    def _opened(self, name: str, handle: bytes) -> RunnerDescription:
+        """The description of a model that was given the other's handle, as the input `name`. It says what is open."""
+        return self._description([self._pb.Tensor(name, np.frombuffer(handle, np.uint8))])
+
+    def _description(self, inputs: list[Any]) -> RunnerDescription:
         (text,) = self._call(inputs, [names.DESCRIPTION])
         try:
             return description_from_json(text.as_numpy()[0])
@@ -88,85 +86,106 @@ class _BlsModel:
         return [by_name[name] for name in outputs]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _UnsentStep:
+    """A step of the target that goes with the next call, or has gone with an earlier one."""
+
+    target: "BlsTarget"
+    step_id: int
+
+    def wait(self) -> TargetReply:
+        """See `Pending.wait`."""
+        return self.target.wait_for(self.step_id)
+
+
 class BlsTarget(_BlsModel):
-    """`TargetModel` and `LaunchingTarget` over `kimi_target`."""
+    """`Target` over `kimi_target`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See `_BlsModel`."""
+        super().__init__(*args, **options)
+        self.depth = 0
+        """See `Target.depth`."""
+        self._unsent: list[TargetPlan] = []
+        self._board.opener = lambda handle: self._opened(names.STEP_BOARD, handle).step_board
 
     def describe(self) -> RunnerDescription:
-        """See `TargetModel.describe`. The target opens the board that the draft offers."""
-        description = self._describe(names.STEP_BOARD, self._board.offered)
-        self._board.answer(description.step_board)
+        """See `Target.describe`."""
+        description = self._describe()
+        self.depth, self._unsent = description.depth, []
         self._aux_transfer.offer(description.aux_buffer)
+        self._board.forget()
         return description
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
-        """See `TargetModel.verify`."""
-        self._open_board()
-        return self._verify(dataclasses.replace(plan, draft_step=self._board.draft_step))
+    def launch(self, plan: TargetPlan) -> _UnsentStep:
+        """See `Target.launch`. Nothing is sent before somebody waits, but what the runners share is opened."""
+        self._board.open()
+        self._aux_transfer.open()
+        self._unsent.append(plan)
+        return _UnsentStep(self, plan.step_id)
 
-    @property
-    def can_launch(self) -> bool:
-        """See `LaunchingTarget.can_launch`."""
-        return self._aux_transfer.is_open and (self._board.is_open or self._board.to_open is not None)
+    def wait_for(self, step_id: int) -> TargetReply:
+        """The reply of a step; the target launches what was launched here meanwhile.
 
-    def verify_ahead(self, plan: TargetPlan, on_queued: OnQueued) -> TargetReply:
-        """See `LaunchingTarget.verify_ahead`. on_queued is called on another thread, and has returned when this has."""
-        self._open_board()
-        if not (self._aux_transfer.is_open and self._board.is_open):
-            return self._verify(dataclasses.replace(plan, draft_step=self._board.draft_step))
-        stamp = self._board.next_stamp()
-        plan = dataclasses.replace(plan, stamp=stamp, draft_step=self._board.draft_step)
-        with self._side.running(lambda: on_queued(AuxHandle(region=_ONLY_REGION), DrawnHandle(stamp=stamp))):
-            return self._verify(plan)
-
-    @functools.cached_property
-    def _side(self) -> SideThread:
-        return SideThread("kimi-draft-call")
-
-    def _open_board(self) -> None:
-        if self._board.to_open is not None:  # another draft's, or the first one's
-            self.describe()
-
-    def _verify(self, plan: TargetPlan) -> TargetReply:
-        request = self._pb.Tensor(names.PLAN, codec.encode(plan))
+        Raises:
+            ModelUnavailableError: also of a target that does not know the step, being another one.
+        """
+        unsent, self._unsent = self._unsent, []
+        inputs = [
+            self._pb.Tensor(name, codec.encode(plan))
+            for name, plan in zip((names.PLAN, names.NEXT_PLAN), unsent, strict=False)
+        ]
+        inputs.append(self._pb.Tensor(names.STEP, np.array([step_id], np.int64)))
         aux = None
-        if self._aux_transfer.is_open:
-            (reply,) = self._call([request], [names.REPLY])
+        # One that is read in place does not travel; of a step that another one is behind, nobody reads any.
+        if self._aux_transfer.is_open or len(unsent) != 1 or unsent[0].step_id != step_id:
+            (reply,) = self._call(inputs, [names.REPLY])
         else:
-            reply, aux = self._call([request], [names.REPLY, names.AUX_HIDDEN_STATES])
+            reply, aux = self._call(inputs, [names.REPLY, names.AUX_HIDDEN_STATES])
         # The buffer lies in shared memory that goes with the tensor: copy it, a few hundred bytes.
         decoded = codec.decode(TargetReply, reply.as_numpy().copy(), aux=AuxHandle())
         return dataclasses.replace(decoded, aux=AuxHandle(tensor=aux, region=decoded.aux.region))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SentStep:
+    """A step of the draft that is under way."""
+
+    reply: "Future[DraftReply]"
+
+    def wait(self) -> DraftReply:
+        """See `Pending.wait`."""
+        return self.reply.result()
+
+
 class BlsDraft(_BlsModel):
-    """`DraftModel` and `FollowingDraft` over `eagle3_draft`."""
+    """`Draft` over `eagle3_draft`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See `_BlsModel`."""
+        super().__init__(*args, **options)
+        self._thread = ThreadPoolExecutor(1, "kimi-draft-call")
+        self._aux_transfer.opener = lambda handle: self._opened(names.AUX_BUFFER, handle).aux_buffer
+
+    @property
+    def depth(self) -> int:
+        """See `Draft.depth`."""
+        return int(self._aux_transfer.is_open and self._board.is_open)
 
     def describe(self) -> RunnerDescription:
-        """See `DraftModel.describe`. The draft opens the buffer that the target offers."""
-        description = self._describe(names.AUX_BUFFER, self._aux_transfer.offered)
-        self._aux_transfer.answer(description.aux_buffer)
+        """See `Draft.describe`."""
+        description = self._describe()
+        self._aux_transfer.forget()
         self._board.offer(description.step_board)
         return description
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
-        """See `DraftModel.propose`. The target's aux tensor, if it came as one, is passed on untouched."""
-        if self._aux_transfer.to_open is not None:  # a target that was restarted offers another buffer
-            self.describe()
-        if plan.leaves_tokens and not self._board.is_open:
-            plan = dataclasses.replace(plan, leaves_tokens=False)
-        return self._propose(plan)
+    def launch(self, plan: DraftPlan) -> _SentStep:
+        """See `Draft.launch`. The target's aux tensor, if it came as one, is passed on untouched."""
+        return _SentStep(self._thread.submit(self._run, plan))
 
-    def follow(self, plan: DraftPlan) -> DraftReply | None:
-        """See `FollowingDraft.follow`."""
-        reply = self._propose(plan)
-        return reply if reply.tokens.num_seqs else None
-
-    def _propose(self, plan: DraftPlan) -> DraftReply:
+    def _run(self, plan: DraftPlan) -> DraftReply:
         inputs = [self._pb.Tensor(names.PLAN, codec.encode(plan))]
         if plan.aux.tensor is not None:
             inputs.append(plan.aux.tensor)
         (buffer,) = self._call(inputs, [names.REPLY])
-        reply = codec.decode(DraftReply, buffer.as_numpy().copy())
-        if reply.tokens.region is not None:
-            self._board.draft_step = reply.tokens.region
-        return reply
+        return codec.decode(DraftReply, buffer.as_numpy().copy())

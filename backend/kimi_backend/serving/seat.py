@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from kimi_backend.errors import ModelUnavailableError
-from kimi_backend.serving.processes import start_ticks
+from kimi_backend.processes import start_ticks
 
 POLL_S = 0.02
 _PREFIX = "kimi_spec_ensemble_"

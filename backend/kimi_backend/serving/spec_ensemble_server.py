@@ -13,14 +13,13 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine, RequestHandle
 from kimi_backend.engine.loop import Patience
 from kimi_backend.errors import InvalidRequestError, KimiError
+from kimi_backend.processes import freeze_what_is_loaded, is_alive
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
-from kimi_backend.serving.bls_models import BlsDraft
-from kimi_backend.serving.bls_steps_ahead import QueueingBlsTarget
+from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.metrics import MetricsPublisher
-from kimi_backend.serving.processes import freeze_what_is_loaded, is_alive
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.serving.runner_secret import read_secret
@@ -85,7 +84,7 @@ class SpecEnsembleServer:
         self._sender = ResponseSender(pb_utils, self._cancel, partial(_token_text, tokenizer))
         aux_transfer, board = AuxTransfer(), BoardTransfer()
         self._engine = Engine(
-            QueueingBlsTarget(pb_utils, "kimi_target", aux_transfer, board, secret=runner_secret),
+            BlsTarget(pb_utils, "kimi_target", aux_transfer, board, secret=runner_secret),
             BlsDraft(pb_utils, "eagle3_draft", aux_transfer, board, secret=runner_secret) if settings.draft else None,
             settings=scheduler_settings(settings),
             eos_token_ids=tokenizer.eos_token_ids,

@@ -1,12 +1,13 @@
 """What crosses the border between the engine and a model runner in one step: frozen values of numpy arrays.
 
-Runners are stateless about sequences: a plan carries all a step needs, so a step can be replayed, tested and measured
-alone. S sequences and T rows (tokens) ride in a step; B of the sequences sample (in the order they stand in the plan);
-W is the most draft tokens any of them verifies or proposes. "CSR" as in `kimi_kernels.sampling_inputs`, whose field
-meanings hold here too: a runner turns each array into a tensor of the same name.
+Runners are stateless about sequences: with the token table (`kimi_kernels.token_table`) a plan carries all that a step
+needs, so a step can be replayed, tested and measured alone. S sequences and T rows (tokens) ride in a step; B of the
+sequences sample (in the order they stand in the plan); W is the most draft tokens any of them verifies or proposes.
+"CSR" as in `kimi_kernels.sampling_inputs`, whose field meanings hold here too: a runner turns each array into a tensor
+of the same name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -107,23 +108,6 @@ class RowPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenHandle:
-    """Draft tokens that the device has or will have, for a target that reads them there (docs/decisions/0016).
-
-    They lie in an int32 array [1 + longest proposal, at least num_seqs]: row 0 is what `DraftReply.seq_status` would
-    say of each sequence of the draft's step, row 1 + j its draft token j, PLACEHOLDER_TOKEN_ID where there is none. A
-    sequence of which anything failed has no token at all.
-    """
-
-    num_seqs: int = 0
-    """Sequences of the draft's step; 0 where nothing is handed over."""
-    tensor: Any | None = None
-    """The array, in one process."""
-    region: int | None = None
-    """Across processes, the number that they have on the board of the two (`serving.step_board`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPlan:
     """Verify rows and prefill chunks for the target.
 
@@ -132,7 +116,14 @@ class TargetPlan:
     """
 
     step_id: int
+    """More than that of any step before it."""
     rows: RowPlan
+    table_rows: Int32Array
+    """[S] row of each sequence in the token table."""
+    num_given: Int32Array
+    """[S] how many of a sequence's rows, from the first on, have their token in `rows.token_ids`. The others, of which
+    any valid token stands there, take it from the table: the first sampled row the last token that the target drew,
+    the rows behind it what the draft proposed."""
     num_sampled_rows: Int32Array
     """[S] how many of the sequence's last rows draw a token: 0, or 1 + its draft tokens under verification."""
     sampling: SamplingPlan
@@ -142,20 +133,19 @@ class TargetPlan:
     """[S] whether the draft will read this sequence's aux hidden states."""
     logit_mask: Int32Array | None = None
     """[R, ceil(vocab_size / 32)] over all R sampled rows, see `SamplingRows.logit_mask`."""
-    draft_tokens: TokenHandle = TokenHandle()
-    """Where the draft tokens are that `rows.token_ids` does not have."""
-    draft_columns: Int32Array | None = None
-    """[S] column of `draft_tokens` that a sequence's draft tokens stand in, from row 1 on; `rows.token_ids` holds any
-    valid token in their place. -1 where `rows.token_ids` has them, or there are none. None without a handle."""
-    stamp: int = 0
-    """Across processes, as what a draft that follows this verify finds it on the board (`serving.step_board`): more
-    than any before it. 0 where none follows."""
     draft_step: int = 0
-    """Across processes, the number on the board of the draft's last step before this one: it reads what this one will
-    write. 0 where there is none."""
-    drawn_rows: Int32Array | None = None
-    """[S] for a step that is launched behind step_id - 1 before that is done: which of the tokens drawn there each
-    sequence's one row embeds; `rows.token_ids` holds any valid token. None where `rows.token_ids` has them all."""
+    """`step_id` of the draft step that this one comes after, and whose proposals it reads; 0 where there is none."""
+
+    @classmethod
+    def given(cls, rows: RowPlan, **fields: Any) -> "TargetPlan":
+        """A step of which the plan has all tokens, with a row of the token table for each sequence in turn."""
+        table_rows = np.arange(len(rows.query_lens), dtype=np.int32)
+        return cls(rows=rows, table_rows=table_rows, num_given=rows.query_lens, **fields)
+
+    @property
+    def reads_table(self) -> bool:
+        """Whether some row's token is not in the plan."""
+        return bool((self.num_given < self.rows.query_lens).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,44 +179,9 @@ class TargetReply:
     """[B, W + 1, num_logprobs]."""
     top_logprobs: FloatArray | None = None
     draft_status: Int32Array | None = None
-    """[num_seqs of the plan's draft_tokens] what they say of the draft's step; None without a handle."""
-    launched_next: bool = False
-    """Across processes: whether the step that was sent along was launched behind this one."""
+    """[S] what the plan's `draft_step` says of each sequence; None without one."""
     runner_us: int = 0
     """Microseconds that the runner took, where a process border lies between; 0 in the same process."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnHandle:
-    """What a verify has drawn or will have, on the device, for a draft that follows it; see `TargetReply`."""
-
-    output_token_ids: Any | None = None
-    """[at least B, at least W + 1] int64."""
-    num_accepted_tokens: Any | None = None
-    """[at least B] int32."""
-    stamp: int = 0
-    """Across processes, in place of the two: `TargetPlan.stamp` of the verify."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowPlan:
-    """What a draft needs beside its plan to follow a verify before anybody knows how many tokens were accepted.
-
-    The plan then has all rows of the verify: `rows.token_ids` hold nothing, `rows.seq_lens` and `output_index` are as
-    if everything were accepted, `num_proposals` as if nothing were. With a accepted, a sequence is extended over a + 1
-    rows; the rows after them write slots that the next extension overwrites.
-    """
-
-    packed_whole: ClassVar[bool] = True
-    """See `types.codec`."""
-
-    drawn: DrawnHandle = DrawnHandle()
-    drawn_rows: Int32Array
-    """[S] row of `drawn` of each sequence."""
-    room: Int32Array
-    """[S] of a sequence with a accepted, at most room - a tokens are proposed."""
-    first_index: Int64Array
-    """[S] index of the first token to be proposed, if none is accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,26 +190,88 @@ class DraftPlan:
 
     Row p pairs the target's aux hidden state at position p with the token at p + 1, stands at RoPE position p, writes
     draft slot p and predicts the token at p + 2.
+
+    A plan may be made before the verify that it comes after is done. It has all rows of the verify then: with a of a
+    sequence's draft tokens accepted, its last `num_drawn - 1 - a` rows write slots that the next extension overwrites.
     """
 
     step_id: int
+    """Of the verify that this step comes after."""
     rows: RowPlan
-    """token_ids are the tokens one position later than the rows; seq_lens are draft lengths after the extension."""
+    """token_ids are the tokens one position later than the rows; seq_lens are draft lengths after the extension, as if
+    everything were accepted."""
+    table_rows: Int32Array
+    """[S] row of each sequence in the token table."""
+    num_drawn: Int32Array
+    """[S] how many of a sequence's rows, from the last one back, embed what the verify drew; any valid token stands in
+    `rows.token_ids` there. 0 where the plan has all tokens."""
     aux: AuxHandle
     aux_rows: Int64Array
     """[T] row of the target step's aux hidden states that each draft row reads."""
     num_proposals: Int32Array
-    """[S] draft tokens wanted: 0 only extends. The block table covers slots up to seq_len + num_proposals - 1."""
+    """[S] draft tokens wanted, as if nothing were accepted: 0 only extends. The block table covers the slots of all
+    single-row steps."""
+    room: Int32Array
+    """[S] with a accepted, at most room - a tokens are proposed."""
     greedy: BoolArray
     """[B] propose the draft's argmax instead of its coupled sample."""
     sampling: SamplingPlan
     """Of the B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
     output_index: Int64Array
-    """[B] index of the first token to be proposed (the last extended row's position + 2)."""
-    follow: FollowPlan | None = None
-    """Of a draft that does not wait for the verify's results."""
-    leaves_tokens: bool = False
-    """Whether the draft may answer before its step is done, with a handle in place of ids and status."""
+    """[B] index of the first token to be proposed, if nothing is accepted (the last valid row's position + 2)."""
+    in_table: bool = False
+    """Whether proposals and status are left in the token table, and the reply has none."""
+
+    @classmethod
+    def given(cls, rows: RowPlan, num_proposals: Int32Array, **fields: Any) -> "DraftPlan":
+        """A step of which the plan has all tokens, with a row of the token table for each sequence in turn."""
+        count = len(rows.query_lens)
+        return cls(
+            rows=rows,
+            table_rows=np.arange(count, dtype=np.int32),
+            num_drawn=np.zeros(count, np.int32),
+            num_proposals=num_proposals,
+            room=num_proposals,
+            **fields,
+        )
+
+    @property
+    def num_wanted(self) -> Int32Array:
+        """[S] draft tokens wanted of a plan that knows what was accepted (`resolved`)."""
+        wanted: Int32Array = np.maximum(np.minimum(self.num_proposals, self.room), 0)
+        return wanted
+
+    def resolved(self, drawn: Int32Array | Int64Array, num_accepted: Int32Array) -> "DraftPlan":
+        """The same step with what the verify drew put in: rows behind the last accepted one are gone.
+
+        Args:
+            drawn: [S, at least the most of num_drawn] tokens. num_accepted: [S] draft tokens accepted.
+        """
+        if not self.num_drawn.any():
+            return self
+        query_lens = self.rows.query_lens
+        rejected = np.maximum(self.num_drawn - 1, 0)
+        accepted = np.clip(num_accepted, 0, rejected)
+        rejected -= accepted
+        ends = np.cumsum(query_lens)
+        sequence = np.repeat(np.arange(len(ends)), query_lens)
+        from_end = ends[sequence] - np.arange(len(sequence))
+        place = self.num_drawn[sequence] - from_end
+        token_ids = np.where(place >= 0, drawn[sequence, np.maximum(place, 0)], self.rows.token_ids)
+        is_kept = from_end > rejected[sequence]
+        return replace(
+            self,
+            rows=replace(
+                self.rows,
+                token_ids=token_ids[is_kept].astype(np.int32),
+                query_lens=query_lens - rejected,
+                seq_lens=self.rows.seq_lens - rejected,
+            ),
+            num_drawn=np.zeros_like(self.num_drawn),
+            aux_rows=self.aux_rows[is_kept],
+            room=self.room - accepted,
+            output_index=self.output_index + accepted[self.num_proposals > 0],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,11 +282,9 @@ class DraftReply:
     runner_epoch: int
     seq_status: Int32Array
     """[S]"""
-    draft_token_ids: Int64Array
-    """[B, W] target ids, PLACEHOLDER_TOKEN_ID after each sequence's num_proposals; empty where `tokens` has them."""
-    tokens: TokenHandle = TokenHandle()
-    """If it has sequences: where the tokens will be. Then `seq_status` says nothing yet; the verify that reads the
-    tokens brings it."""
+    draft_token_ids: Int64Array | None
+    """[B, W] target ids, PLACEHOLDER_TOKEN_ID where none is wanted. None where the token table has them: `seq_status`
+    says nothing then, and the verify that reads the table brings it."""
     runner_us: int = 0
     """As in `TargetReply`."""
 
@@ -300,12 +315,12 @@ class RunnerDescription:
     aux_buffer: bytes | None = None
     """CUDA IPC handle of the shared aux buffer, when there is one; of all ranks' buffers (`runners.ranks`)."""
     step_board: bytes | None = None
-    """Where a draft in a process of its own exchanges steps with its target (`serving.step_board`); of a target: the
-    one that it has opened."""
+    """Where a draft in a process of its own hands over to its target (`runners.hand_over.board`); of a target: the one
+    that it has opened."""
     process_id: int | None = None
     """Of a runner in a process of its own."""
-    queues_steps: bool = False
-    """Target only: whether it takes a step while the one before it is running (`QueueingTarget`)."""
+    depth: int = 0
+    """Steps that may be in flight, see `spec_decode.protocols`."""
     pretences: tuple[str, ...] = ()
     """What is not real in this runner, such as its weights; only benchmarks have any (`ServingSettings.pretences`)."""
     protocol_version: int = PROTOCOL_VERSION

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.plan import DraftPlan, DraftReply, TargetPlan, TargetReply
+from kimi_backend.types.plan import DraftPlan, TargetPlan
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
 from support.scripted_logits import LogitScript
-from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+from support.scripted_models import ScriptedDraft, ScriptedPending, ScriptedTarget, describe
 
 SCRIPT = LogitScript(32)
 
@@ -19,18 +19,18 @@ class Recorder:
         self.calls: list[tuple[str, TargetPlan | DraftPlan]] = []
         target = ScriptedTarget(describe("target", SCRIPT), SCRIPT)
         draft = ScriptedDraft(describe("draft", SCRIPT), SCRIPT, agreement=1.0)
-        verify, propose = target.verify, draft.propose
+        verify, propose = target.launch, draft.launch
 
-        def recorded_verify(plan: TargetPlan) -> TargetReply:
+        def recorded_verify(plan: TargetPlan) -> ScriptedPending:
             self.calls.append(("target", plan))
             return verify(plan)
 
-        def recorded_propose(plan: DraftPlan) -> DraftReply:
+        def recorded_propose(plan: DraftPlan) -> ScriptedPending:
             self.calls.append(("draft", plan))
             return propose(plan)
 
-        target.verify = recorded_verify  # type: ignore[method-assign]
-        draft.propose = recorded_propose  # type: ignore[method-assign]
+        target.launch = recorded_verify  # type: ignore[method-assign]
+        draft.launch = recorded_propose  # type: ignore[method-assign]
         settings = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, launch_ahead=False)
         self.harness = EngineHarness(target, draft, settings)
 

@@ -82,9 +82,9 @@ def test_a_bad_draft_does_not_change_the_distribution() -> None:
 class AcceptsTopTwo(ScriptedTarget):
     """Planted fault: a draft token passes when it is among the target's two most likely."""
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
-        reply = super().verify(plan)
-        rows = RowGrid(plan.rows, plan.draft_tokens.tensor, plan.draft_columns)
+    def _verify(self, plan: TargetPlan) -> TargetReply:
+        rows = RowGrid(plan.rows, plan, self.tokens)
+        reply = super()._verify(plan)
         hashes = rows.chain(self.store.read_prefixes(plan.rows.block_table, rows.starts))
         tokens, accepted = reply.output_token_ids.copy(), reply.num_accepted_tokens.copy()
         sampling = np.flatnonzero(plan.num_sampled_rows)

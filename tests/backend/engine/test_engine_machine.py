@@ -153,8 +153,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         unread = self.harness.core._unread
-        still_there = [] if unread is None else unread.still_there([0] * len(unread.work))
-        unread_rows = {item.sequence.uid: item.num_rows for item, _ in still_there}
+        still_there = [] if unread is None else unread.still_there()
+        unread_rows = {sequence.uid: unread.num_rows[index] for index, sequence in still_there}
         for sequence in self.scheduler.running:
             tokens = sequence.token_ids.tolist()
             table = self.scheduler.table

@@ -13,7 +13,7 @@ from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetPlan
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
 from support.scripted_logits import LogitScript
-from support.scripted_models import ScriptedRunner, describe
+from support.scripted_models import ScriptedPending, ScriptedRunner, describe
 
 SCRIPT = LogitScript(100)
 PROMPT = (10, 11, 12, 13, 14, 15)
@@ -24,17 +24,19 @@ PROPOSED = [[], [17, 88], [99, 98], [97, 96]]
 class PreparedTarget(ScriptedRunner):
     """Answers what is prepared and keeps the plans."""
 
+    depth = 0
+
     def __init__(self) -> None:
         super().__init__(describe("target", SCRIPT), SCRIPT)
         self.plans: list[TargetPlan] = []
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
+    def launch(self, plan: TargetPlan) -> ScriptedPending:
         tokens = DRAWN[len(self.plans)]
         self.plans.append(plan)
         width = int(plan.num_sampled_rows.max())
         output = np.full((1 if tokens else 0, max(width, 1)), -1, np.int64)
         output[:, : len(tokens)] = tokens
-        return TargetReply(
+        reply = TargetReply(
             step_id=plan.step_id,
             runner_epoch=1,
             seq_status=np.zeros(1, np.int32),
@@ -42,24 +44,28 @@ class PreparedTarget(ScriptedRunner):
             num_accepted_tokens=np.array([len(tokens) - 1] if tokens else [], np.int32),
             aux=AuxHandle(tensor=plan.step_id),
         )
+        return ScriptedPending([reply], reply)
 
 
 class PreparedDraft(ScriptedRunner):
     """Likewise."""
 
+    depth = 0
+
     def __init__(self) -> None:
         super().__init__(describe("draft", SCRIPT), SCRIPT)
         self.plans: list[DraftPlan] = []
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
+    def launch(self, plan: DraftPlan) -> ScriptedPending:
         tokens = PROPOSED[len(self.plans)]
         self.plans.append(plan)
-        return DraftReply(
+        reply = DraftReply(
             step_id=plan.step_id,
             runner_epoch=1,
             seq_status=np.zeros(1, np.int32),
             draft_token_ids=np.array([tokens] if tokens else np.zeros((0, 0)), np.int64),
         )
+        return ScriptedPending([reply], reply)
 
 
 def run_four_steps() -> tuple[list[TargetPlan], list[DraftPlan]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from kimi_backend.engine.commit import StepOutput
 from kimi_backend.engine.emitter import Emitter
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
-from kimi_backend.scheduler.plan_builder import DraftWork, PlanBuilder
+from kimi_backend.scheduler.plan_builder import PlanBuilder
 from kimi_backend.text.stop_strings import StopMatch, StopStringMatcher
-from kimi_backend.types.plan import AuxHandle, DraftPlan, Int32Array
+from kimi_backend.types.plan import DraftPlan, Int32Array
 from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
 from support import scripted_models
@@ -168,38 +169,33 @@ def test_a_draft_key_without_the_successor(monkeypatch: Patch) -> None:
         check_tokens()
 
 
-def plant_draft_plan(patch: Patch, change: Callable[[list[DraftWork]], list[DraftWork]], aux_shift: int = 0) -> None:
-    draft_plan = PlanBuilder.draft_plan
-
-    def planted(self: PlanBuilder, step_id: int, work: list[DraftWork], aux: AuxHandle) -> DraftPlan:
-        plan = draft_plan(self, step_id, change(work), aux)
-        return replace(plan, aux_rows=np.minimum(plan.aux_rows + aux_shift, plan.aux_rows.max()))
-
-    patch.setattr(PlanBuilder, "draft_plan", planted)
-
-
 def test_skipping_the_extension_over_accepted_rows(monkeypatch: Patch) -> None:
     """The draft keeps the rows of its single steps and only adds the last one."""
+    resolved = DraftPlan.resolved
 
-    def skip(work: list[DraftWork]) -> list[DraftWork]:
-        changed = []
-        for item in work:
-            num_skipped = item.num_rows - 1 if item.sequence.draft_len else 0
-            item.sequence.draft_len += num_skipped
-            changed.append(
-                replace(
-                    item, num_rows=item.num_rows - num_skipped, first_target_row=item.first_target_row + num_skipped
-                )
-            )
-        return changed
+    def planted(self: DraftPlan, drawn: Int32Array, num_accepted: Int32Array) -> DraftPlan:
+        plan = resolved(self, drawn, num_accepted)
+        query_lens = plan.rows.query_lens
+        has_begun = plan.rows.seq_lens > query_lens
+        first_kept = np.where(has_begun, query_lens - 1, 0)
+        place = np.arange(query_lens.sum()) - np.repeat(np.cumsum(query_lens) - query_lens, query_lens)
+        is_kept = place >= np.repeat(first_kept, query_lens)
+        rows = replace(plan.rows, token_ids=plan.rows.token_ids[is_kept], query_lens=query_lens - first_kept)
+        return replace(plan, rows=rows, aux_rows=plan.aux_rows[is_kept])
 
-    plant_draft_plan(monkeypatch, skip)
+    monkeypatch.setattr(DraftPlan, "resolved", planted)
     with pytest.raises(StaleSlotError, match=r"^draft: .* its row is not valid"):
         check_tokens()
 
 
 def test_aux_hidden_states_of_the_next_position(monkeypatch: Patch) -> None:
-    plant_draft_plan(monkeypatch, lambda work: work, aux_shift=1)
+    draft_plan = PlanBuilder.draft_plan
+
+    def planted(self: PlanBuilder, *args: Any, **options: Any) -> DraftPlan:
+        plan = draft_plan(self, *args, **options)
+        return replace(plan, aux_rows=np.minimum(plan.aux_rows + 1, plan.aux_rows.max()))
+
+    monkeypatch.setattr(PlanBuilder, "draft_plan", planted)
     with pytest.raises(AuxMismatchError, match="not that of its own prefix"):
         check_tokens()
 

@@ -71,7 +71,7 @@ def test_a_restarted_draft_resumes_speculation(
 
     pair.harness.run(each_step=restart)
     assert pair.token_ids == expected
-    assert pair.harness.core.is_speculating
+    assert pair.harness.core.scheduler.is_drafting
     assert pair.harness.core.kv.draft_pool is not None
     assert pair.harness.core.kv.draft_pool.num_blocks == 500
 
@@ -86,7 +86,7 @@ def test_a_dead_draft_turns_speculation_off_and_fails_nobody(
 
     pair.harness.run(each_step=die)
     assert pair.token_ids == expected
-    assert not pair.harness.core.is_speculating
+    assert not pair.harness.core.scheduler.is_drafting
     assert any("speculation is off" in record.message for record in caplog.records)
     drafted_late = [s.num_draft_tokens for o in pair.outcomes[-5:] for s in o.steps]
     assert sum(drafted_late) == 0
@@ -96,7 +96,7 @@ def test_a_draft_whose_process_died_is_noticed_though_nobody_calls_it(requests: 
     description = replace(describe("draft", SCRIPT, num_blocks=400), process_id=7)
     draft = ScriptedDraft(description, SCRIPT)
     pair = Pair([replace(request, num_speculative_tokens=0) for request in requests[:3]], draft)
-    link = pair.harness.core._draft_link
+    link = pair.harness.core.runners.draft
     assert link is not None
     spoken = []
 
@@ -104,18 +104,18 @@ def test_a_draft_whose_process_died_is_noticed_though_nobody_calls_it(requests: 
         if step == 2:
             link.report_death(6)  # an earlier one's
         if step == 4:
-            assert pair.harness.core.is_speculating
+            assert pair.harness.core.scheduler.is_drafting
             draft.unavailable = True
             link.report_death(7)
         if step == 5:
-            spoken.append(pair.harness.core.is_speculating)
+            spoken.append(pair.harness.core.scheduler.is_drafting)
             draft.unavailable = False
             draft.description = replace(description, process_id=8, runner_epoch=description.runner_epoch + 1)
             pair.harness.clock.now += 10
 
     pair.harness.run(each_step=die)
     assert spoken == [False]
-    assert pair.harness.core.is_speculating, "another process serves the draft by now"
+    assert pair.harness.core.scheduler.is_drafting, "another process serves the draft by now"
 
 
 def test_speculation_returns_with_the_draft(requests: list[GenerateRequest], expected: list[list[int]]) -> None:
@@ -127,7 +127,7 @@ def test_speculation_returns_with_the_draft(requests: list[GenerateRequest], exp
 
     pair.harness.run(each_step=blink)
     assert pair.token_ids == expected
-    assert pair.harness.core.is_speculating
+    assert pair.harness.core.scheduler.is_drafting
     assert sum(o.sequence.num_preemptions for o in pair.outcomes) > 0
     assert any(o.rounds for o in pair.outcomes[-10:])
 
@@ -143,6 +143,7 @@ class NonsenseDraft(ScriptedDraft):
             return reply
         if self.nonsense is None:
             raise KeyError("a bug in the runner")
+        assert reply.draft_token_ids is not None
         wrong = reply.draft_token_ids.copy()
         wrong[:, 0] = self.nonsense
         return replace(reply, draft_token_ids=wrong)
@@ -152,12 +153,12 @@ class NonsenseDraft(ScriptedDraft):
 def test_a_draft_that_answers_nonsense_fails_nobody(
     nonsense: int | None, requests: list[GenerateRequest], expected: list[list[int]]
 ) -> None:
-    draft = NonsenseDraft(describe("draft", SCRIPT, num_blocks=400), SCRIPT)
+    draft = NonsenseDraft(describe("draft", SCRIPT, num_blocks=400), SCRIPT, leaves_tokens=False)
     draft.nonsense = nonsense
     pair = Pair(requests, draft)
     pair.harness.run()
     assert pair.token_ids == expected
-    assert not pair.harness.core.is_speculating
+    assert not pair.harness.core.scheduler.is_drafting
 
 
 def test_a_draft_of_another_kind_stays_out(requests: list[GenerateRequest], expected: list[list[int]]) -> None:
@@ -171,7 +172,7 @@ def test_a_draft_of_another_kind_stays_out(requests: list[GenerateRequest], expe
 
     pair.harness.run(each_step=swap)
     assert pair.token_ids == expected
-    assert not pair.harness.core.is_speculating
+    assert not pair.harness.core.scheduler.is_drafting
 
 
 def test_a_target_of_another_kind_is_waited_out(requests: list[GenerateRequest], expected: list[list[int]]) -> None:
@@ -184,7 +185,7 @@ def test_a_target_of_another_kind_is_waited_out(requests: list[GenerateRequest],
     for _ in range(3):
         pair.harness.step()
         pair.harness.clock.now += 1.0
-    link = pair.harness.core._target_link
+    link = pair.harness.core.runners.target
     assert not link.is_up
     assert f"vocab_size: {VOCAB} before, {VOCAB + 1} now" in link.problem
     pair.target.description = replace(pair.target.description, vocab_size=kind.vocab_size)
@@ -298,15 +299,15 @@ def test_a_draft_row_that_is_not_finite_only_ends_that_requests_speculation(
     pair.draft.nan_token_id = 11
     pair.harness.run()
     assert pair.token_ids == expected
-    assert pair.harness.core.is_speculating
+    assert pair.harness.core.scheduler.is_drafting
     wants = {o.sequence.wants_draft for o in pair.outcomes}
     assert wants == {True, False}
 
 
 def test_replies_to_another_step_are_a_bug() -> None:
     pair = Pair([GenerateRequest(request_id="r", prompt_token_ids=(1,))])
-    verify = pair.target.verify
-    pair.target.verify = lambda plan: replace(verify(plan), step_id=99)  # type: ignore[method-assign]
+    verify = pair.target._verify
+    pair.target._verify = lambda plan: replace(verify(plan), step_id=99)  # type: ignore[method-assign]
     with pytest.raises(Exception, match="target replied to step 99, 1 was asked"):
         pair.harness.step()
 

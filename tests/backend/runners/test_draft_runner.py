@@ -50,7 +50,7 @@ class Harness:
         num_proposing = int((proposals > 0).sum())
         slots = self.lengths + np.maximum(proposals - 1, 0)
         # The draft's rows read the target's in another order.
-        return DraftPlan(
+        return DraftPlan.given(
             step_id=4,
             rows=RowPlan(
                 token_ids=torch.randint(0, 96, (num_rows,), generator=self.generator).int().numpy(),
@@ -116,7 +116,7 @@ def test_greedy_proposals_over_ragged_rounds(case: str) -> None:
     rounds = [([9, 2, 5], [3, 0, 7]), ([1, 8, 3], [4, 1, 2]), ([4, 1, 1], [0, 0, 0]), ([2, 3, 1], [7, 5, 6])]
     for query_lens, num_proposals in rounds:
         plan = harness.plan(query_lens, num_proposals)
-        reply = harness.owned.runner.propose(plan)
+        reply = harness.owned.runner.launch(plan).wait()
         expected = harness.naive_proposals(plan)
         assert reply.seq_status.tolist() == [0, 0, 0]
         assert reply.step_id == 4
@@ -148,7 +148,7 @@ def test_coupled_proposals_draw_with_the_targets_noise(case: str) -> None:
             ban_until=np.array([2**31 - 1], np.int64),
         )
         plan = harness.plan([2, 3, 1], [5, 0, 7], sampling)
-        reply = harness.owned.runner.propose(plan)
+        reply = harness.owned.runner.launch(plan).wait()
         assert reply.draft_token_ids.tolist() == padded(harness.naive_proposals(plan, sampling))
         # The bias makes it the first proposal, the penalty on proposals that stand before keeps it from the others.
         assert reply.draft_token_ids[1].tolist().index(known[3]) == 0
@@ -164,7 +164,7 @@ def test_processors_apply_to_greedy_proposals() -> None:
         ban_until=np.full(96 - 3, 2**31 - 1, np.int64),
     )
     plan = harness.plan([5, 2, 1], [0, 6, 0], sampling)
-    reply = harness.owned.runner.propose(plan)
+    reply = harness.owned.runner.launch(plan).wait()
     assert reply.draft_token_ids.tolist() == harness.naive_proposals(plan, sampling)
     assert set(reply.draft_token_ids.flatten()) <= {8, 40, 77}
 
@@ -174,7 +174,7 @@ def test_a_sequence_that_stops_proposing_at_the_end_of_its_last_block() -> None:
     harness = Harness(*CASES["MLA"])
     plan = harness.plan([15, 16, 9], [2, 1, 7])
     assert plan.rows.block_table[:, 1].tolist()[1] == 2**30
-    reply = harness.owned.runner.propose(plan)
+    reply = harness.owned.runner.launch(plan).wait()
     assert reply.draft_token_ids.tolist() == padded(harness.naive_proposals(plan))
 
 
@@ -182,7 +182,7 @@ def test_a_greedy_sequence_takes_the_argmax_at_any_temperature() -> None:
     harness = Harness(*CASES["MLA"])
     sampling = SamplingPlan.plain(2, temperature=1.0, seed=7)
     plan = replace(harness.plan([3, 3, 3], [4, 4, 0], sampling), greedy=np.array([True, False]))
-    reply = harness.owned.runner.propose(plan)
+    reply = harness.owned.runner.launch(plan).wait()
     greedy = SamplingPlan.plain(2, temperature=np.array([0.0, 1.0], np.float32), seed=7)
     assert reply.draft_token_ids.tolist() == harness.naive_proposals(plan, greedy)
 
@@ -190,7 +190,7 @@ def test_a_greedy_sequence_takes_the_argmax_at_any_temperature() -> None:
 def test_only_slots_of_the_plan_are_written() -> None:
     """Row p writes slot p; k proposals write k - 1 rows more; nothing else."""
     harness = Harness(*CASES["MLA"])
-    harness.owned.runner.propose(harness.plan([20, 5, 3], [3, 0, 1]))
+    harness.owned.runner.launch(harness.plan([20, 5, 3], [3, 0, 1])).wait()
     written = ~harness.owned.pool.tensor[0].isnan().any(dim=2)
     expected = torch.zeros_like(written)
     for blocks, count in zip(BLOCKS, [20 + 2, 5, 3], strict=True):
@@ -205,11 +205,11 @@ def test_a_sequence_whose_kv_is_not_finite_fails_alone(poisoned: int, temperatur
     clean, harness = Harness(*CASES["MLA"]), Harness(*CASES["MLA"])
     replies = []
     for each in (clean, harness):
-        each.owned.runner.propose(each.plan([20, 20, 20], [0, 0, 0]))
+        each.owned.runner.launch(each.plan([20, 20, 20], [0, 0, 0])).wait()
         if each is harness:
             each.owned.pool.tensor[0, BLOCKS[poisoned, 0], 5, 3] = float("nan")
         plan = each.plan([2, 2, 2], [3, 0, 4], SamplingPlan.plain(2, temperature=temperature))
-        replies.append(each.owned.runner.propose(plan))
+        replies.append(each.owned.runner.launch(plan).wait())
     assert replies[0].seq_status.tolist() == [0, 0, 0]
     assert replies[1].seq_status.tolist() == np.where(np.arange(3) == poisoned, STATUS_NOT_FINITE, 0).tolist()
     for index, sequence in ((0, 0), (1, 2)):
@@ -234,4 +234,4 @@ def test_aux_states_that_do_not_fit_are_refused(aux: torch.Tensor | None, given:
     harness = Harness(*CASES["MLA"])
     plan = replace(harness.plan([3, 3, 3], [1, 1, 1]), aux=AuxHandle(tensor=aux))
     with pytest.raises(InvalidRequestError, match=rf"aux\.tensor: {given}, a tensor \[rows, 192\] is needed"):
-        harness.owned.runner.propose(plan)
+        harness.owned.runner.launch(plan).wait()

@@ -26,7 +26,7 @@ ROWS = RowPlan(
     seq_lens=int32(20, 33),
     block_table=np.array([[3, 9, 99999], [0, 1, 2]], np.int32),
 )
-TARGET_PLAN = TargetPlan(
+TARGET_PLAN = TargetPlan.given(
     step_id=0,
     rows=ROWS,
     num_sampled_rows=int32(4, 1),
@@ -34,7 +34,7 @@ TARGET_PLAN = TargetPlan(
     num_logprobs=None,
     wants_aux=np.array([True, False]),
 )
-DRAFT_PLAN = DraftPlan(
+DRAFT_PLAN = DraftPlan.given(
     step_id=0,
     rows=ROWS,
     aux=AuxHandle(tensor=torch.zeros(NUM_AUX_ROWS, 4)),

@@ -16,7 +16,7 @@ def random_plan(rng: random.Random) -> TargetPlan:
     query_lens = [rng.choice((1, 2, 4, 8, 20)) for _ in range(num_seqs)]
     num_sampled = [rng.choice((0, 1)) if length == 20 else rng.choice((length, 1)) for length in query_lens]
     total = sum(query_lens)
-    return TargetPlan(
+    return TargetPlan.given(
         step_id=1,
         rows=RowPlan(
             token_ids=np.array([rng.randint(0, 999) for _ in range(total)], np.int32),

@@ -7,40 +7,45 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kimi_backend.serving.board_order import order_of
-from kimi_backend.serving.board_sides import DraftSide
-from kimi_backend.serving.step_board import LEFT, TARGET_PID, VERIFIED, OpenedBoard, OwnBoard
-from kimi_backend.types.plan import DrawnHandle
+from kimi_backend.runners.hand_over.board import LEFT, PROMISED, TARGET_PID, VERIFIED, OpenedBoard, OwnBoard
+from kimi_backend.runners.hand_over.order import order_of
+from kimi_backend.runners.hand_over.sides import DraftSide
+from kimi_backend.runners.hand_over.token_table import TokenTable
+from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan
 
 SHAPE = (8, 16)
 NUM_ROUNDS = 300
 
-# Plays the target: shows `stamp` as every token, checks that the draft left the stamp before it.
+# Plays the target: shows its step as every number of its half, checks that the draft left the step before it.
 TARGET = """
 import json, os, sys, time, torch
-from kimi_backend.serving.board_order import order_of
-from kimi_backend.serving.step_board import LEFT, TARGET_PID, VERIFIED, OpenedBoard
+from kimi_backend.runners.hand_over.board import LEFT, PROMISED, TARGET_PID, VERIFIED, OpenedBoard
+from kimi_backend.runners.hand_over.order import order_of
 
 board = OpenedBoard.open(sys.argv[1].encode()).board
 board.set_word(TARGET_PID, os.getpid())
 device = torch.device("cuda")
-order, drawn, left = order_of(board, device), board.drawn.like(device), torch.empty_like(board.left, device=device)
+order, drawn, proposed = order_of(board, device), *(torch.empty_like(board.drawn, device=device) for _ in range(2))
 num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones((512, 512), device=device)
 print("open", flush=True)
-for stamp in range(1, int(sys.argv[2]) + 1):
-    order.wait(LEFT, stamp - 1)
-    order.copy(left, board.left)
-    if stamp > 1:
-        num_wrong += (left != stamp - 1).sum()
+for step in range(1, int(sys.argv[2]) + 1):
+    board.set_word(PROMISED, step)
+    order.wait(LEFT, step - 1)
+    order.copy(proposed, board.proposed)
+    if step > 1:
+        num_wrong += (proposed != step - 1).sum()
     work @ work
-    drawn.token_ids.fill_(stamp)
-    drawn.num_accepted.fill_(-stamp)
-    order.copy(board.drawn.whole, drawn.whole)
-    order.write(VERIFIED, stamp)
+    drawn.fill_(step)
+    order.copy(board.drawn, drawn)
+    order.write(VERIFIED, step)
 if sys.argv[3] == "ends":
     torch.cuda.synchronize()
     print(json.dumps(num_wrong.item()), flush=True)
@@ -68,17 +73,17 @@ def test_each_reads_what_the_other_has_shown_round_after_round() -> None:
     device = torch.device("cuda")
     own = OwnBoard(SHAPE)
     board, order = own.board, order_of(own.board, device)
-    drawn, left = board.drawn.like(device), torch.empty_like(board.left, device=device)
+    drawn, proposed = (torch.empty_like(board.drawn, device=device) for _ in range(2))
     num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones((512, 512), device=device)
     with target(own.handle, NUM_ROUNDS, "ends") as process:
-        for stamp in range(1, NUM_ROUNDS + 1):
-            order.wait(VERIFIED, stamp)
-            order.copy(drawn.whole, board.drawn.whole)
-            num_wrong += (drawn.token_ids != stamp).sum() + (drawn.num_accepted != -stamp).sum()
+        for step in range(1, NUM_ROUNDS + 1):
+            order.wait(VERIFIED, step)
+            order.copy(drawn, board.drawn)
+            num_wrong += (drawn != step).sum()
             work @ work
-            left.fill_(stamp)
-            order.copy(board.left, left)
-            order.write(LEFT, stamp)
+            proposed.fill_(step)
+            order.copy(board.proposed, proposed)
+            order.write(LEFT, step)
         torch.cuda.synchronize()
         assert process.stdout is not None
         assert json.loads(process.stdout.readline()) == 0
@@ -87,24 +92,57 @@ def test_each_reads_what_the_other_has_shown_round_after_round() -> None:
     order.close()
 
 
+class Watcher:
+    """Stands for a draft; keeps what the table said when its step was run."""
+
+    depth = 1
+
+    def __init__(self, drawn: torch.Tensor) -> None:
+        self._drawn = drawn
+        self.seen: list[torch.Tensor] = []
+
+    def describe(self) -> Any:
+        raise NotImplementedError
+
+    def launch(self, plan: DraftPlan) -> Any:
+        self.seen.append(self._drawn.clone())
+
+
+def behind(step_id: int) -> DraftPlan:
+    """A draft step of one sequence behind a verify."""
+    ones = np.ones(1, np.int32)
+    plan = DraftPlan.given(
+        step_id=step_id,
+        rows=RowPlan(token_ids=ones, query_lens=ones, seq_lens=ones, block_table=np.zeros((1, 1), np.int32)),
+        aux=AuxHandle(region=0),
+        aux_rows=np.zeros(1, np.int64),
+        num_proposals=ones,
+        greedy=np.ones(1, np.bool_),
+        sampling=SamplingPlan.plain(1),
+        output_index=np.full(1, 2),
+        in_table=True,
+    )
+    return replace(plan, num_drawn=ones)
+
+
 @pytest.mark.gpu
 def test_a_stream_is_let_go_when_the_other_process_dies() -> None:
-    side, seen = DraftSide(SHAPE, torch.device("cuda")), []
-
-    def step(drawn: DrawnHandle) -> None:
-        seen.append(drawn.num_accepted_tokens.clone())  # type: ignore[union-attr]
-
+    device = torch.device("cuda")
+    limits = RunnerLimits(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=8)
+    table = TokenTable.allocate(limits, device, is_split=True)
+    side, draft = DraftSide(table, device), Watcher(table.drawn)
     with target(side.handle, 1, "stays") as process:
-        assert side.follow(1, step) is None
+        side.launch(behind(1), draft)
         torch.cuda.synchronize()
-        assert seen[0].tolist() == [-1] * SHAPE[1]
+        assert (draft.seen[0] == 1).all()
+        side._board.set_word(PROMISED, 2)
         start = time.monotonic()
         threading.Timer(0.2, process.kill).start()
-        assert side.follow(2, step) is None
+        side.launch(behind(2), draft)
         assert time.monotonic() - start < 0.15, "the host waited for its stream"
         torch.cuda.synchronize()
         assert 0.1 < time.monotonic() - start < 3
-    assert seen[1].tolist() == [0] * SHAPE[1]
+    assert not draft.seen[1].any()
     assert torch.ones(4, device="cuda").sum().item() == 4
     side.close()
 
@@ -113,10 +151,10 @@ def test_a_board_is_seen_by_who_opens_it() -> None:
     own = OwnBoard(SHAPE)
     opened = OpenedBoard.open(own.handle)
     opened.board.set_word(TARGET_PID, 5)
-    opened.board.drawn.token_ids[3, 2] = 7
-    opened.board.left[7, 15] = 9
+    opened.board.drawn[3, 2] = 7
+    opened.board.proposed[7, 15] = 9
     assert own.board.word(TARGET_PID) == 5
-    assert own.board.drawn.token_ids.sum() == 7
-    assert own.board.left[7, 15] == 9
+    assert own.board.drawn.sum() == 7
+    assert own.board.proposed[7, 15] == 9
     assert own.board.num_bytes % 4096 == 0
     assert own.board.address % 4096 == 0

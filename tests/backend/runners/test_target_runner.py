@@ -11,7 +11,7 @@ from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.types.plan import RowPlan, SamplingPlan, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
+from kimi_kernels.sampling_inputs import STATUS_NO_TOKEN_LEFT, STATUS_NOT_FINITE
 from support.target_steps import TargetSteps, build_target
 from support.tiny_checkpoints import random_target
 from support.tiny_configs import target_config
@@ -45,7 +45,7 @@ def plan(chunks: list[tuple[int, int, list[int], int]], **fields: object) -> Tar
         seq_lens=np.array([start + len(tokens) for _, start, tokens, _ in chunks], np.int32),
         block_table=BLOCKS[order],
     )
-    made = TargetPlan(
+    made = TargetPlan.given(
         step_id=17,
         rows=rows,
         num_sampled_rows=sampled,
@@ -58,7 +58,7 @@ def plan(chunks: list[tuple[int, int, list[int], int]], **fields: object) -> Tar
 
 def prefill(owned: OwnedRunner, length: int = 20) -> TargetReply:
     """The first tokens of all three sequences; the middle one does not draw."""
-    return owned.runner.verify(plan([(s, 0, TOKENS[s][:length], int(s != 1)) for s in range(3)]))
+    return owned.runner.launch(plan([(s, 0, TOKENS[s][:length], int(s != 1)) for s in range(3)])).wait()
 
 
 def test_it_describes_itself(owned: OwnedRunner) -> None:
@@ -89,7 +89,7 @@ def test_draft_tokens_are_accepted_while_they_are_the_argmax(
     # Row 20 embeds TOKENS[20] and draws best[20]; a draft equal to it is accepted, and row 21 goes on from there.
     right = [TOKENS[0][20], best[0][20], 5]
     wrong = [TOKENS[2][20], (best[2][20] + 1) % 96]
-    reply = owned.runner.verify(plan([(0, 20, right, 3), (1, 20, TOKENS[1][20:25], 0), (2, 20, wrong, 2)]))
+    reply = owned.runner.launch(plan([(0, 20, right, 3), (1, 20, TOKENS[1][20:25], 0), (2, 20, wrong, 2)])).wait()
     follow = TargetSteps(build_target(CONFIG, random_target(CONFIG)), KernelSet.reference(), [40])
     logits, _ = follow.run([*TOKENS[0][:20], *right], [23])
     drawn = logits[20:].argmax(dim=1).tolist()
@@ -103,7 +103,7 @@ def test_logprobs_stand_beside_output_tokens(owned: OwnedRunner, expected_logits
     prefill(owned)
     best = [int(logits[20].argmax()) for logits in expected_logits]
     chunks = [(2, 20, [TOKENS[2][20]], 1), (0, 20, [TOKENS[0][20], best[0], 1, 2], 4)]
-    reply = owned.runner.verify(plan(chunks, num_logprobs=3))
+    reply = owned.runner.launch(plan(chunks, num_logprobs=3)).wait()
     assert reply.logprobs is not None and reply.top_logprobs is not None and reply.top_logprob_ids is not None
     assert reply.logprobs.shape == (2, 4)
     assert reply.top_logprob_ids.shape == reply.top_logprobs.shape == (2, 4, 3)
@@ -126,7 +126,7 @@ def test_the_logit_mask_reaches_its_row(owned: OwnedRunner, expected_logits: lis
     only = 37
     mask[1] = 0
     mask[1, only // 32] = 1 << (only % 32)
-    reply = owned.runner.verify(plan([(0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)], logit_mask=mask))
+    reply = owned.runner.launch(plan([(0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)], logit_mask=mask)).wait()
     assert reply.output_token_ids.tolist() == [[int(expected_logits[0][19].argmax())], [only]]
 
 
@@ -135,10 +135,9 @@ def test_a_sequence_with_nothing_left_to_draw_fails_alone(
 ) -> None:
     mask = np.full((2, 3), -1, np.int32)
     mask[0] = 0
-    reply = owned.runner.verify(
-        plan([(1, 0, TOKENS[1][:9], 0), (0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)], logit_mask=mask)
-    )
-    assert reply.seq_status.tolist() == [0, STATUS_NOT_FINITE, 0]
+    chunks = [(1, 0, TOKENS[1][:9], 0), (0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)]
+    reply = owned.runner.launch(plan(chunks, logit_mask=mask)).wait()
+    assert reply.seq_status.tolist() == [0, STATUS_NO_TOKEN_LEFT, 0]
     assert reply.output_token_ids.tolist() == [[-1], [int(expected_logits[2][19].argmax())]]
 
 
@@ -156,7 +155,7 @@ def test_draft_tokens_count_for_the_penalties_of_later_rows(owned: OwnedRunner) 
         bias_ids=np.array([37], np.int32),
         bias_values=np.array([50.0], np.float32),
     )
-    reply = owned.runner.verify(plan([(0, 20, [TOKENS[0][20], 37, 37], 3)], sampling=sampling))
+    reply = owned.runner.launch(plan([(0, 20, [TOKENS[0][20], 37, 37], 3)], sampling=sampling)).wait()
     drawn = reply.output_token_ids[0].tolist()
     assert drawn[0] == 37
     assert drawn[1] not in (-1, 37)
@@ -165,7 +164,7 @@ def test_draft_tokens_count_for_the_penalties_of_later_rows(owned: OwnedRunner) 
 
 def test_aux_hidden_states_come_by_row_when_a_sequence_wants_them(owned: OwnedRunner) -> None:
     chunks = [(s, 0, TOKENS[s][:20], 1) for s in range(3)]
-    reply = owned.runner.verify(plan(chunks, wants_aux=np.array([False, True, False])))
+    reply = owned.runner.launch(plan(chunks, wants_aux=np.array([False, True, False]))).wait()
     steps = TargetSteps(
         build_target(CONFIG, random_target(CONFIG)), KernelSet.reference(), [40], aux_layer_ids=AUX_LAYER_IDS
     )
@@ -185,7 +184,7 @@ def test_a_sequence_whose_kv_is_not_finite_fails_alone(owned: OwnedRunner, poiso
         prefill(runner)
         if runner is owned:
             runner.pool.tensor[1, BLOCKS[poisoned, 0], 5, 3] = float("nan")
-        replies.append(runner.runner.verify(step))
+        replies.append(runner.runner.launch(step).wait())
     expected_status = np.where(np.arange(3) == poisoned, STATUS_NOT_FINITE, 0)
     assert replies[0].seq_status.tolist() == [0, 0, 0]
     assert replies[1].seq_status.tolist() == expected_status.tolist()
@@ -199,14 +198,14 @@ def test_a_sequence_whose_kv_is_not_finite_fails_alone(owned: OwnedRunner, poiso
 def test_a_wrong_plan_runs_nothing(owned: OwnedRunner) -> None:
     before = owned.pool.tensor.clone()
     with pytest.raises(InvalidRequestError, match=r"token_ids\[2\]: 96 given, 0 to 95"):
-        owned.runner.verify(plan([(0, 0, [1, 2, 96], 1)]))
+        owned.runner.launch(plan([(0, 0, [1, 2, 96], 1)])).wait()
     assert torch.equal(owned.pool.tensor.isnan(), before.isnan())
 
 
 def test_a_step_can_be_replayed(owned: OwnedRunner) -> None:
     prefill(owned)
     step = plan([(0, 20, TOKENS[0][20:24], 4)], wants_aux=np.array([True]))
-    first, second = owned.runner.verify(step), owned.runner.verify(step)
+    first, second = owned.runner.launch(step).wait(), owned.runner.launch(step).wait()
     assert first.output_token_ids.tolist() == second.output_token_ids.tolist()
     assert torch.equal(first.aux.tensor, second.aux.tensor)  # type: ignore[arg-type]
 
@@ -227,7 +226,7 @@ def test_a_kernel_set_with_a_prefill_kernel_serves_any_order_of_chunks() -> None
         owned = target_runner(CONFIG, aux_layer_ids=AUX_LAYER_IDS, kernels=kernels)
         prefill(owned)
         chunks = [(1, 20, TOKENS[1][20:32], 1), (0, 20, TOKENS[0][20:23], 3), (2, 20, TOKENS[2][20:35], 1)]
-        replies.append(owned.runner.verify(plan(chunks)))
+        replies.append(owned.runner.launch(plan(chunks)).wait())
     assert replies[0].output_token_ids.tolist() == replies[1].output_token_ids.tolist()
 
 
@@ -243,7 +242,7 @@ def test_pools_of_fewer_bits(
     runner = TargetRunner(model, kernels, pool, LIMITS, AUX_LAYER_IDS)
     assert runner.describe().kv_cache_dtype == str(dtype).removeprefix("torch.")
     assert pool.num_bytes == model.config.kv_bytes_per_token(pool.dtype_name) * NUM_BLOCKS * BLOCK_SIZE
-    reply = runner.verify(plan([(0, 0, TOKENS[0], 1)], num_logprobs=96))
+    reply = runner.launch(plan([(0, 0, TOKENS[0], 1)], num_logprobs=96)).wait()
     assert reply.top_logprobs is not None and reply.top_logprob_ids is not None
     expected = expected_logits[0][39].log_softmax(dim=0).numpy()
     difference = np.abs(reply.top_logprobs[0, 0] - expected[reply.top_logprob_ids[0, 0]]).max()

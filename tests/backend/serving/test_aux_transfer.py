@@ -15,11 +15,14 @@ from kimi_backend.config.draft_config import DraftOverrides
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.cuda_ipc import CudaIpcError
-from kimi_backend.serving import runner_server, tensor_names
+from kimi_backend.runners.ranks.peers import NO_PEERS
+from kimi_backend.runners.step_runner import Launched
+from kimi_backend.serving import draft_server, target_server, tensor_names
 from kimi_backend.serving.aux_sides import AuxReceiver, offer_aux_buffer
 from kimi_backend.serving.aux_transfer import AuxTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
-from kimi_backend.serving.runner_server import RunnerServer
+from kimi_backend.serving.draft_server import DraftServer
+from kimi_backend.serving.target_server import TargetServer
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
@@ -37,6 +40,8 @@ PROMPTS = [(3, 5, 7, 2, 9), (1,) * 30, (4, 8)]
 class SharingTarget:
     """A target whose every step leaves its aux hidden states in a buffer. NaN where the step wrote nothing."""
 
+    table, device, peers, depth = None, torch.device("cpu"), NO_PEERS, 0
+
     def __init__(self) -> None:
         self._runner = target_runner(TARGET, markov_target(TARGET), aux_layer_ids=AUX_LAYER_IDS).runner
         self.aux_buffer = AuxBuffer.allocate(
@@ -46,8 +51,14 @@ class SharingTarget:
     def describe(self) -> RunnerDescription:
         return self._runner.describe()
 
-    def verify(self, plan: TargetPlan) -> TargetReply:
-        reply = self._runner.verify(plan)
+    def launch(self, plan: TargetPlan) -> Launched[TargetReply]:
+        reply = self._kept(self._runner.launch(plan).wait())
+        return Launched(lambda: reply)
+
+    def close(self) -> None:
+        return None
+
+    def _kept(self, reply: TargetReply) -> TargetReply:
         region = self.aux_buffer.take_region()
         rows = self.aux_buffer.region(region)
         rows.fill_(float("nan"))
@@ -60,6 +71,8 @@ class SharingTarget:
 class WatchedDraft:
     """A draft that keeps the aux hidden states each step read, byte for byte."""
 
+    table, device, peers, depth = None, torch.device("cpu"), NO_PEERS, 0
+
     def __init__(self, seen: list[bytes]) -> None:
         self._runner = draft_runner(DRAFT, markov_draft(DRAFT, markov_target(TARGET), 0.1)).runner
         self._seen = seen
@@ -67,9 +80,12 @@ class WatchedDraft:
     def describe(self) -> RunnerDescription:
         return self._runner.describe()
 
-    def propose(self, plan: DraftPlan) -> DraftReply:
+    def launch(self, plan: DraftPlan) -> Launched[DraftReply]:
         self._seen.append(plan.aux.tensor[plan.aux_rows.tolist()].numpy().tobytes())  # type: ignore[index]
-        return self._runner.propose(plan)
+        return self._runner.launch(plan)
+
+    def close(self) -> None:
+        return None
 
 
 class FoundBuffer:
@@ -99,7 +115,8 @@ class Pair:
     def start(self, model: str) -> None:
         """Load one runner, or load it again: another epoch, an empty pool."""
         runner: Any = SharingTarget() if model == "kimi_target" else WatchedDraft(self.seen)
-        self.server.servers[model] = RunnerServer(runner, self.server.pb_utils, secret=SECRET)
+        made: Any = TargetServer if model == "kimi_target" else DraftServer
+        self.server.servers[model] = made(runner, self.server.pb_utils, secret=SECRET)
 
     def offer(self, buffer: AuxBuffer | None, aux_transfer: str, *_: object) -> bytes | None:
         if buffer is None or aux_transfer == "tensor":
@@ -137,9 +154,9 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
     pair = Pair(LoopbackServer(), {})
-    monkeypatch.setattr(runner_server, "offer_aux_buffer", pair.offer)
+    monkeypatch.setattr(target_server, "offer_aux_buffer", pair.offer)
     monkeypatch.setattr(
-        runner_server,
+        draft_server,
         "AuxReceiver",
         lambda device, aux_transfer, **_: AuxReceiver(torch.device("cuda"), aux_transfer, pair.open),
     )

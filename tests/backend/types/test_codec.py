@@ -16,13 +16,10 @@ from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
     DraftReply,
-    DrawnHandle,
-    FollowPlan,
     RowPlan,
     SamplingPlan,
     TargetPlan,
     TargetReply,
-    TokenHandle,
 )
 
 MESSAGES = [TargetPlan, TargetReply, DraftPlan, DraftReply]
@@ -46,11 +43,7 @@ def random_message(cls: type, rng: np.random.Generator) -> typing.Any:
             values[name] = bool(rng.integers(2))
         elif kind is AuxHandle:
             values[name] = AuxHandle(region=3)
-        elif kind is TokenHandle:
-            values[name] = TokenHandle(num_seqs=5, region=1)
-        elif kind is DrawnHandle:
-            values[name] = DrawnHandle(stamp=2**60)
-        elif kind in (RowPlan, SamplingPlan, FollowPlan):
+        elif kind in (RowPlan, SamplingPlan):
             values[name] = random_message(kind, rng)
         else:
             dtype = codec._array_dtype(kind)

@@ -1,12 +1,16 @@
-"""A draft step's plan as the static arrays of two buckets, padding included: of its extension, and of its proposals."""
+"""A draft step's plan as the static arrays of two buckets, padding included: of its extension, and of its proposals.
+
+What depends on the tokens that the verify drew and accepted is worked out on the device (`kimi_kernels.token_table`).
+"""
 
 import numpy as np
 
 from kimi_backend.runners.graphs.buckets import Bucket
 from kimi_backend.runners.graphs.static_arrays import ArrayLayout, HostArrays
 from kimi_backend.runners.graphs.target_inputs import SAMPLING_SPECS, fill_sampling, pad_sampling
-from kimi_backend.runners.row_arrays import RowArrays, slots_of
+from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import DraftPlan
+from kimi_kernels.token_table import stamp_of
 
 
 def extension_layout(bucket: Bucket) -> ArrayLayout:
@@ -21,30 +25,39 @@ def extension_layout(bucket: Bucket) -> ArrayLayout:
             "cu_seqlens": ((bucket.num_seqs + 1,), np.int32),
             "seq_lens": (seqs, np.int32),
             "last_rows": (seqs, np.int64),
-            "drawn_rows": (seqs, np.int64),
-            "drawn_places": (rows, np.int64),
+            "sequence": (rows, np.int64),
+            "num_drawn": (seqs, np.int32),
+            "table_rows": (seqs, np.int64),
         }
     )
 
 
-def pad_extension(arrays: HostArrays, num_rows: int, num_seqs: int) -> None:
-    """Everything from row `num_rows` and sequence `num_seqs` on: rows that write nothing, sequences without a key."""
+def pad_extension(arrays: HostArrays, num_rows: int, num_seqs: int, padding_row: int) -> None:
+    """Everything from row `num_rows` and sequence `num_seqs` on: rows that write nothing, sequences without a key.
+
+    Args:
+        num_rows, num_seqs: of the plan.
+        padding_row: of the token table.
+    """
     arrays["cu_seqlens"][0] = 0
     if num_rows < len(arrays["token_ids"]):
         for name in ("token_ids", "positions", "aux_rows"):
             arrays[name][num_rows:] = 0
         arrays["slots"][num_rows:] = -1
+        arrays["sequence"][num_rows:] = len(arrays["seq_lens"]) - 1
     if num_seqs < len(arrays["seq_lens"]):
         arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
-        for name in ("seq_lens", "last_rows"):
+        arrays["table_rows"][num_seqs:] = padding_row
+        for name in ("seq_lens", "num_drawn"):
             arrays[name][num_seqs:] = 0
 
 
-def fill_extension(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, first_aux_row: int) -> None:
-    """Write a checked plan.
+def fill_extension(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, first_aux_row: int, padding_row: int) -> None:
+    """Write a checked plan. Each sequence's last row is left to the device.
 
     Args:
         first_aux_row: where the region begins that the plan's `aux_rows` count from.
+        padding_row: of the token table.
     """
     num_rows, num_seqs = len(rows.sequence), len(rows.ends)
     arrays["token_ids"][:num_rows] = plan.rows.token_ids
@@ -53,8 +66,11 @@ def fill_extension(arrays: HostArrays, plan: DraftPlan, rows: RowArrays, first_a
     arrays["aux_rows"][:num_rows] = plan.aux_rows + first_aux_row
     arrays["cu_seqlens"][1 : num_seqs + 1] = rows.ends
     arrays["seq_lens"][:num_seqs] = plan.rows.seq_lens
-    arrays["last_rows"][:num_seqs] = rows.ends - 1
-    pad_extension(arrays, num_rows, num_seqs)
+    arrays["last_rows"][:] = 0
+    arrays["sequence"][:num_rows] = rows.sequence
+    arrays["num_drawn"][:num_seqs] = plan.num_drawn
+    arrays["table_rows"][:num_seqs] = plan.table_rows
+    pad_extension(arrays, num_rows, num_seqs, padding_row)
 
 
 def proposal_layout(bucket: Bucket) -> ArrayLayout:
@@ -68,38 +84,39 @@ def proposal_layout(bucket: Bucket) -> ArrayLayout:
             "token_index": ((bucket.num_proposals, bucket.num_seqs), np.int64),
             "is_wanted": ((bucket.num_proposals, bucket.num_seqs), np.int32),
             "counts": ((bucket.num_proposals, bucket.num_seqs), np.int32),
-            **dict.fromkeys(("first_len", "first_index", "most", "room", "drawn_rows"), (seqs, np.int64)),
+            **dict.fromkeys(("first_len", "first_index", "most", "room", "table_rows"), (seqs, np.int64)),
+            "num_drawn": (seqs, np.int32),
+            "stamp": ((1,), np.int32),
             **{name: (seqs, dtype) for name, (dtype, _) in SAMPLING_SPECS.items()},
         }
     )
 
 
-def pad_proposals(arrays: HostArrays, num_seqs: int) -> None:
-    """Sequences from `num_seqs` on: they write nothing and have no key."""
-    if num_seqs < arrays["token_index"].shape[1]:
-        for name in ("seq_lens", "positions", "token_index", "is_wanted", "counts"):
-            arrays[name][:, num_seqs:] = 0
-        arrays["slots"][:, num_seqs:] = -1
-        pad_sampling(arrays, num_seqs)
+def pad_proposals(arrays: HostArrays, num_seqs: int, padding_row: int) -> None:
+    """Sequences from `num_seqs` on: they write nothing and have no key. padding_row: of the token table."""
+    for name in ("first_len", "first_index", "most", "room", "num_drawn"):
+        arrays[name][num_seqs:] = 0
+    arrays["table_rows"][num_seqs:] = padding_row
+    pad_sampling(arrays, num_seqs)
 
 
-def fill_proposals(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None:
-    """Write a checked plan, all its sequences. `is_wanted`: draws to propose; `counts`: draws whose failure counts, of
-    which the first tells whether the extension was finite, of a sequence that proposes nothing too.
+def fill_proposals(arrays: HostArrays, plan: DraftPlan, padding_row: int) -> None:
+    """Write a checked plan, all its sequences. Lengths, positions, slots and indices are left to the device.
 
     A sequence that wants fewer proposals, or none, stays in the batch: its further rows write nothing, see only slots
     that it owns, and what they draw is dropped.
     """
     num_seqs = len(plan.num_proposals)
-    _fill_steps(arrays, plan, block_size)
-    first_index = np.zeros(num_seqs, np.int64)
-    first_index[plan.num_proposals > 0] = plan.output_index
-    step = np.arange(len(arrays["token_index"]))[:, None]
-    arrays["token_index"][:, :num_seqs] = first_index + step
-    arrays["is_wanted"][:, :num_seqs] = step < plan.num_proposals
-    arrays["counts"][:, :num_seqs] = step < np.maximum(plan.num_proposals, 1)
+    arrays["first_len"][:num_seqs] = plan.rows.seq_lens - np.maximum(plan.num_drawn - 1, 0)
+    arrays["first_index"][:num_seqs] = 0
+    arrays["first_index"][:num_seqs][plan.num_proposals > 0] = plan.output_index
+    arrays["most"][:num_seqs] = plan.num_proposals
+    arrays["room"][:num_seqs] = plan.room
+    arrays["num_drawn"][:num_seqs] = plan.num_drawn
+    arrays["table_rows"][:num_seqs] = plan.table_rows
+    arrays["stamp"][0] = stamp_of(plan.step_id)
+    pad_proposals(arrays, num_seqs, padding_row)
     fill_steps_sampling(arrays, plan)
-    pad_proposals(arrays, num_seqs)
 
 
 def fill_steps_sampling(arrays: HostArrays, plan: DraftPlan) -> None:
@@ -108,17 +125,3 @@ def fill_steps_sampling(arrays: HostArrays, plan: DraftPlan) -> None:
     pad_sampling(arrays, num_seqs if len(proposing) == num_seqs else 0)
     fill_sampling(arrays, plan.sampling, proposing)
     arrays["temperature"][proposing[plan.greedy]] = 0
-
-
-def _fill_steps(arrays: HostArrays, plan: DraftPlan, block_size: int) -> None:
-    """Row `seq_len + step - 1` of each sequence, for step 1 to k - 1."""
-    num_steps, num_seqs = len(arrays["slots"]), len(plan.num_proposals)
-    if not num_steps:
-        return
-    step = np.arange(1, num_steps + 1)[:, None]
-    seq_lens = plan.rows.seq_lens + np.minimum(step, np.maximum(plan.num_proposals - 1, 0))
-    positions = seq_lens.astype(np.int64) - 1
-    slots = slots_of(plan.rows.block_table, np.arange(num_seqs), positions, block_size)
-    arrays["seq_lens"][:, :num_seqs] = seq_lens
-    arrays["positions"][:, :num_seqs] = positions
-    arrays["slots"][:, :num_seqs] = np.where(step < plan.num_proposals, slots, -1)

@@ -63,6 +63,10 @@ class StaticArrays:
         self._source = arena.host[: layout.num_bytes]
         self._target = arena.device[: layout.num_bytes]
 
+    def clear(self) -> None:
+        """Make `host` zero: where a step's kernels only compile, what they would work out is then a possible index."""
+        self._source.zero_()
+
     def upload(self) -> None:
         """Queue the copy of all arrays. The next write to `host` must come after the step's results were read."""
         self._target.copy_(self._source, non_blocking=True)

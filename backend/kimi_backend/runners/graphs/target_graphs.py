@@ -29,54 +29,17 @@ from kimi_backend.runners.graphs.target_inputs import (
     static_sampling_inputs,
     target_layout,
 )
+from kimi_backend.runners.hand_over.token_table import TokenTable
+from kimi_backend.runners.host_transfer import Arrays
 from kimi_backend.runners.kv_pool import KvPool
-from kimi_backend.runners.left_tokens import as_input, left_shape
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.row_arrays import RowArrays
-from kimi_backend.types.plan import DrawnHandle, Int32Array, Int64Array, TargetPlan
+from kimi_backend.types.plan import TargetPlan
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import SamplingRows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyResult:
-    """What a step drew for its B sequences, all of which sample."""
-
-    output_token_ids: Int64Array
-    """[B, W + 1]"""
-    num_accepted_tokens: Int32Array
-    status: Int32Array
-    draft_status: Int32Array | None
-    """As in `TargetReply`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnStep:
-    """A step whose draws are queued."""
-
-    bucket: Bucket
-    plan: TargetPlan
-    words: ArrivingWords
-    num_left: int
-    """Columns of what a draft left, stored behind the results."""
-
-    def wait(self) -> VerifyResult:
-        """Waits for the device."""
-        words, plan = self.words.wait(), self.plan
-        num_seqs, width = self.bucket.num_seqs, self.bucket.query_len
-        num_tokens, num_words = 2 * num_seqs * width, len(words) - self.num_left
-        count, num_read = len(plan.num_sampled_rows), plan.draft_tokens.num_seqs
-        accepted, status = words[num_tokens:num_words].reshape(2, num_seqs)
-        # A bucket may be wider than the plan's longest verify.
-        longest = int(plan.num_sampled_rows.max())
-        return VerifyResult(
-            output_token_ids=words[:num_tokens].view(np.int64).reshape(num_seqs, width)[:count, :longest],
-            num_accepted_tokens=accepted[:count],
-            status=status[:count],
-            draft_status=words[num_words : num_words + num_read] if num_read else None,
-        )
+from kimi_kernels.token_table import token_table_ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,37 +64,38 @@ class TargetGraphs:
         recorder: Recorder,
         aux_layer_ids: tuple[int, ...],
         aux_buffer: AuxBuffer | None,
+        tokens: TokenTable,
     ) -> None:
         """
         Args:
             aux_buffer: where every step leaves its aux hidden states; None without a draft.
+            tokens: the table that steps read tokens from and leave theirs in.
         """
         self._model, self._kernels, self._pool, self._builder = model, kernels, pool, builder
         self._recorder = recorder
         self._aux_layer_ids = aux_layer_ids
-        self._aux_buffer = aux_buffer
+        self._aux_buffer, self._tokens = aux_buffer, tokens
+        self._ops = token_table_ops(kernels)
         self._max_seq_len = limits.max_model_len
         device = pool.tensor.device
         self._device = device
         sizes = chosen_batch_sizes(limits.max_num_seqs, limits.capture_batch_sizes)
         self._buckets = row_buckets(sizes, limits.max_speculative_tokens + 1, limits.max_num_batched_tokens)
         self._choice = BucketChoice(self._buckets)
-        self._left_shape = left_shape(limits)
-        self._layouts = {bucket: target_layout(bucket, self._left_shape) for bucket in self._buckets}
+        self._layouts = {bucket: target_layout(bucket) for bucket in self._buckets}
         self._arena = Arena(self._layouts.values(), device)
         num_columns = -(-limits.max_model_len // pool.block_size)
         self._table = StaticBlockTable(limits.max_num_seqs, num_columns, device)
         most_rows = max(bucket.num_rows for bucket in self._buckets)
         self.hidden = torch.zeros((most_rows, model.config.hidden_size), dtype=model.dtype, device=device)
         """[most rows of a bucket, hidden_size] normed hidden states of the last step's rows, in its order."""
-        self._results = StaticResults(
-            max(bucket.num_seqs * (2 * bucket.query_len + 2) for bucket in self._buckets) + self._left_shape[1], device
-        )
+        most_tokens = max(bucket.num_seqs * bucket.query_len for bucket in self._buckets)
+        self._token_ids, self._window = torch.zeros((2, most_tokens), dtype=torch.int32, device=device)
+        self._draft_status = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+        self._results = StaticResults(max(_num_words(bucket) for bucket in self._buckets), device)
         self._steps: dict[Bucket, _Step] = {}
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """After the last upload: before it, the arrays on the host must stay as they are."""
-        self._drawn_bucket: Bucket | None = None
-        """Of the last step that drew; its results are on the device."""
 
     @property
     def num_buckets(self) -> int:
@@ -154,8 +118,9 @@ class TargetGraphs:
         step.sample()
 
     def _pad(self, bucket: Bucket, arrays: StaticArrays) -> None:
+        arrays.clear()
         arrays.host["aux_rows"][:] = np.arange(bucket.num_rows)
-        pad_target(arrays.host, 0, 0)
+        pad_target(arrays.host, 0, 0, self._tokens.padding_row)
         arrays.upload()
 
     def bucket_of(self, plan: TargetPlan) -> Bucket | None:
@@ -166,67 +131,30 @@ class TargetGraphs:
         bucket = self._choice.smallest(len(lengths), int(lengths.max()), len(plan.rows.token_ids))
         return bucket if bucket in self._steps else None
 
-    def forward(self, bucket: Bucket, plan: TargetPlan, region: int, left: torch.Tensor | None = None) -> None:
-        """Queue the layers over a checked plan.
-
-        Args:
-            region: of the aux buffer.
-            left: the plan's `draft_tokens`.
-        """
+    def forward(self, bucket: Bucket, plan: TargetPlan, region: int) -> None:
+        """Queue the layers over a checked plan. region: of the aux buffer."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
         arrays = self._steps[bucket].arrays
         first_aux_row = region * self._aux_buffer.rows if self._aux_buffer else 0
         rows = RowArrays.of(plan.rows, self._pool.block_size)
-        fill_target(arrays.host, plan, rows, first_aux_row, self._left_shape[1])
+        fill_target(arrays.host, plan, rows, first_aux_row, self._tokens.padding_row)
         num_columns = -(-int(plan.rows.seq_lens.max()) // self._pool.block_size)
         self._table.upload(plan.rows.block_table, num_columns)
         arrays.upload()
         if self._uploaded is not None:
             self._uploaded.record()
-        if left is not None:
-            self._copy_left(self.left(bucket), left, plan.draft_tokens.num_seqs)
-        if plan.drawn_rows is not None:
-            self._copy_drawn(self.left(bucket)[0])
         self._steps[bucket].forward()
 
-    def left(self, bucket: Bucket) -> torch.Tensor:
-        """[1 + longest proposal, max_num_seqs] int32: this runner's own copy of what the draft left for the step."""
-        return self._left(bucket, self._steps[bucket].arrays.device)
+    def read(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last `forward` has read of its draft tokens: window [B, W] and draft status [B], both int32."""
+        num_seqs, width = bucket.num_seqs, bucket.query_len - 1
+        return self._window[: num_seqs * width].view(num_seqs, width), self._draft_status[:num_seqs]
 
-    def _left(self, bucket: Bucket, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return tensors["tokens"][1 + bucket.num_rows :].view(self._left_shape)
-
-    def _copy_left(self, target: torch.Tensor, source: torch.Tensor, num_seqs: int) -> None:
-        if source.shape == target.shape:
-            target.copy_(source)
-        else:
-            rows = min(len(source), len(target))
-            target[:rows, :num_seqs].copy_(source[:rows, :num_seqs])
-
-    def _copy_drawn(self, target: torch.Tensor) -> None:
-        """What the step before this one drew, of sequences with one row each."""
-        assert self._drawn_bucket is not None
-        drawn = self.drawn(self._drawn_bucket).output_token_ids
-        assert drawn is not None
-        target[: len(drawn)].copy_(drawn[:, 0])
-
-    def sample(self, bucket: Bucket, plan: TargetPlan) -> DrawnStep:
-        """Queue the draws and the verification after `forward`."""
+    def sample(self, bucket: Bucket, plan: TargetPlan) -> Callable[[], Arrays]:
+        """Queue the draws and the verification after `forward`; what it returns waits for them."""
         self._steps[bucket].sample()
-        self._drawn_bucket = bucket
-        num_left = self._left_shape[1]
-        words = self._results.send(bucket.num_seqs * (2 * bucket.query_len + 2) + num_left)
-        return DrawnStep(bucket=bucket, plan=plan, words=words, num_left=num_left)
-
-    def drawn(self, bucket: Bucket) -> DrawnHandle:
-        """Where the last step's results are on the device."""
-        num_seqs, size = bucket.num_seqs, bucket.num_seqs * bucket.query_len
-        words = self._results.words
-        return DrawnHandle(
-            output_token_ids=words[: 2 * size].view(torch.int64).view(num_seqs, bucket.query_len),
-            num_accepted_tokens=words[2 * size : 2 * size + num_seqs],
-        )
+        return partial(_results, bucket, plan, self._results.send(_num_words(bucket)))
 
     def _step(self, bucket: Bucket) -> _Step:
         """A bucket's functions, not recorded yet."""
@@ -235,7 +163,7 @@ class TargetGraphs:
 
         def sample() -> None:
             tensors = arrays.device
-            window = tensors["tokens"][tensors["window_places"]]
+            window, draft_status = self.read(bucket)
             rows = SamplingRows(**{name: tensors[name] for name in _ROW_FIELDS}, window_token_ids=window)
             logits = self._model.compute_logits(self.hidden[: bucket.num_rows])
             drawn = self._kernels.sample_tokens(logits, inputs, rows)
@@ -246,10 +174,9 @@ class TargetGraphs:
                 window,
                 tensors["num_draft_tokens"],
             )
-            draft_status = self._left(bucket, tensors)[0]
-            self._results.store(
-                [verified.output_token_ids, verified.num_accepted_tokens, verified.status, draft_status]
-            )
+            token_ids, accepted = verified.output_token_ids, verified.num_accepted_tokens
+            self._ops.store_drawn(token_ids, accepted, tensors["table_rows"], self._tokens.drawn)
+            self._results.store([token_ids, accepted, verified.status, draft_status])
 
         return _Step(arrays, partial(self._run_forward, bucket, arrays.device), sample)
 
@@ -268,7 +195,11 @@ class TargetGraphs:
             decode=self._builder.planned(batch),
             prefill=None,
         )
-        token_ids = as_input(tensors["tokens"][tensors["token_places"]], self._model.config.vocab_size)
+        token_ids = self._token_ids[: bucket.num_rows]
+        table, vocab_size = self._tokens, self._model.config.vocab_size
+        self._ops.read_tokens(
+            tensors, table.drawn, table.proposed, token_ids, *self.read(bucket), vocab_size=vocab_size
+        )
         hidden, aux = self._model.forward(token_ids, metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids)
         self.hidden[: bucket.num_rows].copy_(hidden)
         if self._aux_buffer is not None and aux is not None:
@@ -276,3 +207,23 @@ class TargetGraphs:
 
 
 _ROW_FIELDS = ("sequence", "token_index", "window_len")
+
+
+def _num_words(bucket: Bucket) -> int:
+    """Results of a step: tokens of two words each, then accepted tokens and two kinds of status."""
+    return bucket.num_seqs * (2 * bucket.query_len + 3)
+
+
+def _results(bucket: Bucket, plan: TargetPlan, arriving: ArrivingWords) -> Arrays:
+    """What a step drew for its B sequences, all of which sample."""
+    words, num_seqs, width = arriving.wait(), bucket.num_seqs, bucket.query_len
+    num_tokens, count = 2 * num_seqs * width, len(plan.num_sampled_rows)
+    accepted, status, draft_status = words[num_tokens:].reshape(3, num_seqs)[:, :count]
+    # A bucket may be wider than the plan's longest verify.
+    longest = int(plan.num_sampled_rows.max())
+    results = {
+        "output_token_ids": words[:num_tokens].view(np.int64).reshape(num_seqs, width)[:count, :longest],
+        "num_accepted_tokens": accepted,
+        "sample_status": status,
+    }
+    return results | {"draft_status": draft_status} if plan.draft_step else results

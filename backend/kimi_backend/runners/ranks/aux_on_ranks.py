@@ -11,9 +11,8 @@ import torch
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.aux_ipc import OpenedAuxBuffer, export_aux_buffer, join_handles, split_handles
 from kimi_backend.runners.cuda_ipc import CudaIpcError
-from kimi_backend.runners.ranks.follower import EXPORT_AUX, OPEN_AUX
+from kimi_backend.runners.ranks.messages import EXPORT_AUX, OPEN_AUX, PeerError
 from kimi_backend.runners.ranks.peers import Peers
-from kimi_backend.runners.ranks.workers import PeerError
 
 
 def export_on_ranks(buffer: AuxBuffer, peers: Peers) -> bytes:

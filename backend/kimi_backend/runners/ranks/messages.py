@@ -1,7 +1,5 @@
 """What goes through the pipe of a rank: an assignment, then steps, and questions that are answered."""
 
-import enum
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypedDict
@@ -9,6 +7,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
+from kimi_backend.errors import KimiError
 from kimi_backend.types import codec
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
@@ -18,6 +17,13 @@ Pipe = Connection  # type: ignore[type-arg,unused-ignore]  # generic in some ver
 READY, FAILED, ANSWER = "ready", "failed", "answer"
 """What rank r says, each with bytes or a text."""
 CLOSE = "close"
+
+EXPORT_AUX, OPEN_AUX, OPEN_BOARD = "export aux", "open aux", "open board"
+"""Questions to a rank."""
+
+
+class PeerError(KimiError):
+    """Another rank could not do what it was asked."""
 
 
 class Timeouts(TypedDict):
@@ -50,35 +56,15 @@ class Assignment:
         return asdict(self)
 
 
-class Method(str, enum.Enum):
-    """Steps by the runner's method that runs them."""
-
-    VERIFY = "verify"
-    LAUNCH = "launch"
-    PROPOSE = "propose"
-    FOLLOW = "follow"
-
-
-_PLANS: dict[Method, type[TargetPlan] | type[DraftPlan]] = {
-    Method.VERIFY: TargetPlan,
-    Method.LAUNCH: TargetPlan,
-    Method.PROPOSE: DraftPlan,
-    Method.FOLLOW: DraftPlan,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan without what only a device holds."""
+    """A plan, and what of it travels beside its bytes."""
 
-    method: Method
     plan: TargetPlan | DraftPlan
     aux: torch.Tensor | None = None
     """On the host."""
-    shared: tuple[tuple[tuple[int, ...], str], ...] = ()
-    """Shapes and types of what rank 0 shares (`peers.share`)."""
     waits: tuple[tuple[int, int], ...] = ()
-    """Offset and value of each number that the stream waits for first."""
+    """Word of the board and value of each number that the stream waits for first."""
 
     def packed(self) -> Any:
         """For `Connection.send`."""
@@ -86,7 +72,7 @@ class Step:
         if self.aux is not None:
             host = self.aux.contiguous().cpu()
             aux = host.view(torch.uint8).numpy(), str(host.dtype).removeprefix("torch.")
-        return self.method.value, codec.encode(self.plan), aux, self.shared, self.waits
+        return isinstance(self.plan, TargetPlan), codec.encode(self.plan), aux, self.waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +87,14 @@ class Question:
         return self.name, self.content
 
 
-def shapes_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """For `Step.shared`."""
-    return tuple((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
-
-
 def unpacked(message: Any) -> Step | Question:
     """What `packed` gave."""
     if len(message) == 2:
         return Question(*message)
-    method, buffer, aux = Method(message[0]), np.asarray(message[1]), message[2]
-    shared, waits = message[3:]
-    plan: TargetPlan | DraftPlan
-    cls: Any = _PLANS[method]
-    plan = codec.decode(cls, buffer)
+    is_target, buffer, aux, waits = message
+    cls: Any = TargetPlan if is_target else DraftPlan
+    plan = codec.decode(cls, np.asarray(buffer))
     if aux is None:
-        return Step(method, plan, None, shared, waits)
+        return Step(plan, None, waits)
     rows, dtype = aux
-    return Step(method, plan, torch.from_numpy(rows).view(getattr(torch, dtype)), shared, waits)
+    return Step(plan, torch.from_numpy(rows).view(getattr(torch, dtype)), waits)

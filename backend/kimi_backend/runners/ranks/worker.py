@@ -64,7 +64,7 @@ def _load(assignment: Assignment) -> tuple[Follower, TensorParallelGroup]:
     group = join_ranks(assignment.rank, assignment.size, assignment.address, placement.device, **TIMEOUTS)
     checkpoints = Checkpoints.open(settings, placement)
     target, draft = load_rank(settings, role, placement, checkpoints, group)
-    return Follower(target, draft, group), group
+    return Follower(target, draft), group
 
 
 def follow(pipe: Pipe, follower: Follower) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.errors import KimiError, ModelUnavailableError
+from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_backend.runners.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import (
@@ -29,21 +29,16 @@ from kimi_backend.runners.ranks.messages import (
     READY,
     TIMEOUTS,
     Assignment,
-    Method,
+    PeerError,
     Pipe,
     Question,
     Step,
-    shapes_of,
 )
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
 _LOADING_GRACE_S = 2.0
 """While models load, what is wrong is mostly wrong on every rank: rank 0 gets so long to say it itself."""
 _END_S = 10.0
-
-
-class PeerError(KimiError):
-    """Another rank could not do what it was asked."""
 
 
 def end_process(problem: str) -> None:
@@ -116,26 +111,14 @@ class Workers:
                 self._leave()
             raise
 
-    @property
-    def have_both(self) -> bool:
-        """See `Peers.have_both`."""
-        return self._role == "pair"
-
-    def run(
-        self,
-        method: str,
-        plan: TargetPlan | DraftPlan,
-        aux: torch.Tensor | None = None,
-        shared: Sequence[torch.Tensor] = (),
-    ) -> AbstractContextManager[None]:
+    def run(self, plan: TargetPlan | DraftPlan, aux: torch.Tensor | None = None) -> AbstractContextManager[None]:
         """See `Peers.run`."""
         waits, self._waits = tuple(self._waits), []
-        step = Step(Method(method), plan, aux, shapes_of(shared), waits)
-        return _Running(self, pickle.dumps(step.packed(), protocol=5))
+        return _Running(self, pickle.dumps(Step(plan, aux, waits).packed(), protocol=5))
 
-    def wait_before_next(self, offset: int, value: int) -> None:
+    def wait_before_next(self, word: int, value: int) -> None:
         """See `Peers.wait_before_next`."""
-        self._waits.append((offset, value))
+        self._waits.append((word, value))
 
     def tell(self, message: bytes) -> None:
         """Send a packed step to all."""
@@ -309,6 +292,6 @@ def _received(pipe: Pipe) -> tuple[str, Any]:
 
 
 def _collect_captures() -> None:
-    """Captured steps that were dropped are in cycles, which may be frozen (`serving.processes`): free them now."""
+    """Captured steps that were dropped are in cycles, which may be frozen (`kimi_backend.processes`): free them now."""
     gc.unfreeze()
     gc.collect()

@@ -1,15 +1,22 @@
 """Steps in buckets, with padding and static arrays, against the same steps without. Here a replay is the recorded
 function itself; tests/backend/runners/graphs/test_on_gpu.py replays CUDA graphs."""
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.graphs.recorder import EagerRecorder, Run
+from kimi_backend.runners.graphs.static_arrays import StaticArrays
+from kimi_backend.scheduler.batch_table import BatchTable
+from kimi_backend.scheduler.plan_builder import store_proposals
 from kimi_backend.types.plan import AuxHandle, TargetPlan
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
 from support.speculative_loop import SpeculativeLoop, Step
 
@@ -56,6 +63,57 @@ def test_recording_leaves_no_trace(kind: str) -> None:
         assert runner._pool.tensor.isnan().all()
 
 
+class CompilingRecorder(EagerRecorder):
+    """Prepares as a GPU does: kernels compile and write nothing, so what they would work out stays as it was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def record(self, run: Run) -> Run:
+        run()
+        return run
+
+    def prepare(self, runs: Iterable[Run]) -> None:
+        with self._monkeypatch.context() as patch:
+            for name in ("read_tokens", "store_drawn", "read_drawn", "plan_steps", "store_proposals"):
+                patch.setattr(reference, name, lambda *_, **__: None)
+            super().prepare(runs)
+
+
+def test_what_kernels_would_work_out_is_a_possible_index_where_they_only_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever another bucket's step has left in the arena that both share."""
+    upload = StaticArrays.upload
+
+    def leave_garbage(self: StaticArrays) -> None:
+        upload(self)
+        for array in self.host.values():
+            array[...] = 2**30
+
+    monkeypatch.setattr(StaticArrays, "upload", leave_garbage)
+    recorder = CompilingRecorder(monkeypatch)
+    assert all(runner.num_warm_up_steps for runner in runner_pair(SETTING, "mla31", recorder))
+
+
+def test_a_draft_step_that_may_propose_and_then_has_no_room_proposes_nothing() -> None:
+    """As at a request's last tokens, where more was accepted than needed: an empty row of each that might have."""
+    texts, replies = prompts(2), []
+    for recorder in (None, EagerRecorder()):
+        loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder), texts, 2)
+        loop.step()
+        step = loop.step()
+        assert step.draft_plan is not None and loop._draft is not None
+        plan = replace(step.draft_plan, aux=step.target_reply.aux, room=np.zeros(2, np.int32))
+        replies.append(loop._draft.launch(plan).wait())
+    for reply in replies:
+        assert reply.draft_token_ids is not None
+        assert reply.draft_token_ids.shape == (2, 0)
+        sequences: list[Any] = [SimpleNamespace(row=row, uses_draft=True, num_draft_tokens=9) for row in range(2)]
+        store_proposals(BatchTable(4, 4), sequences, plan, plan.num_wanted, reply, 96)
+        assert [sequence.num_draft_tokens for sequence in sequences] == [0, 0]
+
+
 def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
     loop = SpeculativeLoop(target, draft, prompts(3), 3)
@@ -64,21 +122,21 @@ def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("ran eagerly")
 
-    monkeypatch.setattr(target, "_verify_eagerly", refuse)
-    monkeypatch.setattr(draft, "_propose_eagerly", refuse)
+    monkeypatch.setattr(target, "_launch_eagerly", refuse)
+    monkeypatch.setattr(draft, "_launch_eagerly", refuse)
     for _ in range(3):
         loop.step()
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
-def test_a_draft_that_only_extends_runs_in_a_bucket(launch_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_table", [False, True])
+def test_a_draft_that_only_extends_runs_in_a_bucket(in_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a policy lets nobody propose for a while; then proposals go on from there."""
     texts, loops = prompts(3), []
     for recorder in (None, EagerRecorder()):
         target, draft = runner_pair(SETTING, "mla31", recorder)
-        loops.append(SpeculativeLoop(target, draft, texts, 0, launch_ahead=launch_ahead and recorder is not None))
+        loops.append(SpeculativeLoop(target, draft, texts, 0, in_table=in_table and recorder is not None))
         loops[-1].step()
-    monkeypatch.setattr(loops[1]._draft, "_propose_eagerly", None)
+    monkeypatch.setattr(loops[1]._draft, "_launch_eagerly", None)
     for k in (0, 0, 2, 0, 2):
         steps = []
         for loop in loops:
@@ -86,7 +144,7 @@ def test_a_draft_that_only_extends_runs_in_a_bucket(launch_ahead: bool, monkeypa
                 sequence.num_speculative_tokens = k
             steps.append(loop.step())
         assert steps[0].target_reply.output_token_ids.tolist() == steps[1].target_reply.output_token_ids.tolist()
-        if not launch_ahead:
+        if not in_table:
             assert_equal_steps(*steps)
     pools = [loop._draft._pool.tensor.nan_to_num(nan=7.0) for loop in loops]  # type: ignore[union-attr]
     assert torch.equal(*pools)
@@ -146,7 +204,7 @@ def test_processors_and_logprobs_follow_the_captured_layers(monkeypatch: pytest.
         for recorder in (None, EagerRecorder())
     ]
     assert_equal_steps(*(loop.step() for loop in loops))
-    monkeypatch.setattr(loops[1]._target, "_verify_eagerly", None)
+    monkeypatch.setattr(loops[1]._target, "_launch_eagerly", None)
     for _ in range(3):
         steps = [loop.step() for loop in loops]
         assert_equal_steps(*steps)

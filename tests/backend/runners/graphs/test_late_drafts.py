@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.step_runner import Launched
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
@@ -37,14 +38,15 @@ def run(
     """To the end under a policy that acts at random; what each draft step proposed, where its reply says so."""
     target, draft = runner_pair(setting, kind, EagerRecorder() if is_captured else None)
     proposals: list[list[list[int]]] = []
-    propose = draft.propose
+    launch = draft.launch
 
-    def kept(plan: DraftPlan) -> DraftReply:
-        reply = propose(plan)
-        proposals.append(reply.draft_token_ids.tolist())
-        return reply
+    def kept(plan: DraftPlan) -> Launched[DraftReply]:
+        reply = launch(plan).wait()
+        if reply.draft_token_ids is not None:
+            proposals.append(reply.draft_token_ids.tolist())
+        return Launched(lambda: reply)
 
-    draft.propose = kept  # type: ignore[method-assign]
+    draft.launch = kept  # type: ignore[method-assign]
     settings = SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=64, launch_ahead=launch_ahead)
     harness = EngineHarness(target, draft, settings)
     policy = harness.core.scheduler.policy = RandomPolicy(5)
@@ -78,13 +80,13 @@ def test_a_late_draft_proposes_what_one_that_never_saw_the_beginning_would() -> 
     """Its plan says where its slots begin and which token it draws."""
     target, draft = runner_pair(Setting(kernels=KernelSet.reference()), "mla31", None)
     plans: list[DraftPlan] = []
-    propose = draft.propose
+    launch = draft.launch
 
-    def kept(plan: DraftPlan) -> DraftReply:
+    def kept(plan: DraftPlan) -> Launched[DraftReply]:
         plans.append(plan)
-        return propose(plan)
+        return launch(plan)
 
-    draft.propose = kept  # type: ignore[method-assign]
+    draft.launch = kept  # type: ignore[method-assign]
     harness = EngineHarness(target, draft, SchedulerSettings(launch_ahead=False))
     outcome = harness.add(REQUESTS[0])
     harness.step()

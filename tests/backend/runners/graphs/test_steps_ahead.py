@@ -10,13 +10,13 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.graphs.recorder import EagerRecorder, Recorder
-from kimi_backend.runners.graphs.target_graphs import TargetGraphs
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.plan import TargetPlan, TargetReply
+from kimi_backend.types.plan import TargetPlan
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.speculative_loop import SpeculativeLoop
@@ -57,9 +57,8 @@ def run(
 
     def counted(plan: TargetPlan) -> object:
         nonlocal num_behind
-        pending = launch(plan)
-        num_behind += pending is not None and plan.drawn_rows is not None
-        return pending
+        num_behind += bool((plan.num_given == 0).any())
+        return launch(plan)
 
     target.launch = counted  # type: ignore[method-assign, assignment]
     settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead)
@@ -109,44 +108,37 @@ def test_the_same_texts_where_others_leave_and_start_again() -> None:
 
 @pytest.mark.parametrize("fault", ["no token", "another's token", "last step's"])
 def test_a_wrong_token_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted faults in what the device hands on."""
+    """Planted faults in what a step leaves for the next."""
     given = requests()
     lockstep, _ = run(False, given)
-    copy = TargetGraphs._copy_drawn
+    store = reference.store_drawn
 
-    def planted(self: TargetGraphs, target: torch.Tensor) -> None:
-        before = target.clone()
-        copy(self, target)
+    def planted(
+        output_token_ids: torch.Tensor, accepted: torch.Tensor, table_rows: torch.Tensor, drawn: torch.Tensor
+    ) -> None:
         if fault == "no token":
-            target.zero_()
+            store(torch.zeros_like(output_token_ids), accepted, table_rows, drawn)
         elif fault == "another's token":
-            target[:2] = target[:2].flip(0)
-        else:
-            target.copy_(before)
+            store(output_token_ids.roll(1, 0), accepted, table_rows, drawn)
 
-    monkeypatch.setattr(TargetGraphs, "_copy_drawn", planted)
+    monkeypatch.setattr(reference, "store_drawn", planted)
     ahead, num_behind = run(True, given)
     assert num_behind > 20
     assert texts(ahead) != texts(lockstep)
 
 
-def decode_plan(target: TargetRunner) -> tuple[TargetPlan, TargetReply]:
-    """A decode step of three sequences behind one that has run, and that one's reply."""
+def decode_plan(target: TargetRunner) -> TargetPlan:
+    """A decode step of three sequences behind one that has run."""
     loop = SpeculativeLoop(target, None, [[8, 9, 10], [11, 12], [13]], 0)
     loop.step()
     step = loop.step()
-    plan = step.target_plan
-    rows = replace(
-        plan.rows,
-        token_ids=step.target_reply.output_token_ids[:, 0].astype(np.int32),
-        seq_lens=plan.rows.seq_lens + 1,
-    )
-    return replace(plan, step_id=plan.step_id + 1, rows=rows), step.target_reply
+    plan, drawn = step.target_plan, step.target_reply.output_token_ids[:, 0].astype(np.int32)
+    rows = replace(plan.rows, token_ids=drawn, seq_lens=plan.rows.seq_lens + 1)
+    return replace(plan, step_id=plan.step_id + 1, rows=rows)
 
 
-def behind(plan: TargetPlan, drawn_rows: list[int]) -> TargetPlan:
+def behind(plan: TargetPlan, index: list[int]) -> TargetPlan:
     rows = plan.rows
-    index = np.array(drawn_rows, np.int32)
     return replace(
         plan,
         step_id=plan.step_id + 1,
@@ -157,46 +149,61 @@ def behind(plan: TargetPlan, drawn_rows: list[int]) -> TargetPlan:
             seq_lens=rows.seq_lens[index] + 1,
             block_table=rows.block_table[index],
         ),
+        table_rows=plan.table_rows[index],
+        num_given=np.zeros(len(index), np.int32),
         num_sampled_rows=plan.num_sampled_rows[index],
         sampling=type(plan.sampling).plain(len(index)),
         wants_aux=plan.wants_aux[index],
-        drawn_rows=index,
     )
 
 
-def test_two_steps_in_flight_and_their_replies() -> None:
-    """Some of the first step's sequences, in another order."""
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_two_steps_in_flight_and_their_replies(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the first step's sequences, in another order; also where no bucket holds the second."""
     target, plain = target_with(EagerRecorder()), target_with(None)
-    first, _ = decode_plan(target)
-    expected_first = plain.verify(decode_plan(plain)[0])
+    first = decode_plan(target)
+    expected_first = plain.launch(decode_plan(plain)).wait()
     second = behind(first, [2, 0])
-    pending = [target.launch(plan) for plan in (first, second)]
-    assert pending[0] is not None and pending[1] is not None
-    replies = [each.wait() for each in pending if each is not None]
+    pending = [target.launch(first)]
+    if not is_captured:
+        monkeypatch.setattr(target._graphs, "bucket_of", lambda plan: None)
+    pending.append(target.launch(second))
+    replies = [each.wait() for each in pending]
     np.testing.assert_array_equal(replies[0].output_token_ids, expected_first.output_token_ids)
     tokens = expected_first.output_token_ids[[2, 0], 0].astype(np.int32)
-    known = replace(second, rows=replace(second.rows, token_ids=tokens), drawn_rows=None)
-    expected_second = plain.verify(known)
+    known = replace(second, rows=replace(second.rows, token_ids=tokens), num_given=second.rows.query_lens)
+    expected_second = plain.launch(known).wait()
     np.testing.assert_array_equal(replies[1].output_token_ids, expected_second.output_token_ids)
     assert not replies[1].seq_status.any()
 
 
-def test_steps_that_cannot_be_left_in_flight() -> None:
-    target = target_with(EagerRecorder())
-    plan, _ = decode_plan(target)
-    assert target.launch(replace(plan, num_logprobs=1)) is None
-    assert target.launch(behind(plan, [0])) is None, "the step before was not launched"
-    assert target.launch(plan) is not None
-    assert target.launch(replace(behind(plan, [0]), step_id=plan.step_id + 2)) is None, "of another step"
-    assert target_with(None).launch(plan) is None, "nothing is captured"
+def test_a_plan_can_be_run_again_alone_given_its_table() -> None:
+    """A launched step of both kinds: with the table as it was, it gives the same reply bit for bit."""
+    target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
+    loop = SpeculativeLoop(target, draft, [[8, 9, 10], [11, 12], [13]], [3, 1, 2], in_table=True)
+    loop.step()
+    assert target.table is not None and draft.table is target.table
+    kept = target.table.drawn.clone(), target.table.proposed.clone()
+    step = loop.step()
+    assert step.target_plan.reads_table and step.target_plan.draft_step
+    target.table.drawn.random_(0, 90)
+    target.table.proposed.random_(0, 90)
+    for half, found in zip((target.table.drawn, target.table.proposed), kept, strict=True):
+        half.copy_(found)
+    again = target.launch(step.target_plan).wait()
+    for name in ("output_token_ids", "num_accepted_tokens", "seq_status", "draft_status"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(step.target_reply, name), err_msg=name)
 
 
-def test_a_step_that_is_waited_for_takes_no_drawn_rows() -> None:
+def test_a_runner_without_a_table_says_so() -> None:
+    plan = decode_plan(target_with(EagerRecorder()))
+    with pytest.raises(InvalidRequestError, match="tokens of the token table wanted, but this runner has none"):
+        target_with(None).launch(behind(plan, [0]))
     target = target_with(EagerRecorder())
-    plan, _ = decode_plan(target)
-    with pytest.raises(InvalidRequestError, match="plan drawn_rows: some given"):
-        target.verify(behind(plan, [0]))
-    with pytest.raises(InvalidRequestError, match=r"plan drawn_rows\[0\]: 8 given, 0 to 7 allowed"):
-        target.launch(replace(behind(plan, [0]), drawn_rows=np.array([8], np.int32)))
-    with pytest.raises(InvalidRequestError, match=r"plan drawn_rows: shape \[1\] given, \[3\] allowed"):
-        target.launch(replace(plan, drawn_rows=np.array([0], np.int32)))
+    decode_plan(target)
+    with pytest.raises(InvalidRequestError, match=r"plan table_rows\[0\]: 8 given, 0 to 7 allowed"):
+        target.launch(replace(behind(plan, [0]), table_rows=np.array([8], np.int32)))
+    with pytest.raises(InvalidRequestError, match=r"plan num_given\[0\]: -1 given, 0 to 1 \(of query_lens\) allowed"):
+        target.launch(replace(behind(plan, [0]), num_given=np.array([-1], np.int32)))
+    with pytest.raises(InvalidRequestError, match=r"plan num_given: shape \[1\] given, \[3\] allowed"):
+        target.launch(replace(plan, num_given=np.array([0], np.int32)))

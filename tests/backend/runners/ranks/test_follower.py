@@ -52,9 +52,9 @@ def plain_requests(count: int, k: int) -> list[GenerateRequest]:
 @pytest.mark.parametrize(
     ("captures", "k", "expected"),
     [
-        (False, 3, {"verify", "propose"}),
-        (True, 3, {"verify", "propose", "follow"}),
-        (True, 0, {"verify", "launch"}),
+        (False, 3, {"verify", "draft"}),
+        (True, 3, {"verify", "draft", "follow"}),
+        (True, 0, {"verify", "behind"}),
     ],
 )
 def test_every_kind_of_step_leaves_the_same_kv(captures: bool, k: int, expected: set[str]) -> None:
@@ -66,8 +66,8 @@ def test_every_kind_of_step_leaves_the_same_kv(captures: bool, k: int, expected:
     harness.run(each_step=lambda _: assert_same_pools(pairs))
     assert not peers.problems
     assert expected <= set(peers.steps), peers.steps
-    left = [pair[1].left_tokens for pair in pairs]
-    assert not captures or torch.equal(left[0], left[1])  # type: ignore[arg-type]
+    tables = [pair[1].table for pair in pairs]
+    assert not captures or torch.equal(tables[0].proposed[:-1], tables[1].proposed[:-1])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("captures", [False, True])
@@ -83,15 +83,15 @@ def test_every_sampling_feature(captures: bool) -> None:
 def test_a_bad_plan_fails_before_anybody_is_told() -> None:
     pairs, peers = two_ranks(captures=False)
     plans = []
-    verify = pairs[0][0].verify
-    pairs[0][0].verify = lambda plan: (plans.append(plan), verify(plan))[1]  # type: ignore[method-assign]
+    launch = pairs[0][0].launch
+    pairs[0][0].launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
     harness = EngineHarness(pairs[0][0], None)
     harness.add(plain_requests(1, 0)[0])
     harness.run()
     told = peers.steps["verify"]
     bad = replace(plans[0], rows=replace(plans[0].rows, token_ids=plans[0].rows.token_ids + 10**6))
     with pytest.raises(InvalidRequestError, match="token_ids"):
-        verify(bad)
+        launch(bad)
     assert peers.steps["verify"] == told
 
 

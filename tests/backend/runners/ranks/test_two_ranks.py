@@ -16,14 +16,14 @@ import pytest
 
 from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.errors import CheckpointError, ConfigError
+from kimi_backend.processes import is_alive
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.loading import load_draft_runner, load_pair, load_target_runner
 from kimi_backend.runners.ranks import workers as workers_module
-from kimi_backend.runners.ranks.messages import Step, unpacked
-from kimi_backend.runners.ranks.workers import PeerError, Workers
+from kimi_backend.runners.ranks.messages import PeerError, Step, unpacked
+from kimi_backend.runners.ranks.workers import Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.serving.processes import is_alive
 from support import tiny_ranks
 from support.engine_runs import generate
 from support.random_requests import random_requests
@@ -63,7 +63,7 @@ def test_two_ranks_write_what_one_writes(folder: Path, two: Pair) -> None:
     assert [outcome.rounds for outcome in found] == [outcome.rounds for outcome in expected]
     assert described.num_blocks == one[0].describe().num_blocks
     plan = replace(tiny_ranks.one_row_plan(1), num_logprobs=3)
-    ours, theirs = one[0].verify(plan), two[0].verify(plan)
+    ours, theirs = one[0].launch(plan).wait(), two[0].launch(plan).wait()
     assert np.array_equal(ours.top_logprob_ids, theirs.top_logprob_ids)
     assert np.allclose(ours.top_logprobs, theirs.top_logprobs, atol=1e-5)
 
@@ -74,7 +74,7 @@ def test_closing_ends_the_ranks_and_another_pair_may_come(tiny: Path) -> None:
         workers = target.peers
         assert isinstance(workers, Workers)
         (rank,) = workers.process_ids
-        target.verify(tiny_ranks.one_row_plan(1))
+        target.launch(tiny_ranks.one_row_plan(1)).wait()
         target.close()
         target.close()
         assert not is_alive(rank)
@@ -145,7 +145,7 @@ def test_a_rank_that_raises_ends_rank_0(tiny: Path) -> None:
     process, _ = start(tiny, "mislead")
     _, errors = process.communicate(timeout=END_S)
     assert process.returncode == 1
-    assert "step 1 cannot be launched here" in errors
+    assert "this rank has no draft" in errors
     assert "rank 1 of the target has ended with code 1; this process ends" in errors
 
 
@@ -187,14 +187,14 @@ def test_what_is_waited_for_goes_with_its_board(tiny: Path) -> None:
     assert isinstance(workers, Workers)
     try:
         workers.tell = messages.append  # type: ignore[method-assign]
-        workers.wait_before_next(64, 5000)
+        workers.wait_before_next(1, 5000)
         workers.ask("open board", [b""])
-        workers.wait_before_next(64, 2)
+        workers.wait_before_next(1, 2)
         for step_id in (1, 2):
-            with workers.run("verify", tiny_ranks.one_row_plan(step_id)):
+            with workers.run(tiny_ranks.one_row_plan(step_id)):
                 pass
         steps = [unpacked(pickle.loads(message)) for message in messages]
-        assert [step.waits for step in steps if isinstance(step, Step)] == [((64, 2),), ()]
+        assert [step.waits for step in steps if isinstance(step, Step)] == [((1, 2),), ()]
     finally:
         target.close()
 

@@ -1,4 +1,4 @@
-"""Draft tokens that never reach the host: the same bits as with ids in the reply, whichever way either runner takes."""
+"""Draft tokens that only the token table has: the same bits as with ids in the reply, whichever way a runner takes."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,21 +9,22 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.graphs.buckets import Bucket
-from kimi_backend.runners.graphs.draft_inputs import extension_layout, proposal_layout
-from kimi_backend.runners.graphs.follow_inputs import (
-    fill_following_extension,
-    fill_following_proposals,
+from kimi_backend.runners.graphs.draft_inputs import (
+    extension_layout,
+    fill_extension,
+    fill_proposals,
+    proposal_layout,
 )
 from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays
-from kimi_backend.runners.left_tokens import left_places, window_rows
 from kimi_backend.runners.row_arrays import RowArrays
+from kimi_backend.runners.step_runner import Launched
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.plan import DraftPlan, DraftReply, FollowPlan, RowPlan, TargetPlan, TokenHandle
+from kimi_backend.types.plan import DraftPlan, DraftReply, RowPlan, TargetPlan
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
-from kimi_kernels.draft_steps.reference import follow_verify
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
+from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.speculative_loop import SpeculativeLoop, Step
@@ -44,8 +45,8 @@ def both_ways(
     """[ids in the reply, tokens left on the device], over equal pairs of runners."""
     texts = prompts(len(ks))
     return [
-        loop(*runner_pair(setting, kind, EagerRecorder()), texts, list(ks), launch_ahead=launch_ahead, **fields)
-        for launch_ahead in (False, True)
+        loop(*runner_pair(setting, kind, EagerRecorder()), texts, list(ks), in_table=in_table, **fields)
+        for in_table in (False, True)
     ]
 
 
@@ -71,15 +72,15 @@ def test_the_same_bits(kind: str, temperature: float, ks: list[int]) -> None:
         steps = [loop.step(12) for loop in loops]
         assert_equal_steps(*steps)
         assert_equal_aux(*steps)
-        num_left += steps[1].target_plan.draft_tokens.num_seqs
-    assert num_left >= 4 * len(ks)
+        num_left += int((steps[1].target_plan.num_given < steps[1].target_plan.rows.query_lens).sum())
+    assert num_left >= 4 * sum(k > 0 for k in ks)
     assert [s.token_ids for s in loops[0].sequences] == [s.token_ids for s in loops[1].sequences]
     assert [s.accepted for s in loops[0].sequences] == [s.accepted for s in loops[1].sequences]
     assert max(map(sum, (s.accepted for s in loops[1].sequences))) > 0
 
 
 def test_sequences_that_leave_join_and_change_places() -> None:
-    """Columns are those of the draft's step, wherever a sequence stands in the verify."""
+    """A sequence keeps its row of the table, wherever it stands in the verify."""
     loops = both_ways([3, 1, 2, 7])
     for loop in loops:
         loop.step()
@@ -91,7 +92,7 @@ def test_sequences_that_leave_join_and_change_places() -> None:
             steps.append(loop.step())
             loop.sequences = everyone
             for index in set(range(4)) - set(order):
-                everyone[index].draft_token_ids, everyone[index].draft_column = [], -1
+                everyone[index].draft_token_ids, everyone[index].is_in_table = [], False
         assert_equal_steps(*steps)
 
 
@@ -123,7 +124,7 @@ def test_draws_that_read_the_window(is_captured: bool, monkeypatch: pytest.Monke
     loops = both_ways([3, 1, 2], loop=ProcessedLoop)
     for loop in loops:
         loop.step()
-        monkeypatch.setattr(loop._target, "_verify_eagerly" if is_captured else "_verify_captured", None)
+        monkeypatch.setattr(loop._target, "_launch_eagerly" if is_captured else "_launch_captured", None)
         if not is_captured:
             monkeypatch.setattr(loop._target._graphs, "bucket_of", lambda plan: None)  # type: ignore[attr-defined]
     for _ in range(4):
@@ -139,7 +140,7 @@ def test_a_draft_step_that_runs_as_it_comes_leaves_its_tokens_too(monkeypatch: p
     for _ in range(7):
         steps = [loop.step(12) for loop in loops]
         assert_equal_steps(*steps)
-        assert steps[1].draft_reply is not None and steps[1].draft_reply.tokens.num_seqs == 3
+        assert steps[1].draft_reply is not None and steps[1].draft_reply.draft_token_ids is None
     assert max(map(sum, (s.accepted for s in loops[1].sequences))) > 0
 
 
@@ -147,15 +148,15 @@ def test_chunks_beside_verifies_run_eagerly() -> None:
     """A prompt of several chunks keeps the whole step out of the buckets while another sequence verifies."""
     texts = [prompts(1)[0], GENERATOR.integers(0, 96, 60).tolist()]
     loops = [
-        SpeculativeLoop(*runner_pair(SETTING, "mla31", EagerRecorder()), texts, [3, 2], launch_ahead=launch_ahead)
-        for launch_ahead in (False, True)
+        SpeculativeLoop(*runner_pair(SETTING, "mla31", EagerRecorder()), texts, [3, 2], in_table=in_table)
+        for in_table in (False, True)
     ]
     is_mixed = []
     for _ in range(8):
         steps = [loop.step(20) for loop in loops]
         assert_equal_steps(*steps)
         plan = steps[1].target_plan
-        is_mixed.append(plan.draft_tokens.num_seqs > 0 and not plan.num_sampled_rows.all())
+        is_mixed.append(plan.reads_table and not plan.num_sampled_rows.all())
     assert any(is_mixed)
 
 
@@ -163,7 +164,7 @@ def test_chunks_beside_verifies_run_eagerly() -> None:
 def test_a_failed_sequence_has_no_token_at_all(failing_draw: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its verify accepts nothing, and says of the draft what the draft's reply would have said."""
     target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
-    loop = SpeculativeLoop(target, draft, prompts(3), [2, 2, 2], launch_ahead=True)
+    loop = SpeculativeLoop(target, draft, prompts(3), [2, 2, 2], in_table=True)
     loop.step()
     loop.step()
     draws = []
@@ -179,9 +180,10 @@ def test_a_failed_sequence_has_no_token_at_all(failing_draw: int, monkeypatch: p
     monkeypatch.setattr(draft._model, "compute_logits", spoiled)
     loop.step()
     monkeypatch.undo()
-    left = draft._graphs.left  # type: ignore[union-attr]
-    assert left[:3, 1].tolist() == [1, -1, -1]
-    assert (left[1:3, [0, 2]] >= 0).all()
+    assert target.table is not None
+    proposed = target.table.proposed
+    assert proposed[1, 1:4].tolist() == [1, -1, -1]
+    assert (proposed[[0, 2], 2:4] >= 0).all()
     step = loop.step()
     assert step.target_reply.draft_status is not None
     assert step.target_reply.draft_status.tolist() == [0, 1, 0]
@@ -195,62 +197,83 @@ def test_a_token_that_is_none_is_never_embedded_as_such() -> None:
     for _ in range(2):
         for loop in loops:
             loop.step()
-    left = torch.full((8, 8), 2**30, dtype=torch.int32)
-    left[0] = 0
-    loops[1]._left = TokenHandle(num_seqs=2, tensor=left)
+    table = loops[1]._target.table  # type: ignore[attr-defined]
+    table.proposed[:, 2:] = 2**30
     steps = [loop.step() for loop in loops]
     first = [step.target_reply.output_token_ids[:, 0].tolist() for step in steps]
     assert first[0] == first[1]
     assert steps[1].target_reply.num_accepted_tokens.tolist() == [0, 0]
 
 
-def test_places_and_windows() -> None:
-    """Two rows of a prompt, then a sequence of two draft tokens in column 3, then one whose token the plan has."""
-    loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", None), prompts(3), [2, 2, 1])
-    plan = loop._target_plan([[1, 2], [3, 0, 0], [4, 5]])
-    plan = replace(
-        plan,
-        num_sampled_rows=np.array([0, 3, 2], np.int32),
-        draft_tokens=TokenHandle(num_seqs=4),
-        draft_columns=np.array([-1, 3, -1], np.int32),
-    )
-    assert left_places(plan, 10).tolist() == [-1, -1, -1, 13, 23, -1, -1]
-    assert window_rows(plan, 2).tolist() == [[3, 4], [6, -1]]
+def test_a_draft_step_that_is_not_the_one_asked_for_is_not_read() -> None:
+    """One that was let go and comes late has its own stamp: its guesses are none, and it is told as one that failed."""
+    loops = both_ways([2, 2], setting=SETTING)
+    for _ in range(2):
+        for loop in loops:
+            loop.step()
+    table = loops[1]._target.table  # type: ignore[attr-defined]
+    table.proposed[0, 0] -= 1
+    steps = [loop.step() for loop in loops]
+    first = [step.target_reply.output_token_ids[:, 0].tolist() for step in steps]
+    assert first[0] == first[1]
+    assert steps[1].target_reply.num_accepted_tokens[0] == 0
+    assert steps[1].target_reply.draft_status is not None
+    assert steps[1].target_reply.draft_status.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_host_given_proposals_beside_device_given_ones(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and third sequence's proposals come with the plan; those that the table holds for them are wrong."""
+    loops = both_ways([3, 2, 1, 3])
+    for _ in range(2):
+        for loop in loops:
+            loop.step()
+    if not is_captured:
+        for loop in loops:
+            monkeypatch.setattr(loop._target._graphs, "bucket_of", lambda plan: None)  # type: ignore[attr-defined]
+    table = loops[1]._target.table  # type: ignore[attr-defined]
+    for index in (0, 2):
+        sequence = loops[1].sequences[index]
+        sequence.draft_token_ids = table.proposed[index, 2 : 2 + len(sequence.draft_token_ids)].tolist()
+        sequence.is_in_table = False
+        table.proposed[index, 2:] = 77
+    steps = [loop.step() for loop in loops]
+    plan = steps[1].target_plan
+    assert plan.num_given.tolist() == [4, 1, 2, 1]
+    assert_equal_steps(*steps)
+    assert_equal_aux(*steps)
+    assert steps[0].target_reply.num_accepted_tokens.sum() > 0
 
 
 def test_what_fits_no_step_is_refused() -> None:
     target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
-    loop = SpeculativeLoop(target, draft, prompts(2), 2, launch_ahead=True)
+    loop = SpeculativeLoop(target, draft, prompts(2), 2, in_table=True)
     loop.step()
     plan = loop._target_plan([s.next_rows(1) for s in loop.sequences])
-    assert plan.draft_columns is not None
     for wrong, message in (
-        (replace(plan, draft_columns=None), r"draft_columns: none given, draft_tokens of 2 sequences"),
-        (replace(plan, draft_tokens=TokenHandle()), r"draft_columns: some given, draft_tokens of 0 sequences"),
-        (replace(plan, draft_columns=np.array([0, 2], np.int32)), r"draft_columns\[1\]: 2 given, -1 to 1 allowed"),
-        (replace(plan, draft_columns=np.array([0], np.int32)), r"draft_columns: shape \[1\] given, \[2\] allowed"),
-        (replace(plan, draft_tokens=TokenHandle(num_seqs=2)), r"draft_tokens.tensor: NoneType given"),
         (
-            replace(plan, draft_tokens=TokenHandle(num_seqs=2, tensor=torch.zeros((2, 2), dtype=torch.int32))),
-            r"draft_tokens.tensor: torch.int32 \[2, 2\] given, torch.int32 of at least \[3, 2\] is needed",
+            replace(plan, num_given=np.array([0, 4], np.int32)),
+            r"num_given\[1\]: 4 given, 0 to 3 \(of query_lens\) allowed",
         ),
+        (replace(plan, num_given=np.array([0], np.int32)), r"num_given: shape \[1\] given, \[2\] allowed"),
+        (replace(plan, table_rows=np.array([0], np.int32)), r"table_rows: shape \[1\] given, \[2\] allowed"),
+        (replace(plan, table_rows=np.array([0, -1], np.int32)), r"table_rows\[1\]: -1 given, 0 to 7 allowed"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
-            target.verify(wrong)
+            target.launch(wrong)
 
 
 def run_engine(kind: str, launch_ahead: bool, requests: list[GenerateRequest]) -> tuple[EngineHarness, list[bool]]:
-    """To the end, over pools full of NaN; of each step that the draft might follow, whether it did."""
+    """To the end, over pools full of NaN; of each draft step, whether it was launched before its verify was done."""
     target, draft = runner_pair(ACCEPTING, kind, EagerRecorder())
     followed: list[bool] = []
-    follow = draft.follow
+    launch = draft.launch
 
-    def counted(plan: DraftPlan) -> DraftReply | None:
-        reply = follow(plan)
-        followed.append(reply is not None)
-        return reply
+    def counted(plan: DraftPlan) -> Launched[DraftReply]:
+        followed.append(bool(plan.num_drawn.any()))
+        return launch(plan)
 
-    draft.follow = counted  # type: ignore[method-assign]
+    draft.launch = counted  # type: ignore[method-assign]
     settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead)
     harness = EngineHarness(target, draft, settings, eos_token_ids={3})
     for request in requests:
@@ -286,7 +309,7 @@ def test_a_draft_that_follows_proposes_what_one_that_waits_does(kind: str) -> No
     requests = engine_requests(12)
     lockstep, never = run_engine(kind, False, requests)
     ahead, followed = run_engine(kind, True, requests)
-    assert not never
+    assert not any(never)
     assert sum(followed) > 12
     for waited, launched in zip(lockstep.outcomes, ahead.outcomes, strict=True):
         assert launched.token_ids == waited.token_ids
@@ -314,18 +337,22 @@ def test_numbers_worked_out_on_the_device() -> None:
         aux_rows=np.arange(6),
         num_proposals=np.array([3, 2], np.int32),
     )
-    drawn = torch.tensor([[90, -1, -1, -1], [41, 42, 43, -1], [7, 8, -1, -1]])
-    accepted = torch.tensor([0, 2, 1], dtype=torch.int32)
-    follow = FollowPlan(
-        drawn_rows=np.array([1, 2], np.int32), room=np.array([50, 2], np.int32), first_index=np.array([107, 7])
+    plan = replace(
+        plan,
+        table_rows=np.array([1, 2], np.int32),
+        num_drawn=np.array([4, 2], np.int32),
+        room=np.array([50, 2], np.int32),
+        output_index=np.array([107, 7]),
     )
-    fill_following_extension(extension.host, plan, follow, RowArrays.of(plan.rows, 4), 0, 4)
-    fill_following_proposals(proposals.host, plan, follow)
+    drawn = torch.tensor([[0, 90, -1, -1, -1], [2, 41, 42, 43, -1], [1, 7, 8, -1, -1], [0] * 5], dtype=torch.int32)
+    fill_extension(extension.host, plan, RowArrays.of(plan.rows, 4), 0, 3)
+    fill_proposals(proposals.host, plan, 3)
     extension.upload()
     proposals.upload()
     static_table = torch.zeros((3, 3), dtype=torch.int32)
     static_table[:2] = torch.from_numpy(table)
-    follow_verify(extension.device, proposals.device, static_table, drawn, accepted, block_size=4, vocab_size=96)
+    reference.read_drawn(extension.device, drawn, vocab_size=96)
+    reference.plan_steps(proposals.device, static_table, drawn, block_size=4)
     assert extension.device["token_ids"][:6].tolist() == [41, 42, 43, 0, 7, 8]
     assert extension.device["last_rows"][:2].tolist() == [2, 5]
     # 5 tokens and 3 rows, then 5 tokens and 2 rows, of which room is left for one proposal.
@@ -341,22 +368,26 @@ def test_numbers_worked_out_on_the_device() -> None:
 def test_one_wrong_number_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults in what is worked out on the device."""
 
-    def planted(
-        extension: dict[str, torch.Tensor], proposals: dict[str, torch.Tensor], *args: Any, **sizes: Any
-    ) -> None:
-        follow_verify(extension, proposals, *args, **sizes)
+    read_drawn, plan_steps = reference.read_drawn, reference.plan_steps
+
+    def read_wrongly(step: dict[str, torch.Tensor], *args: Any, **sizes: Any) -> None:
+        read_drawn(step, *args, **sizes)
         if fault == "last row":
-            extension["last_rows"].sub_(1).clamp_(min=0)
-        elif fault == "token index":
-            proposals["token_index"].add_(1)
+            step["last_rows"].sub_(1).clamp_(min=0)
+        elif fault == "tokens":
+            step["token_ids"].zero_()
+
+    def plan_wrongly(step: dict[str, torch.Tensor], *args: Any, **sizes: Any) -> None:
+        plan_steps(step, *args, **sizes)
+        if fault == "token index":
+            step["token_index"].add_(1)
         elif fault == "slots":
-            proposals["slots"].fill_(-1)
-        else:
-            extension["token_ids"].zero_()
+            step["slots"].fill_(-1)
 
     requests = engine_requests(8)
     lockstep, _ = run_engine("mla31", False, requests)
-    monkeypatch.setattr("kimi_kernels.draft_steps.reference.follow_verify", planted)
+    monkeypatch.setattr(reference, "read_drawn", read_wrongly)
+    monkeypatch.setattr(reference, "plan_steps", plan_wrongly)
     ahead, followed = run_engine("mla31", True, requests)
     assert any(followed)
     assert [o.token_ids for o in ahead.outcomes] != [o.token_ids for o in lockstep.outcomes]

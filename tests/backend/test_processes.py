@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from kimi_backend.serving.processes import is_alive
+from kimi_backend.processes import is_alive
 
 
 def test_a_process_is_alive_until_it_ends():

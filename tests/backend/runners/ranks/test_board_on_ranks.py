@@ -1,21 +1,18 @@
-"""A rank's view of the board's numbers. The driver's part is replaced."""
+"""Ranks wait for the words of the board that rank 0 waits for. The driver's part is replaced."""
 
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 
 from kimi_backend.runners.cuda_ipc import CudaIpcError
-from kimi_backend.runners.ranks import board_words
-from kimi_backend.runners.ranks.board_words import BoardWords
+from kimi_backend.runners.hand_over import order as order_module
+from kimi_backend.runners.hand_over.board import LEFT, BoardError, OpenedBoard, OwnBoard, offset_of
+from kimi_backend.runners.hand_over.order import order_of
+from kimi_backend.runners.ranks.messages import PeerError
 from kimi_backend.runners.ranks.peers import NoPeers
-from kimi_backend.runners.ranks.workers import PeerError
 from kimi_backend.runners.sealed_memory import MemoryHandle
-from kimi_backend.serving import board_order
-from kimi_backend.serving.board_order import order_of
-from kimi_backend.serving.step_board import LEFT, OpenedBoard, OwnBoard, offset_of
 
 CUDA = torch.device("cuda")
 NO_SUCH = MemoryHandle(process_id=os.getpid(), descriptor=9999, num_bytes=4096, token="00")
@@ -53,62 +50,70 @@ class AskedPeers(NoPeers):
             raise PeerError(self._problem)
         return contents
 
-    def wait_before_next(self, offset: int, value: int) -> None:
-        self.waits.append((offset, value))
+    def wait_before_next(self, word: int, value: int) -> None:
+        self.waits.append((word, value))
 
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_words, "StreamMemory", FakeMemory)
-    monkeypatch.setattr(board_order, "StreamMemory", FakeMemory)
+    monkeypatch.setattr(order_module, "StreamMemory", FakeMemory)
 
 
 def test_a_rank_sees_the_numbers_of_the_board() -> None:
     own = OwnBoard((4, 8))
-    assert OpenedBoard.open(own.handle).memory_handle == own.memory_handle
-    words = BoardWords(own.memory_handle, CUDA)
+    opened = OpenedBoard.open(own.handle)
     own.board.set_word(LEFT, 7)
-    assert words._whole.numpy()[offset_of(LEFT) :][:8].view(np.int64)[0] == 7
-    words.wait(offset_of(LEFT), 7)
-    memory = words._memory
-    assert isinstance(memory, FakeMemory) and memory.waits == [(offset_of(LEFT), 7)]
-    words.close()
+    assert opened.board.word(LEFT) == 7
+    order = order_of(opened.board, CUDA)
+    order.wait(LEFT, 7)
+    memory = order._memory  # type: ignore[attr-defined]
+    assert memory.waits == [(offset_of(LEFT), 7)]
+    order.close()
     assert not memory.is_open
     own.close()
 
 
 @pytest.mark.parametrize(
     "handle",
-    [b"", b"[]", NO_SUCH.to_bytes()],
+    [b"", b"[]", json.dumps({"memory": NO_SUCH.to_bytes().decode(), "shape": [4, 8]}).encode()],
     ids=["empty", "not an object", "no such descriptor"],
 )
 def test_memory_that_is_not_there_is_said(handle: bytes) -> None:
-    with pytest.raises(CudaIpcError, match="the board: "):
-        BoardWords(handle, CUDA)
+    with pytest.raises(BoardError, match=r"its handle cannot be read|its process has it no more"):
+        OpenedBoard.open(handle)
+
+
+def test_a_handle_whose_shape_is_not_of_its_size_is_refused() -> None:
+    own = OwnBoard((4, 8))
+    handle = json.loads(own.handle) | {"shape": [4000, 8]}
+    with pytest.raises(BoardError, match="a size that is not of its shape"):
+        OpenedBoard.open(json.dumps(handle).encode())
+    own.close()
 
 
 def test_a_descriptor_that_is_another_board_s_is_refused() -> None:
     one, other = OwnBoard((4, 8)), OwnBoard((4, 8))
-    handle = json.loads(one.memory_handle) | {"descriptor": json.loads(other.memory_handle)["descriptor"]}
-    with pytest.raises(CudaIpcError, match="the board: its process has something else there"):
-        BoardWords(json.dumps(handle).encode(), CUDA)
+    fields, others = json.loads(one.handle), json.loads(json.loads(other.handle)["memory"])
+    memory = json.loads(fields["memory"]) | {"descriptor": others["descriptor"]}
+    with pytest.raises(BoardError, match="its process has something else there"):
+        OpenedBoard.open(json.dumps(fields | {"memory": json.dumps(memory)}).encode())
     one.close()
     other.close()
 
 
 def test_peers_wait_for_what_rank_0_waits_for() -> None:
     own, peers = OwnBoard((4, 8)), AskedPeers()
-    order = order_of(own.board, CUDA, own.memory_handle, peers)
+    order = order_of(own.board, CUDA, own.handle, peers)
     order.wait(LEFT, 3)
-    assert peers.waits == [(offset_of(LEFT), 3)]
+    assert peers.waits == [(LEFT, 3)]
     order.close()
-    assert peers.asked == [[own.memory_handle] * 2, [b""] * 2]
+    assert peers.asked == [[own.handle] * 2, [b""] * 2]
     own.close()
 
 
 def test_a_peer_that_cannot_wait_leaves_no_board_open() -> None:
     own, peers = OwnBoard((4, 8)), AskedPeers("rank 2: the device has no such operation")
     with pytest.raises(CudaIpcError, match="rank 2: the device has no such operation"):
-        order_of(own.board, CUDA, own.memory_handle, peers)
+        order_of(own.board, CUDA, own.handle, peers)
     assert peers.asked[-1] == [b""] * 2
     own.close()

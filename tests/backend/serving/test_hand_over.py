@@ -4,7 +4,6 @@ On a CPU whoever queues a wait waits itself, so both runners may be in this proc
 is tested on a GPU (`tests/backend/runners/test_stream_memory.py`).
 """
 
-import dataclasses
 import itertools
 import logging
 import subprocess
@@ -13,28 +12,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.hand_over import sides
+from kimi_backend.runners.hand_over.board import PROMISED, TARGET_PID, VERIFIED, WAITED
+from kimi_backend.runners.hand_over.sides import DraftSide, TargetSide
+from kimi_backend.runners.hand_over.token_table import TokenTable
+from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.serving import board_sides, runner_server, tensor_names
+from kimi_backend.serving import draft_server, target_server, tensor_names
 from kimi_backend.serving.aux_sides import AuxReceiver
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
-from kimi_backend.serving.board_sides import DraftSide, TargetSide
-from kimi_backend.serving.runner_server import RunnerServer
-from kimi_backend.serving.step_board import LAST_STAMP, PROMISED, VERIFIED, WAITED
-from kimi_backend.types.plan import DraftPlan, DraftReply, DrawnHandle, RowPlan, SamplingPlan, TargetPlan, TokenHandle
+from kimi_backend.serving.draft_server import DraftServer
+from kimi_backend.serving.target_server import TargetServer
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
-from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE
+from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.loopback_peers import LoopbackPeers
@@ -65,10 +70,10 @@ class Pair:
         self._setting, self._kind = setting, kind
         self._buffers: dict[bytes, AuxBuffer] = {}
         self.followed: list[bool] = []
-        """Of each step that should follow a verify, whether it did."""
-        monkeypatch.setattr(runner_server, "offer_aux_buffer", self._offer)
+        """Of each draft step, whether it was launched before it was known what its verify accepted."""
+        monkeypatch.setattr(target_server, "offer_aux_buffer", self._offer)
         monkeypatch.setattr(
-            runner_server,
+            draft_server,
             "AuxReceiver",
             lambda device, aux_transfer, **_: AuxReceiver(
                 torch.device("cuda"), aux_transfer, lambda handle, _: FoundBuffer(self._buffers, handle)
@@ -91,20 +96,22 @@ class Pair:
             self.loopback.servers[model].close()
         runner: Any = target if model == "kimi_target" else self._watched(draft)
         runner.peers = peers
-        self.loopback.servers[model] = RunnerServer(
-            runner, self.loopback.pb_utils, aux_transfer, secret=SECRET, has_board=True
-        )
+        runner.table.is_split = True
+        pb_utils = self.loopback.pb_utils
+        if model == "kimi_target":
+            self.loopback.servers[model] = TargetServer(runner, pb_utils, aux_transfer, secret=SECRET)
+        else:
+            self.loopback.servers[model] = DraftServer(runner, pb_utils, aux_transfer, secret=SECRET, has_board=True)
         return runner
 
     def _watched(self, draft: Any) -> Any:
-        follow = draft.follow
+        launch = draft.launch
 
-        def counted(plan: DraftPlan) -> DraftReply | None:
-            reply: DraftReply | None = follow(plan)
-            self.followed.append(reply is not None)
-            return reply
+        def counted(plan: DraftPlan) -> Any:
+            self.followed.append(bool(plan.num_drawn.any()))
+            return launch(plan)
 
-        draft.follow = counted
+        draft.launch = counted
         return draft
 
     def runner(self, model: str) -> Any:
@@ -178,7 +185,7 @@ def test_a_draft_in_another_process_follows_its_verify(make_pair: Callable[..., 
     waiting, following = make_pair(ACCEPTING, kind), make_pair(ACCEPTING, kind)
     expected = outcomes(waiting.engine(launch_ahead=False))
     assert outcomes(following.engine()) == expected
-    assert not waiting.followed
+    assert not any(waiting.followed)
     assert sum(following.followed) > 12
     assert following.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) == 0
 
@@ -197,7 +204,7 @@ def test_a_follower_that_is_there_before_its_verify_waits_for_it(make_pair: Call
     server.run = run_late  # type: ignore[method-assign]
     start = time.monotonic()
     assert outcomes(pair.engine()) == expected
-    assert time.monotonic() - start < board_sides.LONGEST_WAIT_S
+    assert time.monotonic() - start < sides.LONGEST_WAIT_S
     assert sum(pair.followed) > 12
 
 
@@ -209,18 +216,13 @@ def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[.
     assert sum(pair.followed) > 12
 
 
-def test_a_draft_that_cannot_follow_proposes_after_the_verify(make_pair: Callable[..., Pair]) -> None:
-    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
-    pair = make_pair(ACCEPTING)
-    num_asked = 0
-
-    def refuse(plan: DraftPlan) -> None:
-        nonlocal num_asked
-        num_asked += 1
-
-    pair.runner("eagle3_draft").follow = refuse
+def test_a_draft_step_that_no_graph_holds_reads_the_table_on_the_host(make_pair: Callable[..., Pair]) -> None:
+    waiting, pair = make_pair(ACCEPTING), make_pair(ACCEPTING)
+    for each in (waiting, pair):
+        each.runner("eagle3_draft")._graphs.proposal_bucket = lambda plan: None
+    expected = outcomes(waiting.engine(launch_ahead=False))
     assert outcomes(pair.engine()) == expected
-    assert num_asked > 12
+    assert sum(pair.followed) > 12
 
 
 @pytest.mark.parametrize("aux_transfer", ["tensor"])
@@ -229,7 +231,7 @@ def test_without_a_shared_buffer_everything_is_waited_for(make_pair: Callable[..
     pair = make_pair(ACCEPTING)
     pair.start("eagle3_draft", aux_transfer)
     assert outcomes(pair.engine()) == expected
-    assert not pair.followed
+    assert not any(pair.followed)
     assert pair.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) > 10
 
 
@@ -237,10 +239,12 @@ def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
-    monkeypatch.setattr("kimi_backend.serving.step_board.OwnBoard.handle", property(lambda self: b'{"process_id": 1}'))
+    monkeypatch.setattr(
+        "kimi_backend.runners.hand_over.board.OwnBoard.handle", property(lambda self: b'{"shape": [9, 9]}')
+    )
     pair = make_pair(ACCEPTING)
     assert outcomes(pair.engine()) == expected
-    assert not pair.followed
+    assert not any(pair.followed)
     assert "cannot be opened" in caplog.text
 
 
@@ -250,17 +254,17 @@ def test_runners_on_several_ranks_follow_too(make_pair: Callable[..., Pair], dra
     expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
     pair = make_pair(ACCEPTING)
     other_target, other_draft = runner_pair(ACCEPTING, "mla31", EagerRecorder(), shares_buffer=False, num_regions=1)
+    other_target.table.is_split = other_draft.table.is_split = True  # type: ignore[union-attr]
     peers = LoopbackPeers(other_target, None), LoopbackPeers(None, other_draft)
-    pair.start("kimi_target", peers=peers[0])
+    peers[0].rank_0 = pair.start("kimi_target", peers=peers[0])
     peers[1]._follower._opened = FoundBuffer(pair._buffers, max(pair._buffers))  # type: ignore[assignment]
-    pair.start("eagle3_draft", peers=peers[1] if draft_has_ranks else NO_PEERS)
+    peers[1].rank_0 = pair.start("eagle3_draft", peers=peers[1] if draft_has_ranks else NO_PEERS)
     assert outcomes(pair.engine()) == expected
     assert not peers[0].problems and not peers[1].problems
     assert sum(pair.followed) > 10
-    assert peers[0].num_shared > 10
     assert same_kv(pair.runner("kimi_target"), other_target)
     if draft_has_ranks:
-        assert peers[1].num_shared > 20
+        assert peers[1].steps["follow"] > 10
         assert same_kv(pair.runner("eagle3_draft"), other_draft)
 
 
@@ -295,18 +299,18 @@ def test_a_draft_that_fails_costs_speculation_and_no_text(make_pair: Callable[..
     expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
     pair = make_pair()
     draft = pair.runner("eagle3_draft")
-    follow = draft.follow
+    launch, has_failed = draft.launch, False
 
-    def fail(plan: DraftPlan) -> DraftReply | None:
-        if len(pair.followed) == 4:
+    def fail(plan: DraftPlan) -> Any:
+        nonlocal has_failed
+        if sum(pair.followed) == 4 and not has_failed:
+            has_failed = True
             if fails_after == "behind its step":
-                follow(plan)
-            pair.followed.append(False)
+                launch(plan)
             raise RuntimeError("planted")
-        reply: DraftReply | None = follow(plan)
-        return reply
+        return launch(plan)
 
-    draft.follow = fail
+    draft.launch = fail
     engine = pair.engine()
     assert texts(outcomes(engine, lambda _: pass_time(engine))) == expected
     assert sum(pair.followed) > 6, "the draft was met again"
@@ -316,34 +320,35 @@ def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair]) -
     expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
     pair = make_pair()
     target = pair.runner("kimi_target")
-    verify_ahead, num_calls = target.verify_ahead, 0
+    launch, num_calls = target.launch, 0
 
-    def fail(plan: Any, on_queued: Any) -> Any:
+    def fail(plan: TargetPlan) -> Any:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 4:
+        if num_calls == 6:
             raise RuntimeError("planted")
-        return verify_ahead(plan, on_queued)
+        return launch(plan)
 
-    target.verify_ahead = fail
+    target.launch = fail
+    start = time.monotonic()
     assert texts(outcomes(pair.engine())) == expected
     assert num_calls > 8
+    assert sum(pair.followed) > 4
+    assert time.monotonic() - start < sides.LONGEST_WAIT_S
 
 
 SLEEPER = """
-import sys, time
-from kimi_backend.serving.step_board import LEFT, PROMISED, QUEUED, TARGET_PID, OpenedBoard, OwnBoard
+import os, sys, time
+from kimi_backend.runners.hand_over.board import LEFT, QUEUED, TARGET_PID, OpenedBoard, OwnBoard
 if sys.argv[1] == "draft":
-    own = OwnBoard((3, 4))
-    own.board.left[:] = 7
+    own = OwnBoard((5, 9))
+    own.board.proposed[:] = 7
     own.board.set_word(QUEUED, 2)  # a step that it will not live to see
     own.board.set_word(LEFT, 1)
     print(own.handle.decode(), flush=True)
 else:
     opened = OpenedBoard.open(sys.argv[1].encode())
-    import os
     opened.board.set_word(TARGET_PID, os.getpid())
-    opened.board.set_word(PROMISED, 5)  # a verify that it will not live to show
     print("open", flush=True)
 time.sleep(60)
 """
@@ -361,82 +366,157 @@ def sleeper(argument: str) -> Iterator["tuple[subprocess.Popen[str], str]"]:
         process.communicate()
 
 
-class NamedTarget:
-    """Answers with the tokens that it was given."""
+def empty_table() -> TokenTable:
+    limits = RunnerLimits(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=8)
+    return TokenTable.allocate(limits, torch.device("cpu"), is_split=True)
 
-    def __init__(self) -> None:
+
+class Watcher:
+    """Stands for a runner; keeps what the table said at each launch."""
+
+    depth = 2
+
+    def __init__(self, half: torch.Tensor) -> None:
+        self._half = half
         self.given: list[torch.Tensor] = []
 
     def describe(self) -> Any:
         raise NotImplementedError
 
-    def verify(self, plan: TargetPlan) -> Any:
-        self.given.append(plan.draft_tokens.tensor.clone())  # type: ignore[union-attr]
-        return None
+    def launch(self, plan: Any) -> Any:
+        self.given.append(self._half.clone())
 
 
-def naming(number: int, draft_step: int = 2) -> TargetPlan:
-    """A verify of two sequences that reads what the draft left under this number; draft_step: its last one."""
-    rows = RowPlan(
-        token_ids=np.ones(6, np.int32),
-        query_lens=np.full(2, 3, np.int32),
-        seq_lens=np.full(2, 9, np.int32),
-        block_table=np.zeros((2, 1), np.int32),
-    )
-    return TargetPlan(
-        step_id=1,
-        rows=rows,
-        num_sampled_rows=rows.query_lens,
+ROWS = RowPlan(
+    token_ids=np.ones(6, np.int32),
+    query_lens=np.full(2, 3, np.int32),
+    seq_lens=np.full(2, 9, np.int32),
+    block_table=np.zeros((2, 1), np.int32),
+)
+
+
+def verify(step_id: int, draft_step: int) -> TargetPlan:
+    """A verify of two sequences that reads what the draft's step has left."""
+    plan = TargetPlan.given(
+        step_id=step_id,
+        rows=ROWS,
+        num_sampled_rows=ROWS.query_lens,
         sampling=SamplingPlan.plain(2),
         num_logprobs=None,
         wants_aux=np.ones(2, np.bool_),
-        draft_tokens=TokenHandle(num_seqs=2, region=number),
         draft_step=draft_step,
     )
+    return replace(plan, num_given=np.ones(2, np.int32))
+
+
+def follow(step_id: int) -> DraftPlan:
+    """The draft step behind it."""
+    plan = DraftPlan.given(
+        step_id=step_id,
+        rows=ROWS,
+        aux=AuxHandle(region=0),
+        aux_rows=np.arange(6),
+        num_proposals=np.full(2, 2, np.int32),
+        greedy=np.ones(2, np.bool_),
+        sampling=SamplingPlan.plain(2),
+        output_index=np.full(2, 8),
+        in_table=True,
+    )
+    return replace(plan, num_drawn=ROWS.query_lens)
+
+
+def open_pair() -> tuple[DraftSide, TargetSide]:
+    draft, target = DraftSide(empty_table(), torch.device("cpu")), TargetSide(empty_table(), torch.device("cpu"))
+    assert target.open(draft.handle) == draft.handle
+    return draft, target
+
+
+def promise(side: DraftSide, step_id: int) -> None:
+    """What a target does as soon as it is given a verify."""
+    side._board.set_word(PROMISED, step_id)
 
 
 def test_a_target_is_let_go_when_its_draft_dies() -> None:
-    side, target = TargetSide(torch.device("cpu")), NamedTarget()
+    table = empty_table()
+    side, target = TargetSide(table, torch.device("cpu")), Watcher(table.proposed)
     with sleeper("draft") as (process, handle):
         assert side.open(handle.encode()) == handle.encode()
         threading.Timer(0.1, process.kill).start()
         start = time.monotonic()
-        side.verify(naming(2), target)
+        side.launch(verify(3, draft_step=2), target)
     assert 0.05 < time.monotonic() - start < 2
-    assert target.given[0].tolist() == [[STATUS_NOT_FINITE] * 4, [-1] * 4, [-1] * 4]
-    side.verify(naming(1), target)
-    assert (target.given[1][0] != 0).all(), "of another step than the last"
+    assert (target.given[0][:, 0] == 7).all(), "stamped with another step than is asked for"
     side.close()
-    side.verify(naming(2), target)
-    assert target.given[2].tolist() == [[STATUS_NOT_FINITE] * 2, [-1] * 2, [-1] * 2]
+    side.launch(verify(4, draft_step=3), target)
+    assert (target.given[1][:, 0] == PLACEHOLDER_TOKEN_ID).all()
     assert side.open(handle.encode()) is None
 
 
 def test_a_draft_is_let_go_when_its_target_dies() -> None:
-    side = DraftSide((3, 4), torch.device("cpu"))
-    drawn: list[DrawnHandle] = []
+    table = empty_table()
+    side, draft = DraftSide(table, torch.device("cpu")), Watcher(table.drawn)
+    table.drawn[:] = 5
     with sleeper(side.handle.decode()) as (process, _):
+        promise(side, 5)
         threading.Timer(0.1, process.kill).start()
         start = time.monotonic()
-        assert side.follow(5, drawn.append) is None  # type: ignore[func-returns-value]
+        side.launch(follow(5), draft)
     assert 0.05 < time.monotonic() - start < 2
-    (nothing,) = drawn
-    assert nothing.output_token_ids.tolist() == [[0] * 3] * 4  # type: ignore[union-attr]
-    assert nothing.num_accepted_tokens.tolist() == [0] * 4  # type: ignore[union-attr]
+    assert not draft.given[0].any()
     side.close()
 
 
-def test_nobody_waits_longer_than_it_must_for_one_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_sides, "LONGEST_WAIT_S", 0.2)
-    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
-    assert target.open(draft.handle) == draft.handle
+def test_a_draft_step_never_waits_for_a_verify_that_the_target_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "PROMISE_S", 0.1)
+    draft, target = open_pair()
+    runner = Watcher(torch.zeros(1))
+    with pytest.raises(ModelUnavailableError, match="draft step 5: the target was not given the verify before it"):
+        draft.launch(follow(5), runner)
+    assert not runner.given
+    target.launch(verify(6, draft_step=5), runner)
+    assert len(runner.given) == 1, "and the next verify does not wait for it"
+    target.close()
+    draft.close()
+
+
+@pytest.mark.parametrize("promised", [4, 6])
+def test_a_step_id_that_the_target_was_not_given_is_not_waited_for(
+    promised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the wait would be the stream's, for as long as a minute."""
+    monkeypatch.setattr(sides, "PROMISE_S", 0.05)
+    draft, target = open_pair()
+    promise(draft, promised)
+    with pytest.raises(ModelUnavailableError, match="was not given"):
+        draft.launch(follow(5), Watcher(torch.zeros(1)))
+    assert draft._board.word(WAITED) == 0
+    target.close()
+    draft.close()
+
+
+@pytest.mark.parametrize("step_id", [5, 4])
+def test_a_step_that_is_not_a_new_one_is_never_shown(step_id: int) -> None:
+    draft, target = open_pair()
     draft._board.set_word(PROMISED, 5)
+    draft._board.set_word(VERIFIED, 5)
+    target.launch(verify(step_id, draft_step=0), Watcher(torch.zeros(1)))
+    assert (draft._board.word(PROMISED), draft._board.word(VERIFIED)) == (5, 5)
+    target.close()
+    draft.close()
+
+
+def test_nobody_waits_longer_than_it_must_for_one_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "LONGEST_WAIT_S", 0.2)
+    draft, target = open_pair()
+    runner = Watcher(torch.zeros(1))
+    promise(draft, 5)
     start = time.monotonic()
-    assert draft.follow(5, lambda drawn: None) is None
+    draft.launch(follow(5), runner)
     assert 0.1 < time.monotonic() - start < 2
     target.close()
     start = time.monotonic()
-    assert draft.follow(6, lambda drawn: None) is None
+    with pytest.raises(ModelUnavailableError, match="was not given"):
+        draft.launch(follow(6), runner)
     assert time.monotonic() - start < 0.15, "it knows that the target has left"
     draft.close()
 
@@ -445,44 +525,22 @@ def test_one_wait_after_another_is_no_long_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A draft of a large target waits nearly all the time."""
-    monkeypatch.setattr(board_sides, "LONGEST_WAIT_S", 0.15)
-    monkeypatch.setattr(board_sides, "LOOK_S", 0.002)
-    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
-    assert target.open(draft.handle) == draft.handle
-    for stamp in range(1, 15):
-        draft._board.set_word(PROMISED, stamp)
-        threading.Timer(0.03, draft._board.set_word, (VERIFIED, stamp)).start()
-        assert draft.follow(stamp, lambda drawn: None) is None
+    monkeypatch.setattr(sides, "LONGEST_WAIT_S", 0.15)
+    monkeypatch.setattr(sides, "LOOK_S", 0.002)
+    draft, target = open_pair()
+    for step_id in range(1, 15):
+        promise(draft, step_id)
+        threading.Timer(0.03, draft._board.set_word, (VERIFIED, step_id)).start()
+        draft.launch(follow(step_id), Watcher(torch.zeros(1)))
     assert "no longer" not in caplog.text
     target.close()
     draft.close()
 
 
-@pytest.mark.parametrize("stamp", [4, 6, 2**62, 2**63 - 1, -1])
-def test_a_stamp_that_no_verify_was_given_is_refused_and_not_waited_for(
-    stamp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU the wait would be the stream's, for as long as a minute."""
-    monkeypatch.setattr(board_sides, "PROMISE_S", 0.05)
-    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
-    assert target.open(draft.handle) == draft.handle
-    draft._board.set_word(PROMISED, 5)
-    start = time.monotonic()
-    assert draft.follow(stamp, lambda drawn: pytest.fail("it followed")) is None
-    assert time.monotonic() - start < 1
-    assert draft._board.word(WAITED) == 0
-    target.close()
-    draft.close()
-
-
-@pytest.mark.parametrize("stamp", [5, 4, 0, -1, LAST_STAMP + 1, 2**63 - 1])
-def test_a_stamp_that_is_not_a_new_one_is_never_shown(stamp: int) -> None:
-    draft, target = DraftSide((3, 4), torch.device("cpu")), TargetSide(torch.device("cpu"))
-    assert target.open(draft.handle) == draft.handle
-    draft._board.set_word(PROMISED, 5)
-    draft._board.set_word(VERIFIED, 5)
-    asked = NamedTarget()
-    target.verify(dataclasses.replace(naming(0, draft_step=0), stamp=stamp), asked)
-    assert (draft._board.word(PROMISED), draft._board.word(VERIFIED)) == (5, 5)
-    target.close()
+def test_a_board_of_another_size_is_not_opened() -> None:
+    draft = DraftSide(empty_table(), torch.device("cpu"))
+    limits = RunnerLimits(max_num_batched_tokens=8, max_num_seqs=5, max_model_len=8)
+    target = TargetSide(TokenTable.allocate(limits, torch.device("cpu")), torch.device("cpu"))
+    assert target.open(draft.handle) is None
+    assert draft._board.word(TARGET_PID) == 0
     draft.close()

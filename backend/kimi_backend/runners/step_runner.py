@@ -1,0 +1,179 @@
+"""What a target's runner and a draft's have in common."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, Protocol, TypedDict, TypeVar
+
+import torch
+
+from kimi_backend.checkpoint.progress import no_progress
+from kimi_backend.config.draft_config import Eagle3DraftConfig
+from kimi_backend.config.model_config import KimiModelConfig
+from kimi_backend.parallel import SingleRank, TensorParallelGroup
+from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.device_name import device_name
+from kimi_backend.runners.graphs.recorder import Recorder
+from kimi_backend.runners.hand_over.token_table import TokenTable
+from kimi_backend.runners.kv_pool import KvPool
+from kimi_backend.runners.metadata_builder import MetadataBuilder
+from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
+from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.sampling_tensors import SamplingUpload
+from kimi_backend.runners.warm_up import prefill_lengths
+from kimi_backend.types.plan import RunnerDescription
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.token_table import token_table_ops
+
+Tensors = dict[str, torch.Tensor]
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched(Generic[Reply]):
+    """A step that is queued."""
+
+    finish: Callable[[], Reply]
+
+    def wait(self) -> Reply:
+        """See `Pending.wait`."""
+        return self.finish()
+
+
+class Graphs(Protocol):
+    """Captured steps of either model."""
+
+    @property
+    def num_buckets(self) -> int: ...
+
+    def warm_up(self, advance: Callable[[int], None]) -> None: ...
+
+
+class Options(TypedDict, total=False):
+    """What either runner may be given by name."""
+
+    split_tokens: int
+    """See `kimi_kernels.signatures.PlanMlaDecode`."""
+    pretences: tuple[str, ...]
+    """What the description says is not real."""
+    aux_buffer: AuxBuffer | None
+    """The target's, in which steps leave aux hidden states, and a draft's plans name a region; without one, tensors."""
+    recorder: Recorder | None
+    """Makes steps repeatable, once `warm_up` has run; None runs every step eagerly."""
+    group: TensorParallelGroup | None
+    """The model's."""
+    peers: Peers
+    """Of rank 0, the others."""
+    table: TokenTable | None
+    """Shared by both runners of a process; one that captures makes one of its own without it."""
+
+
+class StepRunner:
+    """Weights, KV and captured steps; nothing about sequences.
+
+    With tensor parallelism every rank runs the same plan: rank 0's runner checks it and tells its peers.
+    """
+
+    def __init__(
+        self,
+        config: KimiModelConfig | Eagle3DraftConfig,
+        kernels: KernelSet,
+        pool: KvPool,
+        limits: RunnerLimits,
+        num_mla_heads: int | None,
+        options: Options,
+    ) -> None:
+        """
+        Args:
+            pool: of the model's `kv_pool_shape`, on its device.
+        """
+        limits.check_positions(config.max_position_embeddings)
+        self.peers = options.get("peers", NO_PEERS)
+        """The other ranks, of rank 0."""
+        self._group = options.get("group") or SingleRank()
+        self._kernels, self._pool, self._limits = kernels, pool, limits
+        self.device = pool.tensor.device
+        """The device that this runner computes on."""
+        self.aux_buffer = options.get("aux_buffer")
+        """Where the target's steps leave their aux hidden states; None where each makes a tensor."""
+        self._recorder = options.get("recorder")
+        table = options.get("table")
+        if self._recorder is not None and table is None:
+            table = TokenTable.allocate(limits, self.device)
+        self.table = table
+        """Where steps leave tokens for the other model; None where every step's reply is waited for."""
+        self._builder = MetadataBuilder(
+            kernels=kernels,
+            block_size=pool.block_size,
+            num_mla_heads=num_mla_heads,
+            split_tokens=options.get("split_tokens", 0),
+        )
+        self._checker = PlanChecker(
+            limits=limits,
+            vocab_size=config.vocab_size,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            has_table=table is not None,
+        )
+        self._sampling, self._ops = SamplingUpload(self.device), token_table_ops(kernels)
+        self._description = RunnerDescription(
+            role="",
+            runner_epoch=secrets.randbits(62),
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=None,
+            aux_layer_ids=(),
+            hidden_size=0,
+            kv_cache_dtype=pool.dtype_name,
+            device=device_name(self.device),
+            pretences=options.get("pretences", ()),
+        )
+
+    @property
+    def depth(self) -> int:
+        """See `spec_decode.protocols`."""
+        raise NotImplementedError
+
+    def describe(self) -> RunnerDescription:
+        """See `spec_decode.protocols`."""
+        return replace(self._description, depth=self.depth)
+
+    @torch.inference_mode()
+    def warm_up(self, advance: Callable[[int], None] = no_progress) -> None:
+        """Run chunks of all lengths, so that every kernel is compiled and all memory that a step takes is taken, and
+        record the steps of a runner that captures. advance: called with the number of steps just done."""
+        graphs = self._captured()
+        if graphs is None or self._recorder is None:
+            return
+        chunks = [partial(self._run_idle_chunk, length) for length in prefill_lengths(self._limits)]
+        self._recorder.prepare(chunks)
+        for chunk in chunks:
+            chunk()
+            advance(1)
+        graphs.warm_up(advance)
+
+    @property
+    def num_warm_up_steps(self) -> int:
+        """How often `warm_up` advances."""
+        graphs = self._captured()
+        return graphs.num_buckets + len(prefill_lengths(self._limits)) if graphs is not None else 0
+
+    def close(self) -> None:
+        """End the other ranks and drop what is captured."""
+        self.peers.close()
+        self.drop_captures()
+
+    def drop_captures(self) -> None:
+        """Captured steps hold the collectives that they call. Only eager steps run afterwards."""
+        raise NotImplementedError
+
+    def _captured(self) -> Graphs | None:
+        raise NotImplementedError
+
+    def _run_idle_chunk(self, num_rows: int) -> None:
+        raise NotImplementedError

@@ -1,0 +1,166 @@
+"""Which files a request goes through: counted by a trace of one request of kimi-nano on a CPU, in process.
+
+    python scripts/trace_request.py [--tokens 24] [--k 3] [--list] [--lines COMMIT]
+
+Prints how many product files are entered by the whole request, from its submission to its last token, and how many lie
+between the engine's thread and the first attention kernel: the engine's own, and those that are entered from the call
+of the target on. --lines: the lines of what runs a step, here and at another commit.
+"""
+
+import argparse
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.engine.engine import Engine
+from kimi_backend.runners.loading import load_pair
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.policy import PolicyName
+from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
+
+ROOT = Path(__file__).resolve().parents[1]
+NANO = ROOT / "demo/kimi-nano"
+PACKAGES = ("backend/kimi_backend/", "kernels/kimi_kernels/")
+KERNELS = ("kimi_kernels/mla_decode/", "kimi_kernels/mla_prefill/")
+TARGET = "runners/target_runner.py"
+OF_A_STEP = (
+    "engine/core.py", "engine/in_flight.py", "engine/availability.py", "engine/held_outputs.py",
+    "engine/launched_draft.py", "engine/unread_draft.py", "engine/steps_ahead.py",
+    "types/plan.py", "spec_decode/protocols.py", "scheduler/plan_builder.py",
+    "serving/bls_models.py", "serving/bls_steps_ahead.py", "serving/steps_in_flight.py", "serving/side_thread.py",
+    "serving/runner_server.py", "serving/target_server.py", "serving/draft_server.py",
+    "serving/step_board.py", "serving/board_sides.py", "serving/board_order.py",
+    "runners/left_tokens.py", "runners/stream_memory.py", "runners/ranks/board_words.py", "runners/hand_over",
+    "runners/target_runner.py", "runners/draft_runner.py", "runners/step_runner.py", "runners/plan_checks.py",
+    "runners/graphs/draft_graphs.py", "runners/graphs/draft_inputs.py", "runners/graphs/follow_inputs.py",
+    "runners/graphs/target_graphs.py", "runners/graphs/target_inputs.py",
+    "runners/ranks/peers.py", "runners/ranks/messages.py", "runners/ranks/follower.py", "rank_worker/follower.py",
+)  # fmt: skip
+"""What runs a step and hands it over, before and after; files that one of two commits lacks count there as none."""
+
+
+@dataclass
+class Trace:
+    """Product files by the thread that enters them."""
+
+    entered: set[str] = field(default_factory=set)
+    to_attention: list[str] = field(default_factory=list)
+    _since_call: list[str] = field(default_factory=list)
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        """As `threading.setprofile` calls it."""
+        name = _product_file(frame) if event == "call" else None
+        if name is None:
+            return
+        self.entered.add(name)
+        if threading.current_thread().name != "kimi-engine" or self.to_attention:
+            return
+        if not self._since_call and name.endswith(TARGET) and frame.f_code.co_name != "describe":
+            self._since_call = list(_stack(frame.f_back))
+        if self._since_call:
+            self._since_call.append(name)
+            if any(part in name for part in KERNELS) and "plan" not in frame.f_code.co_name:
+                self.to_attention = list(dict.fromkeys(self._since_call))
+
+
+def _product_file(frame: FrameType) -> str | None:
+    path = frame.f_code.co_filename
+    return next((path[path.index(package) :] for package in PACKAGES if package in path), None)
+
+
+def _stack(frame: FrameType | None) -> Iterable[str]:
+    """Product files from the thread's first call down to this frame."""
+    names = []
+    while frame is not None:
+        name = _product_file(frame)
+        if name is not None:
+            names.append(name)
+        frame = frame.f_back
+    return reversed(names)
+
+
+def trace_request(num_tokens: int, k: int) -> Trace:
+    """One greedy request, in lockstep, through an engine that has served another one before."""
+    settings = ServingSettings(
+        checkpoint=str(NANO), draft=str(NANO / "draft"), device="cpu", speculation_policy="fixed", max_model_len=512
+    )
+    target, draft = load_pair(settings)
+    engine = Engine(target, draft, settings=SchedulerSettings(speculation_policy=PolicyName.FIXED))
+    trace = Trace()
+    threading.setprofile(trace)
+    engine.start()
+    threading.setprofile(None)  # type: ignore[arg-type]
+    engine.wait_until_ready(60.0)
+    trace.entered.clear()  # the handshake's
+    trace._since_call.clear()
+    done = threading.Event()
+
+    def sink(delta: TokenDelta) -> None:
+        if delta.finish_reason is not None:
+            done.set()
+
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    sys.setprofile(trace)
+    engine.submit(
+        GenerateRequest(
+            request_id="traced", prompt_token_ids=(5, 6, 7, 8), sampling=sampling, num_speculative_tokens=k
+        ),
+        sink,
+    )
+    sys.setprofile(None)
+    done.wait()
+    engine.stop()
+    return trace
+
+
+def lines_at(commit: str | None) -> dict[str, int]:
+    """Lines of each of `OF_A_STEP` that there is. commit: None for the working tree."""
+    found = {}
+    for name in OF_A_STEP:
+        path = f"backend/kimi_backend/{name}"
+        if commit is None:
+            here = ROOT / path
+            files = sorted(here.glob("*.py")) if here.is_dir() else [here] if here.exists() else []
+            count = sum(len(file.read_text().splitlines()) for file in files)
+        else:
+            shown = subprocess.run(
+                ["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            count = len(shown.stdout.splitlines()) if shown.returncode == 0 else 0
+        if count:
+            found[name] = count
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--lines", metavar="COMMIT", help="count lines here and there, and trace nothing")
+    options = parser.parse_args()
+    if options.lines:
+        before, after = lines_at(options.lines), lines_at(None)
+        for name in OF_A_STEP:
+            if name in before or name in after:
+                sys.stdout.write(f"{before.get(name, 0):6d} {after.get(name, 0):6d}  {name}\n")
+        sys.stdout.write(f"{sum(before.values()):6d} {sum(after.values()):6d}  all\n")
+        return
+    trace = trace_request(options.tokens, options.k)
+    for title, names in (
+        ("entered by the request", sorted(trace.entered)),
+        ("from the engine's thread to the first attention kernel", trace.to_attention),
+    ):
+        sys.stdout.write(f"{len(names):4d} files {title}\n")
+        for name in names if options.list else ():
+            sys.stdout.write(f"       {name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""What a verify and a draft step read of the token table and leave there: kernels against the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE
+from kimi_kernels.token_table import kernel, reference, stamp_of, token_table_ops
+from support.interpreted import INTERPRETED
+
+VOCAB = 50
+BLOCK_SIZE = 4
+POISON = 2**30
+STAMP = 7
+Tensors = dict[str, torch.Tensor]
+
+
+class Case:
+    """A random step of some sequences in a bucket that has room for more, over a table of which some rows are stale."""
+
+    def __init__(self, device: torch.device, num_seqs: int, longest: int, num_draws: int, seed: int) -> None:
+        self.generator, self.device = torch.Generator().manual_seed(seed), device
+        num_live = max(num_seqs - 1, 1)
+        is_live = torch.arange(num_seqs) < num_live
+        query_lens = torch.where(is_live, 1 + self.ints(longest, num_seqs), 0)
+        counts = torch.minimum(self.ints(longest + 1, num_seqs), query_lens)
+        ends = query_lens.cumsum(0)
+        num_rows = int(ends[-1]) + 3
+        self.num_rows, self.num_seqs, self.num_table_rows = num_rows, num_seqs, num_seqs + 5
+        sequence = torch.full((num_rows,), num_seqs - 1)
+        sequence[: int(ends[-1])] = torch.repeat_interleave(torch.arange(num_seqs), query_lens)
+        table_rows = torch.randperm(self.num_table_rows - 1, generator=self.generator)[:num_seqs]
+        table_rows[~is_live] = self.num_table_rows - 1
+        live = is_live.long()
+        shared = {
+            "sequence": sequence,
+            "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
+            "table_rows": table_rows,
+            "stamp": torch.tensor([STAMP], dtype=torch.int32),
+        }
+        self.verify = shared | {
+            "token_ids": self.ints(VOCAB, num_rows).int(),
+            "num_given": (query_lens - torch.minimum(self.ints(longest + 1, num_seqs), counts)).int(),
+            "num_draft_tokens": (counts - 1).clamp(min=0).int(),
+        }
+        self.extension = shared | {
+            "token_ids": self.ints(VOCAB, num_rows).int(),
+            "num_drawn": counts.int(),
+            "last_rows": torch.full((num_seqs,), POISON),
+        }
+        shape = (num_draws, num_seqs)
+        self.proposals = shared | {
+            "first_len": (1 + self.ints(20, num_seqs)) * live,
+            "first_index": self.ints(2**40, num_seqs) * live,
+            "most": self.ints(num_draws + 1, num_seqs) * live,
+            "room": (self.ints(9, num_seqs) - 1) * live,
+            "num_drawn": counts.int(),
+            "token_index": torch.full(shape, POISON),
+            "is_wanted": torch.full(shape, POISON, dtype=torch.int32),
+            "counts": torch.full(shape, POISON, dtype=torch.int32),
+            "seq_lens": torch.full((num_draws - 1, num_seqs), POISON, dtype=torch.int32),
+            "positions": torch.full((num_draws - 1, num_seqs), POISON),
+            "slots": torch.full((num_draws - 1, num_seqs), POISON),
+        }
+        self.block_table = self.ints(70_000, num_seqs, 12).int().to(device)
+        drawn = torch.cat([self.ints(12, self.num_table_rows, 1) - 2, self.tokens(self.num_table_rows, 8)], 1)
+        stamps = STAMP - self.ints(2, self.num_table_rows, 1)
+        status = self.ints(2, self.num_table_rows, 1)
+        self.drawn = drawn.int().to(device)
+        self.proposed = torch.cat([stamps, status, self.tokens(self.num_table_rows, 7)], 1).int().to(device)
+        for name in ("verify", "extension", "proposals"):
+            setattr(self, name, {key: tensor.to(device) for key, tensor in getattr(self, name).items()})
+
+    def ints(self, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=self.generator)
+
+    def tokens(self, *shape: int) -> torch.Tensor:
+        """Some of which are none."""
+        return self.ints(2 * VOCAB, *shape) - 20
+
+
+CASES = ((1, 1, 1), (1, 4, 3), (5, 8, 7), (64, 4, 3), (70, 2, 2))
+
+
+def both(device: torch.device) -> list[tuple[Case, Case]]:
+    return [(Case(device, *sizes, seed), Case(device, *sizes, seed)) for sizes in CASES for seed in range(2)]
+
+
+def read_by(module: Any, case: Case, width: int) -> list[torch.Tensor]:
+    shapes = (case.num_rows,), (case.num_seqs, width), (case.num_seqs,)
+    found = [torch.full(shape, POISON, dtype=torch.int32, device=case.device) for shape in shapes]
+    module.read_tokens(case.verify, case.drawn, case.proposed, *found, vocab_size=VOCAB)
+    return found
+
+
+def check_read_tokens(device: torch.device) -> None:
+    for ours, theirs in both(device):
+        for width in (0, 3, 7):
+            found, expected = read_by(kernel, ours, width), read_by(reference, theirs, width)
+            assert all(map(torch.equal, found, expected)), (ours.num_seqs, width)
+
+
+def check_store_drawn(device: torch.device) -> None:
+    for ours, theirs in both(device):
+        for width in (1, 5, 8):
+            token_ids, accepted = ours.tokens(ours.num_seqs, width).to(device), ours.ints(width, ours.num_seqs).int()
+            for module, case in ((kernel, ours), (reference, theirs)):
+                module.store_drawn(token_ids, accepted.to(device), case.verify["table_rows"], case.drawn)
+            assert torch.equal(ours.drawn[:-1], theirs.drawn[:-1])
+
+
+def check_read_drawn(device: torch.device) -> None:
+    for ours, theirs in both(device):
+        kernel.read_drawn(ours.extension, ours.drawn, vocab_size=VOCAB)
+        reference.read_drawn(theirs.extension, theirs.drawn, vocab_size=VOCAB)
+        for name, expected in theirs.extension.items():
+            assert torch.equal(ours.extension[name], expected), (ours.num_seqs, name)
+
+
+def check_plan_steps(device: torch.device) -> None:
+    for ours, theirs in both(device):
+        kernel.plan_steps(ours.proposals, ours.block_table, ours.drawn, block_size=BLOCK_SIZE)
+        reference.plan_steps(theirs.proposals, theirs.block_table, theirs.drawn, block_size=BLOCK_SIZE)
+        for name, expected in theirs.proposals.items():
+            assert torch.equal(ours.proposals[name], expected), (ours.num_seqs, name)
+
+
+def check_store_proposals(device: torch.device) -> None:
+    for ours, theirs in both(device):
+        shape = ours.proposals["counts"].shape
+        token_ids, status = ours.ints(VOCAB, *shape).to(device), ours.ints(2, *shape).int().to(device)
+        for name in ("is_wanted", "counts"):
+            ours.proposals[name] = theirs.proposals[name] = ours.ints(2, *shape).int().to(device)
+        kernel.store_proposals(token_ids, status, ours.proposals, ours.proposed)
+        reference.store_proposals(token_ids, status, theirs.proposals, theirs.proposed)
+        assert torch.equal(ours.proposed[:-1], theirs.proposed[:-1])
+
+
+@pytest.mark.parametrize(
+    "check", [check_read_tokens, check_store_drawn, check_read_drawn, check_plan_steps, check_store_proposals]
+)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_kernels_equal_the_reference(check: Any, device: str) -> None:
+    check(torch.device(device))
+
+
+def test_host_given_and_device_given_proposals_stand_side_by_side() -> None:
+    """A prompt's two rows; proposals of the draft's; proposals of the host's; a last token that only the table has; a
+    draft step that is not the one asked for."""
+    step = {
+        "token_ids": torch.tensor([1, 2, 3, 0, 0, 4, 5, 6, 0, 7, 0], dtype=torch.int32),
+        "sequence": torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 4]),
+        "cu_seqlens": torch.tensor([0, 2, 5, 8, 9, 11], dtype=torch.int32),
+        "num_given": torch.tensor([2, 1, 3, 0, 1], dtype=torch.int32),
+        "table_rows": torch.tensor([4, 0, 1, 2, 3]),
+        "num_draft_tokens": torch.tensor([0, 2, 2, 0, 1], dtype=torch.int32),
+        "stamp": torch.tensor([STAMP], dtype=torch.int32),
+    }
+    drawn = torch.tensor([[0, 90, 91]] * 2 + [[1, 30, 31]] + [[0, 90, 91]] * 3, dtype=torch.int32)
+    proposed = torch.tensor([[7, 0, 20, 21], [7, 0, 22, 23], [7, 1, -1, -1], [6, 0, 24, 25], [7, 0, 8, 9], [0] * 4])
+    embedded, window, status = (torch.zeros(shape, dtype=torch.int32) for shape in ((11,), (5, 2), (5,)))
+    reference.read_tokens(step, drawn, proposed.int(), embedded, window, status, vocab_size=VOCAB)
+    assert embedded.tolist() == [1, 2, 3, 20, 21, 4, 5, 6, 31, 7, 0]
+    assert window.tolist() == [[-1, -1], [20, 21], [5, 6], [-1, -1], [-1, -1]]
+    assert status.tolist() == [0, 0, 0, 1, STATUS_NOT_FINITE]
+
+
+def test_a_failure_that_counts_takes_all_tokens_of_its_sequence() -> None:
+    proposed = torch.full((4, 6), 9, dtype=torch.int32)
+    step = {
+        "counts": torch.tensor([[1, 1, 1], [1, 0, 1]], dtype=torch.int32),
+        "is_wanted": torch.tensor([[1, 1, 1], [1, 0, 1]], dtype=torch.int32),
+        "table_rows": torch.tensor([2, 0, 1]),
+        "stamp": torch.tensor([stamp_of(2**31 + 5)], dtype=torch.int32),
+    }
+    status = torch.tensor([[0, 0, 0], [1, 1, 0]], dtype=torch.int32)
+    reference.store_proposals(torch.tensor([[1, 2, 3], [4, 5, 6]]), status, step, proposed)
+    none = PLACEHOLDER_TOKEN_ID
+    assert proposed.tolist() == [[5, 0, 2, none, 9, 9], [5, 0, 3, 6, 9, 9], [5, 1, none, none, 9, 9], [9] * 6]
+
+
+def test_a_count_that_cannot_be_is_cut() -> None:
+    """Whatever stands in the table: no row, slot or length lies outside what the plan speaks of."""
+    case = Case(torch.device("cpu"), 5, 4, 3, 3)
+    case.drawn[:, 0] = 2**30
+    reference.read_drawn(case.extension, case.drawn, vocab_size=VOCAB)
+    ends = case.extension["cu_seqlens"][1:-1]
+    assert (case.extension["last_rows"][:-1] == ends - 1).all()
+
+
+def test_a_set_brings_its_own_ops() -> None:
+    assert token_table_ops(KernelSet.reference()) is reference
