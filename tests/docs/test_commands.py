@@ -39,6 +39,8 @@ PLACES = (
     (r"(cd docker|cp \.env\.example \.env|docker compose .*)", DOCKER),
     (r"\./smoke\.sh .*", "tests/server/test_start_script.py"),
     (r"KIMI_CHECKPOINT=\S+ KIMI_DRAFT=\S+ docker/start\.sh", "tests/server/test_start_script.py"),
+    (r"\./scripts/try_clients\.sh", "not here: installs 1.5 GB of other people's packages; run by hand"),
+    (r"python benchmarks/make_trace\.py .*", "tests/benchmarks/test_make_trace.py"),
     (r"aiperf .*", "not here: a tool of its own, which downloads; run by hand"),
     (
         r"(PYTHONPATH=\S+ )?python benchmarks/(slice|kernels|collectives|draft_cost|real_acceptance|exactness)\.py .*",

@@ -1,6 +1,7 @@
 """`kimi bench --trace`: a recorded load sent at its own times, and how many requests came within what users bear."""
 
 import asyncio
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,6 +110,8 @@ def bench_trace(load: TraceLoad) -> tuple[dict[str, Any], ReplayResult]:
     Raises:
         KimiError: nothing answers, or no request came to its end.
     """
+    # It finds prompts of its own requests in the prefix cache, and none of an earlier replay's.
+    load = replace(load, fields=load.fields | {"cache_salt": uuid.uuid4().hex})
     console = Console(stderr=True)
     with KimiClient(load.url) as client, console.status("having the model write text for the prompts ..."):
         needs_text = any(turn.text is None for session in load.sessions for turn in session.turns)
