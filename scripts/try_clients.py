@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -153,7 +154,8 @@ PROGRAMS = {
     "genai-perf, chat": (
         "genai-perf",
         "genai-perf profile -m kimi --endpoint-type chat --url OPENAI --streaming --tokenizer TOKENIZER"
-        " --concurrency 2 --request-count 8 --synthetic-input-tokens-mean 32 --output-tokens-mean 16",
+        " --concurrency 2 --request-count 8 --synthetic-input-tokens-mean 32 --output-tokens-mean 16"
+        ' --extra-inputs {"chat_template_kwargs":{"thinking":false}}',
     ),
     "genai-perf, Triton": (
         "genai-perf",
@@ -220,7 +222,7 @@ def main() -> int:
     at = parser.parse_args(namespace=Addresses())
     write_tokenizer(at.work / "tokenizer")
     works = {name: (each[0], each[1], lambda each=each: each[2](at)) for name, each in LIBRARIES.items()}
-    works |= {n: (v, f"`{c}`", lambda c=c: run_program(c, at)) for n, (v, c) in PROGRAMS.items()}
+    works |= {n: (v, f"`{shlex.join(c.split())}`", lambda c=c: run_program(c, at)) for n, (v, c) in PROGRAMS.items()}
     say("| client | version | what | result |\n| --- | --- | --- | --- |")
     failed = False
     for name, (package, what, work) in works.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.nano_acceptance import DRAFTS, FAILS_BELOW, REFERENCES, acceptance_length
+from support.nano_acceptance import DRAFTS, FAILS_BELOW, PROMPTS, REFERENCES, acceptance_length
 from support.nano_runs import NANO
 
 
@@ -40,4 +40,5 @@ def blunt_head(folder: Path) -> None:
 def test_a_spoilt_draft_is_noticed(spoil, temperature: float, tmp_path: Path) -> None:
     draft = shutil.copytree(NANO / "draft", tmp_path / "draft")
     spoil(draft)
-    assert acceptance_length({}, temperature, folder=draft) < FAILS_BELOW * REFERENCES["as it is", temperature]
+    length = acceptance_length({}, temperature, folder=draft, num_requests=len(PROMPTS))
+    assert length < FAILS_BELOW * REFERENCES["as it is", temperature]

@@ -66,8 +66,14 @@ NUM_REQUESTS = {0.0: len(PROMPTS), 1.0: 3 * len(PROMPTS)}
 """Sampled texts differ, so that three of a prompt make the spread over first seeds a third of what may be lost."""
 
 
-def acceptance_length(draft: dict[str, Any], temperature: float, seed: int = 0, folder: Path = NANO / "draft") -> float:
-    """1 + draft tokens accepted a round, over all rounds of all prompts."""
+def acceptance_length(
+    draft: dict[str, Any],
+    temperature: float,
+    seed: int = 0,
+    folder: Path = NANO / "draft",
+    num_requests: int | None = None,
+) -> float:
+    """1 + draft tokens accepted a round, over all rounds of all requests (by default NUM_REQUESTS of them)."""
     settings = ServingSettings(
         checkpoint=str(NANO), draft=str(folder), device="cpu", speculation_policy="fixed", max_num_seqs=36
     )
@@ -75,7 +81,9 @@ def acceptance_length(draft: dict[str, Any], temperature: float, seed: int = 0, 
     with tempfile.TemporaryDirectory() as name:
         prompts = Path(name) / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-        load = BenchLoad(sampling=sampling, num_speculative_tokens=K, num_requests=NUM_REQUESTS[temperature])
+        load = BenchLoad(
+            sampling=sampling, num_speculative_tokens=K, num_requests=num_requests or NUM_REQUESTS[temperature]
+        )
         report = run_bench(replace(settings, max_model_len=256, **draft), prompts, load)
     length: float = report["acceptance_length"]
     return length
