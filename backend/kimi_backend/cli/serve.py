@@ -88,7 +88,9 @@ def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) 
     speculation = f"k = {settings.num_speculative_tokens}" if settings.draft else "off (no draft)"
     console.print(f"ready: {settings.checkpoint}, speculation {speculation}")
     console.print(f"  gRPC     localhost:{ports.grpc}   kimi generate --url localhost:{ports.grpc} 'def add(a, b):'")
-    console.print(f"  HTTP     localhost:{ports.http}   POST /v2/models/spec_ensemble/generate_stream")
+    console.print(
+        f"  HTTP     localhost:{ports.http}   POST /v2/models/spec_ensemble/generate_stream (this machine only)"
+    )
     console.print(f"  metrics  localhost:{ports.metrics}/metrics")
     console.print("Ctrl-C or SIGTERM stops it.")
 

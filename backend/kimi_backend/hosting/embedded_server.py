@@ -63,7 +63,8 @@ class EmbeddedServer:
     ) -> None:
         """
         Args:
-            host: address that all three ports listen on. This server has known holes: keep it off networks.
+            host: address that gRPC and metrics listen on. HTTP stays on LOCAL_HOST: one body of nested JSON ends this
+                server. It has other known holes: keep it off networks.
             environment: variables for the models (`KIMI_*`), on top of this process's.
             shm_prefix: names of the shared-memory regions begin with it; regions of that prefix are swept at start.
             models: loaded in this order; the repository's others stay unloaded.
@@ -130,8 +131,7 @@ class EmbeddedServer:
 
     def start_watchdog(self) -> "subprocess.Popen[bytes]":
         """A process that looks after this one (`hosting.watchdog`) and ends when the server has."""
-        address = f"{LOCAL_HOST if self._host == EVERY_HOST else self._host}:{self.ports.http}"
-        command = watch_command(self.process.pid, self.shm_prefix, address)
+        command = watch_command(self.process.pid, self.shm_prefix, f"{LOCAL_HOST}:{self.ports.http}")
         environment = {**os.environ, SECRET_VARIABLE: self.admin_secret}
         return subprocess.Popen(command, env=environment, start_new_session=True)
 
@@ -187,7 +187,7 @@ class EmbeddedServer:
 
     @property
     def _base_url(self) -> str:
-        return f"http://{LOCAL_HOST if self._host == EVERY_HOST else self._host}:{self.ports.http}/v2"
+        return f"http://{LOCAL_HOST}:{self.ports.http}/v2"
 
     def _command(self) -> list[str]:
         before = [sys.executable, "-S", with_parent.__file__, str(os.getpid())] if self._ends_with_parent else []
@@ -198,7 +198,8 @@ class EmbeddedServer:
             f"--backend-directory={self._installation.backends}",
             "--model-control-mode=explicit",
             *(f"--load-model={name}" for name in self._models),
-            *(f"--{endpoint}-address={self._host}" for endpoint in ("http", "grpc", "metrics")),
+            f"--http-address={LOCAL_HOST}",
+            *(f"--{endpoint}-address={self._host}" for endpoint in ("grpc", "metrics")),
             f"--http-port={self.ports.http}",
             f"--grpc-port={self.ports.grpc}",
             f"--metrics-port={self.ports.metrics}",

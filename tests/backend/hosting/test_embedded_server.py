@@ -22,3 +22,10 @@ def test_a_taken_port_is_refused_before_its_owners_regions_are_swept(monkeypatch
         with pytest.raises(ConfigError, match=r"HTTP port: \d+ given, which cannot be taken"):
             server.start()
     assert swept == []
+
+
+def test_http_stays_on_this_machine_whatever_the_host(monkeypatch):
+    monkeypatch.setattr(embedded_server, "find_installation", lambda: ServerInstallation(Path("/none"), ()))
+    command = EmbeddedServer(Path("/none"), host="0.0.0.0")._command()
+    addresses = {option.split("-address=")[0]: option.split("=")[1] for option in command if "-address=" in option}
+    assert addresses == {"--http": "127.0.0.1", "--grpc": "0.0.0.0", "--metrics": "0.0.0.0"}
