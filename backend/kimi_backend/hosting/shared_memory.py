@@ -1,7 +1,7 @@
 """/dev/shm, where the server's processes share memory: enough of it at the start, and a watch on what is left.
 
-Triton Server 24.10 copies a request there before any code of this project sees it, and a write beyond what the file
-system has ends it with SIGBUS or SIGSEGV.
+Triton Server 24.10 copies a request there before any code of this project sees it. Where a region cannot grow the
+request is refused; a write into a page that the file system cannot give ends the server.
 """
 
 import contextlib
@@ -76,8 +76,8 @@ class SharedMemoryWatch:
         elif self._told_at is None or now - self._told_at >= _TOLD_EVERY_S:
             self._told_at = now
             self._say(
-                f"{self._folder} has {free // MIB} MiB free: a request that needs more ends the server; find what fills"
-                " it, or give it more (--shm-size)"
+                f"{self._folder} has {free // MIB} MiB free: a request that needs more is refused, or ends the server;"
+                " find what fills it, or give it more (--shm-size)"
             )
 
     def _reserve(self, region: Path) -> None:

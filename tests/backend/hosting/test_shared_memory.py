@@ -47,7 +47,7 @@ def test_little_room_is_told_once_a_minute(tmp_path, monkeypatch):
         watch.look(float(second))
     assert len(said) == 2
     assert said[0].startswith(
-        f"{tmp_path} has {LOW_BYTES // MIB - 1} MiB free: a request that needs more ends the server"
+        f"{tmp_path} has {LOW_BYTES // MIB - 1} MiB free: a request that needs more is refused, or ends the server"
     )
     free = LOW_BYTES
     watch.look(101.0)
