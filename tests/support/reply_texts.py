@@ -172,6 +172,9 @@ TEXTS = (
     one("a number alone", SB + call("3") + SE),
     one("a foreign id", SB + call("call_abc", '{"city": "Rome"}') + SE, '{"city": "Rome"}', tool="get_weather"),
     ReplyText("a number that fits no tool", SB + call("3", '{"q": 1}') + SE, content='3{"q": 1}'),
+    ReplyText(
+        "a number, and too few arguments for any tool", SB + call("3", '{"unit": "C"}') + SE, content='3{"unit": "C"}'
+    ),
     ReplyText("an undeclared name", SB + call("functions.nosuch:0") + SE, content=f"functions.nosuch:0{X}"),
     one("an undeclared name before a declared one", SB + call("nosuch:0") + call() + SE, content=f"nosuch:0{X}"),
     ReplyText(

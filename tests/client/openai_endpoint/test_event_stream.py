@@ -188,6 +188,22 @@ def test_logprobs_have_the_channel_of_their_text():
         assert sum(map(len, named.values())) == len(chunks)
 
 
+def test_a_tokens_channel_waits_for_its_text():
+    """A stop string may hold text back that its token's log-probability does not wait for."""
+    tokens, texts = ["hm", "</think>", " so"], ["", "", "hm"]
+    chunks = [
+        Chunk(text, 1, logprobs=(TokenLogprob(1, -1.0, token=token),), begins_thinking=True, control_offsets=offsets)
+        for token, text, offsets in zip(tokens, texts, [(), (2,), ()], strict=True)
+    ]
+    found = events([*chunks, Chunk("</think> so", 0, **END)], chat_writer(logprobs=True))
+    pieces = [event["choices"][0]["logprobs"] or {} for event in found]
+    named = {
+        name: [entry["token"] for piece in pieces for entry in piece.get(name, ())]
+        for name in ("reasoning_content", "content")
+    }
+    assert named == {"reasoning_content": ["hm", "</think>"], "content": [" so"]}
+
+
 def test_logprobs_of_a_completion_go_on_counting():
     chunks = [
         Chunk("é", 1, logprobs=ENTRIES[:1], token_ids=(5,)),

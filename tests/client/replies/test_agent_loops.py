@@ -113,6 +113,7 @@ def test_what_the_model_wrote_comes_back_token_for_token(tokenizer, template, wo
                 returned.append(f"## Return of {call['id']}\n{answer}")
                 call["id"] = CLIENTS[client](call["id"])
                 results.append({"role": "tool", "tool_call_id": call["id"], "content": answer})
+            assert bool(results) == (turn < NUM_TURNS - 1)
             draw.shuffle(results)
             messages += [message, *results]
             if results:
