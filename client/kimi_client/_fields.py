@@ -70,6 +70,8 @@ class RequestFields(TypedDict, total=False):
     """JSON list of tools for the chat template."""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """JSON object for the chat template, such as {"thinking": false}."""
+    thinking_token_budget: int | None
+    """Most tokens of thoughts, where the prompt ends inside a think block; the next one ends it."""
     return_token_ids: bool | None
     """Send `output_ids` and `prompt_token_ids` too (default false)."""
     return_token_origins: bool | None
@@ -110,6 +112,7 @@ INPUT_TYPES = {
     "cache_salt": "BYTES",
     "tools": "BYTES",
     "chat_template_kwargs": "BYTES",
+    "thinking_token_budget": "INT32",
     "return_token_ids": "BOOL",
     "return_token_origins": "BOOL",
     "return_control_offsets": "BOOL",

@@ -91,7 +91,10 @@ class ChatRequest(GenerationRequest):
     tools: list[Any] | None = _taken("Declared to the model by the chat template; its calls come as `tool_calls`.")
     tool_choice: Any = _taken('"auto", or "none", which declares no tools. Others cannot be enforced and are refused.')
     parallel_tool_calls: bool | None = _taken("false: the reply ends behind its first call (default true).")
-    reasoning_effort: Literal["none"] | None = _taken('"none" turns thinking off.')
+    reasoning_effort: Literal["none", "low", "medium", "high"] | None = _taken(
+        '"none" turns thinking off; "low" and "medium" are a `thinking_token_budget` of 1,024 and 8,192.'
+    )
+    thinking_token_budget: Int | None = _extension("Most tokens of thoughts; then they are ended and content follows.")
     thinking: Thinking | None = _extension('{"type": "disabled"} turns thinking off, "enabled" on.')
     enable_thinking: bool | None = _extension("false turns thinking off, true on.")
     chat_template_kwargs: dict[str, Any] | None = _extension(

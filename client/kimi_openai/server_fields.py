@@ -7,6 +7,8 @@ from kimi_openai.errors import bad_field
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
 from kimi_openai.request_parsing import shown
 
+EFFORT_TOKENS: dict[str | None, int] = {"low": 1024, "medium": 8192}
+"""reasoning_effort -> most tokens of thoughts; others have no limit."""
 CALL_END = "<|tool_call_end|>"
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats have none."""
@@ -51,6 +53,12 @@ def chat_fields(request: ChatRequest) -> ServerRequest:
             names["stop_control_tokens"] = "parallel_tool_calls"
     if (kwargs := _template_kwargs(request)) is not None:
         fields["chat_template_kwargs"] = kwargs
+    budget = request.thinking_token_budget
+    if budget is None and request.reasoning_effort in EFFORT_TOKENS:
+        budget = EFFORT_TOKENS[request.reasoning_effort]
+        names["thinking_token_budget"] = "reasoning_effort"
+    if budget is not None:
+        fields["thinking_token_budget"] = budget
     fields["return_control_offsets"] = True
     return ServerRequest(fields, names)
 

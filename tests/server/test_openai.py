@@ -294,6 +294,18 @@ def test_the_rendered_prompt_decides_what_is_thought(splitting_client):
         assert not hasattr(message, "reasoning_content"), more
 
 
+def test_thoughts_end_with_their_budget_whatever_is_drafted(splitting_client):
+    ask = {"model": "kimi", "messages": MESSAGES, "logprobs": True, **SHORT}
+    found = set()
+    for k in (0, 3, 7):
+        more = {"thinking_token_budget": 5, "num_speculative_tokens": k, "ignore_eos": True}
+        choice = splitting_client.chat.completions.create(**ask, extra_body=more).choices[0]
+        assert [entry["token"] for entry in choice.logprobs.reasoning_content][5:] == ["</think>"]
+        assert len(choice.logprobs.content) == SHORT["max_tokens"] - 6
+        found.add((choice.message.reasoning_content, choice.message.content))
+    assert len(found) == 1
+
+
 def test_an_argument_that_the_template_does_not_read_is_refused(splitting_client):
     with pytest.raises(openai.BadRequestError, match="is thinking meant") as caught:
         splitting_client.chat.completions.create(

@@ -26,7 +26,8 @@ def decode_plainly(
     alive = np.arange(len(requests))
     while len(alive):
         live = [cases[index] for index in alive]
-        inputs, rows = sampling_tensors(live, _mask(script.vocab_size, [requests[i] for i in alive]))
+        allowed = [_allowed(requests[i], cases[i].output) for i in alive]
+        inputs, rows = sampling_tensors(live, _mask(script.vocab_size, allowed))
         drawn = sample_tokens(torch.from_numpy(script.logits(hashes[alive])), inputs, rows).token_ids.numpy()
         hashes[alive] = mix(hashes[alive], drawn)
         going = []
@@ -72,12 +73,20 @@ def _case(request: GenerateRequest, eos_token_ids: frozenset[int]) -> SequenceCa
     )
 
 
-def _mask(vocab_size: int, requests: Sequence[GenerateRequest]) -> torch.Tensor | None:
-    if not any(request.sampling.allowed_token_ids for request in requests):
+def _allowed(request: GenerateRequest, output: list[int]) -> tuple[int, ...]:
+    """The tokens that may come next; none given allows all."""
+    budget = request.sampling.thinking_budget
+    if budget is not None and len(output) == budget.num_tokens and budget.end_token_id not in output:
+        return (budget.end_token_id,)
+    return request.sampling.allowed_token_ids
+
+
+def _mask(vocab_size: int, allowed: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
+    if not any(allowed):
         return None
-    bits = np.ones((len(requests), -(-vocab_size // 32) * 32), np.uint8)
-    for row, request in enumerate(requests):
-        if request.sampling.allowed_token_ids:
+    bits = np.ones((len(allowed), -(-vocab_size // 32) * 32), np.uint8)
+    for row, token_ids in enumerate(allowed):
+        if token_ids:
             bits[row] = 0
-            bits[row, list(request.sampling.allowed_token_ids)] = 1
+            bits[row, list(token_ids)] = 1
     return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))

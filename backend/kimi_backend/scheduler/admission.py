@@ -97,6 +97,8 @@ def _check_some_token_is_left(params: SamplingParams, limits: AdmissionLimits) -
     if params.min_tokens:
         banned.update(params.stop_token_ids, () if params.ignore_eos else limits.eos_token_ids)
         what = "a bad word, or a stop token before min_tokens"
+    if params.thinking_budget is not None and params.thinking_budget.end_token_id in banned:
+        raise InvalidRequestError(f"thinking_token_budget: the token that ends thoughts may not be {what}")
     field, allowed = "allowed_token_ids", set(params.allowed_token_ids)
     if not allowed and len(banned) >= limits.vocab_size:
         field, allowed = "stop_token_ids" if params.min_tokens else "bad_words", set(range(limits.vocab_size))

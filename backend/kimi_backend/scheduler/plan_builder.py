@@ -8,7 +8,7 @@ import numpy as np
 from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.sampling_table import SamplingPlanBuilder
 from kimi_backend.scheduler.scheduler import StepBatch
-from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.scheduler.sequence import Sequence, token_mask
 from kimi_backend.types.plan import (
     AuxHandle,
     DraftPlan,
@@ -142,13 +142,30 @@ class PlanBuilder:
         return blocks[rows, : -(-num_slots // self._block_size)]
 
     def _logit_mask(self, sequences: list[Sequence], num_sampled: Int32Array) -> Int32Array | None:
-        if not any(s.params.allowed_token_ids for s in sequences):
+        """[rows, words] the tokens that each sampled row may draw; None where all may draw all."""
+        forced = self._forced_rows(sequences, num_sampled)
+        if not forced and not any(s.params.allowed_token_ids for s in sequences):
             return None
         masks = np.full((len(sequences), self._mask_words), -1, np.int32)
         for index, sequence in enumerate(sequences):
             if sequence.params.allowed_token_ids:
                 masks[index] = sequence.allowed_mask(self._mask_words)
-        return np.repeat(masks, num_sampled, axis=0)
+        masks = np.repeat(masks, num_sampled, axis=0)
+        for row, token_id in forced.items():
+            masks[row] = token_mask([token_id], self._mask_words)
+        return masks
+
+    def _forced_rows(self, sequences: list[Sequence], num_sampled: Int32Array) -> dict[int, int]:
+        """Sampled row -> the one token that it must draw, where a sequence's budget of thoughts is used up."""
+        forced = {}
+        first_rows = (np.cumsum(num_sampled) - num_sampled).tolist()
+        for first, sequence, count in zip(first_rows, sequences, num_sampled.tolist(), strict=True):
+            budget = sequence.params.thinking_budget
+            if budget is not None:
+                row = sequence.forced_row(self._table.pending_token_ids[sequence.row, 1:count])
+                if row is not None:
+                    forced[first + row] = budget.end_token_id
+        return forced
 
 
 def store_proposals(

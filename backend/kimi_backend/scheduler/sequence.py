@@ -1,5 +1,6 @@
 """One request on its way through the engine: its tokens, how much of their KV is valid, and when it ends."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,10 @@ from kimi_backend.cache.kv_manager import SequenceBlocks
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.types.plan import Int32Array
-from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, EndCause, FinishReason, GenerateRequest, SamplingParams
+
+MOST_UNREAD_TOKENS = 4 * (MAX_SPECULATIVE_TOKENS + 1)
+"""More than the steps in flight and the next one can draw before the host has read any of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Sequence:
 
     __slots__ = (
         "_allowed_mask",
+        "_draws_plainly",
+        "_thoughts_end_at",
         "_tokens",
         "arrival_s",
         "blocks",
@@ -41,7 +47,6 @@ class Sequence:
         "deadline_s",
         "draft_len",
         "draft_start",
-        "draws_plainly",
         "finish",
         "first_scheduled_s",
         "is_draft_there",
@@ -101,8 +106,9 @@ class Sequence:
         self.num_prompt_tokens = self.num_tokens = len(prompt)
         self.last_token_id: int = request.prompt_token_ids[-1]
         self.penalties = PenaltyCounts(prompt) if _uses_penalties(params) else None
-        self.draws_plainly = self.penalties is None and not _wants_more(params)
-        """Whether a draw needs the logits, temperature, filters and seed alone, and gives a token alone."""
+        self._draws_plainly = self.penalties is None and not _wants_more(params)
+        budget = params.thinking_budget
+        self._thoughts_end_at = None if budget is None else len(prompt) + budget.num_tokens
         self.chain: HashChain | None = None  # kept while it waits, so that a prompt is hashed once
         self.blocks: SequenceBlocks | None = None
         self.row = -1
@@ -120,6 +126,34 @@ class Sequence:
     def token_ids(self) -> Int32Array:
         """[num_tokens] prompt and output; a view."""
         return self._tokens[: self.num_tokens]
+
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether a draw needs the logits, temperature, filters and seed alone, and gives a token alone."""
+        return self._draws_plainly and not self.is_near_end_of_thoughts
+
+    @property
+    def is_near_end_of_thoughts(self) -> bool:
+        """Whether the budget of thoughts may be used up soon: the host must know each token, and each proposal, before
+        the next step is planned."""
+        ends_at = self._thoughts_end_at
+        return ends_at is not None and ends_at <= self.num_tokens + MOST_UNREAD_TOKENS
+
+    def forced_row(self, draft_token_ids: Int32Array) -> int | None:
+        """The row of the next verify, if any, that must draw the end of the thoughts.
+
+        A row is drawn for the case that all draft tokens before it are accepted, so its tokens before are known.
+
+        Args:
+            draft_token_ids: [k] what the next verify checks.
+        """
+        budget, ends_at = self.params.thinking_budget, self._thoughts_end_at
+        if budget is None or ends_at is None:
+            return None
+        row = ends_at - self.num_tokens
+        if row > len(draft_token_ids) or budget.end_token_id in draft_token_ids[:row]:
+            return None
+        return row
 
     @property
     def num_output_tokens(self) -> int:
@@ -167,6 +201,9 @@ class Sequence:
         self.last_token_id = token_ids[kept - 1]
         if self.penalties is not None:
             self.penalties.add_output(token_ids[:kept])
+        budget = self.params.thinking_budget
+        if budget is not None and budget.end_token_id in token_ids[:kept]:
+            self._thoughts_end_at = None
         if end == self.max_num_tokens and self.finish is None:
             self.finish = Finish(FinishReason.LENGTH)
         return kept
@@ -174,11 +211,16 @@ class Sequence:
     def allowed_mask(self, num_words: int) -> Int32Array:
         """[num_words] int32: bit x % 32 of word x // 32 set for each x in `allowed_token_ids`."""
         if self._allowed_mask is None:
-            words = np.zeros(num_words, np.uint32)
-            ids = np.array(self.params.allowed_token_ids, np.int64)
-            np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
-            self._allowed_mask = words.view(np.int32)
+            self._allowed_mask = token_mask(self.params.allowed_token_ids, num_words)
         return self._allowed_mask
+
+
+def token_mask(token_ids: Iterable[int], num_words: int) -> Int32Array:
+    """[num_words] int32: bit x % 32 of word x // 32 set for each token x."""
+    words = np.zeros(num_words, np.uint32)
+    ids = np.array(tuple(token_ids), np.int64)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return words.view(np.int32)
 
 
 def _wants_more(params: SamplingParams) -> bool:

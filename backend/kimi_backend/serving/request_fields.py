@@ -76,6 +76,11 @@ INPUT_FIELDS = (
     RequestField("cache_salt", Kind.TEXT, "Requests share cached prefixes only with requests of the same salt."),
     RequestField("tools", Kind.JSON, "JSON list of tools for the chat template."),
     RequestField("chat_template_kwargs", Kind.JSON, 'JSON object for the chat template, such as {"thinking": false}.'),
+    RequestField(
+        "thinking_token_budget",
+        Kind.INT,
+        "Most tokens of thoughts, where the prompt ends inside a think block; the next one ends it.",
+    ),
     RequestField("return_token_ids", Kind.BOOL, "Send `output_ids` and `prompt_token_ids` too (default false)."),
     RequestField("return_token_origins", Kind.BOOL, "Send `token_origins` and `token_offsets` too (default false)."),
     RequestField(

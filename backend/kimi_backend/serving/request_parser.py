@@ -7,11 +7,11 @@ from typing import Any
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.request_values import collect_values, is_number, is_token_id, shown
 from kimi_backend.text.tokenizer import Tokenizer
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams, ThinkingBudget
 
 PROMPT_FIELDS = ("text_input", "messages", "input_ids")
 
-THINK_BEGIN = "<think>"
+THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 EncodeChat = Callable[..., list[int]]
 """encode_chat(messages, *, tools, template_kwargs) -> prompt token ids."""
@@ -60,7 +60,7 @@ class RequestParser:
         generate = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=self._sampling(values),
+            sampling=self._sampling(values, self._thinking_budget(values, prompt)),
             num_speculative_tokens=values.get("num_speculative_tokens"),
             draft_sampling=_draft_sampling(values.get("draft_sampling", "auto")),
             priority=values.get("priority", 0),
@@ -121,7 +121,17 @@ class RequestParser:
             raise InvalidRequestError(f"chat_template_kwargs: {shown(kwargs)} given, a JSON object is allowed")
         return self._encode_chat(values["messages"], tools=values.get("tools"), template_kwargs=kwargs)
 
-    def _sampling(self, values: dict[str, Any]) -> SamplingParams:
+    def _thinking_budget(self, values: dict[str, Any], prompt: list[int]) -> ThinkingBudget | None:
+        num_tokens = values.get("thinking_token_budget")
+        if num_tokens is None:
+            return None
+        end_token_id = self._tokenizer.control_tokens.get(THINK_END)
+        if num_tokens < 0 or end_token_id is None:
+            allowed = "0 or more is allowed" if end_token_id is not None else f"the model has no token {THINK_END}"
+            raise InvalidRequestError(f"thinking_token_budget: {num_tokens} given, {allowed}")
+        return ThinkingBudget(num_tokens, end_token_id) if self._ends_thinking(prompt) else None
+
+    def _sampling(self, values: dict[str, Any], thinking_budget: ThinkingBudget | None) -> SamplingParams:
         if values.get("allowed_token_ids") == []:
             raise InvalidRequestError("allowed_token_ids: [] given, at least one token must be allowed")
         names = (
@@ -142,6 +152,7 @@ class RequestParser:
             **plain,
             top_k=0 if values.get("top_k") == -1 else values.get("top_k", 0),
             max_tokens=values.get("max_tokens", self._default_max_tokens or None),
+            thinking_budget=thinking_budget,
             stop=tuple(values.get("stop", ())),
             stop_token_ids=(*values.get("stop_token_ids", ()), *self._control_ids(values)),
             allowed_token_ids=tuple(values.get("allowed_token_ids", ())),

@@ -56,6 +56,15 @@ class EndCause(str, Enum):
 CANCEL_CAUSES = (EndCause.CLIENT, EndCause.DEADLINE, EndCause.SHUTDOWN)
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens of thoughts, for a prompt that ends inside a think block."""
+
+    num_tokens: int
+    end_token_id: int
+    """The token that ends the block. If it is not among the first num_tokens, it is the one behind them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to draw tokens and when to stop. Ranges are checked where a request enters (`scheduler.admission`)."""
@@ -77,6 +86,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int | None = None
     """None: up to the model's longest sequence."""
+    thinking_budget: ThinkingBudget | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     include_stop_in_output: bool = False

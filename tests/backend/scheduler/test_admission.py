@@ -5,7 +5,7 @@ import pytest
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.scheduler.admission import AdmissionLimits, check_request
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 
 LIMITS = AdmissionLimits(vocab_size=100, max_model_len=50, max_sequence_slots=64, eos_token_ids=frozenset({6}))
 SETTINGS = SchedulerSettings(max_speculative_tokens=5)
@@ -131,3 +131,11 @@ def test_stop_tokens_may_be_all_there_is_once_they_are_not_banned() -> None:
 def test_settings_out_of_range_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SchedulerSettings(**values)  # type: ignore[arg-type]
+
+
+def test_the_end_of_thoughts_must_be_free_to_come() -> None:
+    budget = ThinkingBudget(3, 9)
+    check(thinking_budget=budget, allowed_token_ids=(1, 2), stop_token_ids=(9,))
+    for more in ({"bad_words": ((9,),)}, {"min_tokens": 5, "stop_token_ids": (9,)}):
+        with pytest.raises(InvalidRequestError, match="thinking_token_budget: the token that ends thoughts may not be"):
+            check(thinking_budget=budget, **more)

@@ -8,7 +8,7 @@ import pytest
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.request_fields import ELSEWHERE, INPUT_FIELDS, Kind
 from kimi_backend.serving.request_parser import RequestParser
-from kimi_backend.types.request import DraftSampling
+from kimi_backend.types.request import DraftSampling, ThinkingBudget
 
 
 class CharacterTokenizer:
@@ -216,6 +216,17 @@ def test_the_prompt_says_whether_thoughts_come(parser, prompt, begins_thinking):
     ids = {"input_ids": np.array([prompt], dtype=np.int32)}
     assert parser.parse("r", ids, {}).begins_thinking is None
     assert parser.parse("r", ids, {"return_control_offsets": True}).begins_thinking is begins_thinking
+
+
+def test_a_budget_of_thoughts_holds_where_the_prompt_thinks(parser):
+    def parse(prompt, budget):
+        ids = {"input_ids": np.array([prompt], dtype=np.int32)}
+        return parser.parse("r", ids, {"thinking_token_budget": budget}).generate.sampling.thinking_budget
+
+    assert parse([5, 1001], 0) == ThinkingBudget(0, 1002)
+    assert parse([5, 1001, 1002], 7) is None
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget: -1 given, 0 or more"):
+        parse([5, 1001], -1)
 
 
 def test_control_tokens_that_end_the_output(parser):

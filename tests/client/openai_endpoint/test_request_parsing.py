@@ -90,7 +90,7 @@ BAD_CHATS = [
     ({"thinking": {"type": "enabled"}, "reasoning_effort": "none"}, "thinking"),
     ({"enable_thinking": False, "chat_template_kwargs": {"thinking": True}}, "enable_thinking"),
     ({"functions": []}, "functions"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"modalities": ["text", "audio"]}, "modalities"),
 ]
@@ -173,6 +173,12 @@ def test_all_ways_to_turn_thinking_off_are_one():
     assert chat(chat_template_kwargs={"thinking": []})["chat_template_kwargs"] == {"thinking": []}
 
 
+def test_an_effort_is_a_budget():
+    for effort, budget in (("low", 1024), ("medium", 8192), ("high", None), ("none", None), (None, None)):
+        assert chat(reasoning_effort=effort).get("thinking_token_budget") == budget
+        assert chat(reasoning_effort=effort, thinking_token_budget=7)["thinking_token_budget"] == 7
+
+
 def test_a_single_call_ends_the_reply():
     assert chat(tools=[TOOL], parallel_tool_calls=False)["stop_control_tokens"] == ["<|tool_call_end|>"]
     for more in ({"parallel_tool_calls": True}, {"parallel_tool_calls": False, "tool_choice": "none"}):
@@ -193,7 +199,7 @@ def test_every_field_has_a_way_to_the_server_and_every_input_a_field():
     elsewhere = {"model", "stream", "stream_options"}
     assert set(GenerationRequest.model_fields) == {*SAME_NAME} | elsewhere
     reached = {*SAME_NAME, "stream", "text_input", "input_ids", "messages", "logprobs", "tools", "chat_template_kwargs"}
-    reached |= {"return_control_offsets", "stop_control_tokens"}
+    reached |= {"return_control_offsets", "stop_control_tokens", "thinking_token_budget"}
     assert reached == set(INPUT_TYPES)
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
     assert not known & IGNORED
