@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from kimi_backend.parallel import DistributedRanks
 from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.inboxes import EitherSum
-from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.ranks.joining import join_ranks, leave
 
 HIDDEN, VOCAB = 7168, 163_840
 SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

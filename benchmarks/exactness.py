@@ -32,7 +32,7 @@ from exactness_suite.free_running import Text, first_difference, num_identical, 
 from exactness_suite.teacher_forced import ForcedTarget, Pass
 from kimi_backend.cli.prompt_file import read_prompt_token_ids
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_kernels.kernel_set import KernelSet

@@ -21,7 +21,7 @@ def rounds_in_process(
     Args:
         fields: of `SamplingParams` and `num_speculative_tokens`.
     """
-    from kimi_backend.runners.loading import load_pair
+    from kimi_backend.runners.load.loading import load_pair
 
     tokenizer = load_tokenizer(settings.tokenizer or settings.checkpoint)
     prompt_ids = tuple(tokenizer.encode(prompt))

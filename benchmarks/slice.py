@@ -170,7 +170,7 @@ def name_of(options: argparse.Namespace) -> str:
 
 def load_models(settings: ServingSettings, num_ranks: int, pause_us: float) -> tuple[Any, Any]:
     """Target and draft; of rank 0 of `num_ranks` where that is more than one."""
-    from kimi_backend.runners.loading import load_pair
+    from kimi_backend.runners.load.loading import load_pair
     from slice_suite.one_of_ranks import load_one_of_ranks
 
     return load_pair(settings) if num_ranks == 1 else load_one_of_ranks(settings, num_ranks, pause_us)

@@ -27,7 +27,7 @@ from kimi_backend.checkpoint.presets import Preset, vocab_size
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.processes import freeze_what_is_loaded
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.tokenizer import load_tokenizer

@@ -25,7 +25,7 @@ import torch
 from kimi_backend.checkpoint.presets import Preset
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.graphs.buckets import Bucket
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from slice_suite.configs import write_slice
 from slice_suite.in_process import run_batch
 

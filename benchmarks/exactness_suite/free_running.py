@@ -9,7 +9,7 @@ import torch
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta

@@ -12,7 +12,7 @@ from kimi_backend.config.draft_config import Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.draft_choice import head_format, linear_format
+from kimi_backend.runners.load.draft_choice import head_format, linear_format
 
 KV_ITEM_BYTES = 2
 ON_EVERY_RANK = ("q_a_proj", "kv_a_proj", "norm", ".mlp.gate.", "e_score_correction_bias")

@@ -25,9 +25,9 @@ from kimi_backend.runners.inboxes import (
     EitherSum,
     EitherSumNorm,
 )
-from kimi_backend.runners.loading import Role, load_rank
-from kimi_backend.runners.opened_checkpoints import Checkpoints
-from kimi_backend.runners.placement import place
+from kimi_backend.runners.load.loading import Role, load_rank
+from kimi_backend.runners.load.opened_checkpoints import Checkpoints
+from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.target_runner import TargetRunner
 
 MOST_UNEVEN_BYTES = 1 << 20

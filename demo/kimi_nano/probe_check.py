@@ -18,9 +18,9 @@ from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.config.aux_layers import AUX_LAYER_IDS_FIELD, ENCODING_FIELD
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.probe import ProbeResult, ProbeTexts, verdict
-from kimi_backend.runners.probe_loading import OpenedProbe, open_probe
-from kimi_backend.runners.probe_settings import ProbeSetting
+from kimi_backend.probe.loading import OpenedProbe, open_probe
+from kimi_backend.probe.probing import ProbeResult, ProbeTexts, verdict
+from kimi_backend.probe.settings import ProbeSetting
 from kimi_nano.export import DRAFT_FOLDERS
 
 NUM_NEW_TOKENS = 96

@@ -12,10 +12,10 @@ import torch
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
 from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.loading import load_pair
-from kimi_backend.runners.probe import verdict
-from kimi_backend.runners.probe_loading import open_probe
-from kimi_backend.runners.probe_settings import ProbeSetting
+from kimi_backend.probe.loading import open_probe
+from kimi_backend.probe.probing import verdict
+from kimi_backend.probe.settings import ProbeSetting
+from kimi_backend.runners.load.loading import load_pair
 from kimi_nano.acceptance import measure, record
 from kimi_nano.dataset import load, prepare
 from kimi_nano.drafts import NanoDraft

@@ -12,7 +12,7 @@ from kimi_client.load import run_load
 from support.server_process import running_server, serving_settings
 
 MODEL = """
-import kimi_backend.runners.loading as loading
+import kimi_backend.runners.load.loading as loading
 from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.serving.target_server import TargetServer
 

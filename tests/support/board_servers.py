@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kimi_backend.runners import loading
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.load import loading
 from kimi_backend.serving import draft_server, target_server
 from kimi_backend.serving.aux_sides import AuxReceiver
 from kimi_backend.serving.draft_server import DraftServer

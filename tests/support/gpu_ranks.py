@@ -19,7 +19,7 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
 from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.inboxes import EitherSum, EitherSumNorm
-from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps
 from support.joined_ranks import check_collectives

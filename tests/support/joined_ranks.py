@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from kimi_backend.parallel import TensorParallelGroup
-from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.ranks.joining import join_ranks, leave
 
 CPU = torch.device("cpu")
 

@@ -26,9 +26,9 @@ from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset
 from kimi_backend.cli.make_checkpoint import DRAFT_FOLDER, make_checkpoint
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners import loading
 from kimi_backend.runners.graphs.recorder import EagerRecorder
-from kimi_backend.runners.placement import Placement
+from kimi_backend.runners.load import loading
+from kimi_backend.runners.load.placement import Placement
 from kimi_backend.types.plan import DraftPlan, RowPlan, SamplingPlan, TargetPlan
 from kimi_kernels import early_start
 from kimi_kernels.kernel_set import KernelSet

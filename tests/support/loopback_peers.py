@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from kimi_backend.rank_worker.follower import Follower
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.ranks.follower import Follower
 from kimi_backend.runners.ranks.messages import Step, unpacked
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.types.plan import DraftPlan, TargetPlan

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_client import KimiClient

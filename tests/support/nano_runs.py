@@ -6,7 +6,7 @@ from typing import Any
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.spec_decode.protocols import Pending
 from kimi_backend.text.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ def rank_pids(stub: int) -> list[int]:
     """Process ids of the ranks that a model's process has started."""
     children = " ".join(path.read_text() for path in Path(f"/proc/{stub}/task").glob("*/children")).split()
     commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    return [child for child, command in commands.items() if b"kimi_backend.runners.ranks.worker" in command]
+    return [child for child, command in commands.items() if b"kimi_backend.rank_worker.worker" in command]
 
 
 def wait_until_gone(process_ids: list[int]) -> None:

@@ -81,7 +81,7 @@ def draft_plan(step_id: int) -> DraftPlan:
 def main(folder: str, action: str) -> None:
     """Load, say the process ids of the other ranks, then: wait | run (steps for ever) | mislead (rank 1 alone gets a
     step that it cannot run)."""
-    from kimi_backend.runners.loading import load_target_runner
+    from kimi_backend.runners.load.loading import load_target_runner
 
     target = load_target_runner(tiny_settings(Path(folder), draft="", tensor_parallel_size=2))
     workers: Any = target.peers

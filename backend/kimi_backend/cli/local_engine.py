@@ -18,7 +18,7 @@ def local_engine(settings: ServingSettings, tokenizer: Tokenizer) -> Iterator[En
     Raises:
         ConfigError, CheckpointError: the settings or files cannot be served.
     """
-    from kimi_backend.runners.loading import load_pair
+    from kimi_backend.runners.load.loading import load_pair
 
     target, draft = load_pair(settings)
     engine = Engine(

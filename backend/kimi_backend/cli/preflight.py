@@ -24,7 +24,7 @@ def check(settings: ServingSettings) -> None:
     Raises:
         ConfigError, CheckpointError: the first thing that is wrong.
     """
-    from kimi_backend.runners.opened_checkpoints import check_servable
+    from kimi_backend.runners.load.opened_checkpoints import check_servable
     from kimi_backend.text.chat_template import load_chat_template
     from kimi_backend.text.tokenizer import load_tokenizer
 

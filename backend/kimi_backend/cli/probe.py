@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from kimi_backend.runners.probe import ProbeResult
+    from kimi_backend.probe.probing import ProbeResult
 
 SHOWN_ROWS = 12
 
@@ -33,8 +33,8 @@ def probe_command(
 
     from kimi_backend.cli.prompt_file import read_prompt_token_ids
     from kimi_backend.config.settings import ServingSettings
-    from kimi_backend.runners.probe import verdict
-    from kimi_backend.runners.probe_loading import open_probe
+    from kimi_backend.probe.loading import open_probe
+    from kimi_backend.probe.probing import verdict
     from kimi_backend.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)

@@ -12,7 +12,7 @@ from kimi_backend.errors import InvalidRequestError
 from kimi_backend.processes import freeze_what_is_loaded
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.hand_over.sides import make_draft_side
-from kimi_backend.runners.loading import load_draft_runner
+from kimi_backend.runners.load.loading import load_draft_runner
 from kimi_backend.runners.plan_bounds import check_step_ids
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_sides import AUTO, AuxReceiver

@@ -11,7 +11,7 @@ import torch
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.processes import freeze_what_is_loaded
 from kimi_backend.runners.hand_over.sides import TargetSide
-from kimi_backend.runners.loading import load_target_runner
+from kimi_backend.runners.load.loading import load_target_runner
 from kimi_backend.runners.plan_bounds import check_step_ids
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.serving import tensor_names as names

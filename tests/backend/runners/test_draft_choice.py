@@ -13,7 +13,7 @@ from kimi_backend.cli.bench_in_process import BenchLoad, run_bench
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
-from kimi_backend.runners.loading import load_draft_runner
+from kimi_backend.runners.load.loading import load_draft_runner
 from kimi_backend.types.request import DraftSampling, SamplingParams
 from support.checkpoint_folders import make_tiny
 

@@ -14,7 +14,7 @@ from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.errors import CheckpointError, ConfigError
-from kimi_backend.runners.loading import load_draft_runner, load_pair, load_target_runner
+from kimi_backend.runners.load.loading import load_draft_runner, load_pair, load_target_runner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.descriptions import description_from_json, description_to_json
 from kimi_backend.serving.responses import statistics_json

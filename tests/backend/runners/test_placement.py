@@ -5,7 +5,7 @@ import torch
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
-from kimi_backend.runners.placement import place
+from kimi_backend.runners.load.placement import place
 
 
 @pytest.mark.parametrize(("setting", "name"), [("auto", "cpu"), ("cpu", "cpu"), ("reference", "reference")])

@@ -4,8 +4,8 @@ import pytest
 
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
-from kimi_backend.runners.probe import ProbeResult, verdict
-from kimi_backend.runners.probe_settings import ProbeSetting, candidate_settings, layers_to_keep
+from kimi_backend.probe.probing import ProbeResult, verdict
+from kimi_backend.probe.settings import ProbeSetting, candidate_settings, layers_to_keep
 from kimi_nano.recipe import MICRO, DraftKind
 
 

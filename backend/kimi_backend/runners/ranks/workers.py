@@ -21,7 +21,7 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.parallel import TensorParallelGroup
-from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import (
     ANSWER,
     CLOSE,
@@ -179,7 +179,7 @@ class Workers:
 
         def start_and_watch() -> None:
             # The worker is killed when the thread that started it ends: so this one stays.
-            command = [sys.executable or "python3", "-m", "kimi_backend.runners.ranks.worker", str(theirs.fileno())]
+            command = [sys.executable or "python3", "-m", "kimi_backend.rank_worker.worker", str(theirs.fileno())]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             try:
                 process = subprocess.Popen(

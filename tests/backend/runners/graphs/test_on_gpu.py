@@ -14,7 +14,7 @@ import torch
 
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import EagerRecorder, GraphRecorder, Recorder, Run
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.loading import load_pair
+from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from support.engine_runs import Outcome, generate

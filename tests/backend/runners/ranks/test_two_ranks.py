@@ -18,7 +18,7 @@ from kimi_backend.checkpoint.presets import DraftKind
 from kimi_backend.errors import CheckpointError, ConfigError
 from kimi_backend.processes import is_alive
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.loading import load_draft_runner, load_pair, load_target_runner
+from kimi_backend.runners.load.loading import load_draft_runner, load_pair, load_target_runner
 from kimi_backend.runners.ranks import workers as workers_module
 from kimi_backend.runners.ranks.messages import PeerError, Step, unpacked
 from kimi_backend.runners.ranks.workers import Workers

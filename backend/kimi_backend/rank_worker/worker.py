@@ -1,6 +1,6 @@
 """The process of one rank other than 0.
 
-    python -m kimi_backend.runners.ranks.worker PIPE_DESCRIPTOR
+    python -m kimi_backend.rank_worker.worker PIPE_DESCRIPTOR
 
 `workers` starts it and tells it through the pipe what to load, then what to run. It ends with the process that started
 it, however that ends, and when a step fails: the others are in a collective then, waiting for it.
@@ -21,9 +21,12 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.parallel import TensorParallelGroup
-from kimi_backend.runners.joining import join_ranks, leave
+from kimi_backend.rank_worker.follower import Follower
+from kimi_backend.runners.load.loading import Role, load_rank
+from kimi_backend.runners.load.opened_checkpoints import Checkpoints
+from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.ranks.device_watch import watch_device
-from kimi_backend.runners.ranks.follower import Follower
+from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import (
     ANSWER,
     CLOSE,
@@ -53,11 +56,6 @@ def _end_with(parent_pid: int) -> None:
 
 
 def _load(assignment: Assignment) -> tuple[Follower, TensorParallelGroup]:
-    # Not above: the runners' modules import this package's.
-    from kimi_backend.runners.loading import Role, load_rank
-    from kimi_backend.runners.opened_checkpoints import Checkpoints
-    from kimi_backend.runners.placement import place
-
     role = Role(assignment.role)
     settings = ServingSettings(**assignment.settings)
     placement = place(settings, assignment.rank)

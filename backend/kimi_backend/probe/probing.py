@@ -15,8 +15,8 @@ import torch
 
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.errors import ConfigError
+from kimi_backend.probe.settings import ProbeSetting
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.probe_settings import ProbeSetting
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.types.plan import AuxHandle, DraftPlan, Int32Array, RowPlan, SamplingPlan, TargetPlan
 

@@ -16,13 +16,13 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
 from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.draft_choice import head_format, linear_format
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.hand_over.token_table import TokenTable, share
 from kimi_backend.runners.kv_pool import KvPool
-from kimi_backend.runners.opened_checkpoints import Checkpoints, memory_plan
-from kimi_backend.runners.placement import Placement, captures_steps, place
+from kimi_backend.runners.load.draft_choice import head_format, linear_format
+from kimi_backend.runners.load.opened_checkpoints import Checkpoints, memory_plan
+from kimi_backend.runners.load.placement import Placement, captures_steps, place
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.ranks.workers import Workers

@@ -1,4 +1,4 @@
-"""The settings that `runners.probe` tries: readings of the aux ids × rotary variants × norm flags."""
+"""The settings that `probe.probing` tries: readings of the aux ids × rotary variants × norm flags."""
 
 import itertools
 from collections.abc import Sequence

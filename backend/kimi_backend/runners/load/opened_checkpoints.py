@@ -11,8 +11,8 @@ from kimi_backend.config.chosen_configs import draft_overrides
 from kimi_backend.config.memory_plan import GIB, RANKS_BYTES, MemoryPlan, MemorySettings, plan_memory
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
-from kimi_backend.runners.draft_choice import chosen_draft, head_format, linear_format
-from kimi_backend.runners.placement import Placement, captures_steps, place
+from kimi_backend.runners.load.draft_choice import chosen_draft, head_format, linear_format
+from kimi_backend.runners.load.placement import Placement, captures_steps, place
 from kimi_backend.runners.ranks.divisible import check_divides
 
 logger = logging.getLogger("kimi_backend.runners")

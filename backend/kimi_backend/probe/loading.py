@@ -1,4 +1,4 @@
-"""Loads what `runners.probe` works on: the target once, the draft under each setting."""
+"""Loads what `probe.probing` works on: the target once, the draft under each setting."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
+from kimi_backend.probe.probing import ProbeResult, ProbeText, ProbeTexts, probe, write_texts
+from kimi_backend.probe.settings import ProbeSetting, candidate_settings, layers_to_keep
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.kv_pool import KvPool
-from kimi_backend.runners.placement import Placement, place
+from kimi_backend.runners.load.placement import Placement, place
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.probe import ProbeResult, ProbeText, ProbeTexts, probe, write_texts
-from kimi_backend.runners.probe_settings import ProbeSetting, candidate_settings, layers_to_keep
 from kimi_backend.runners.target_runner import TargetRunner
 
 

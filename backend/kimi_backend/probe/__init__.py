@@ -1,0 +1,1 @@
+"""Finds the settings that a draft was trained with."""

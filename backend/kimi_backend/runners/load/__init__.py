@@ -1,0 +1,1 @@
+"""Settings and checkpoints to runners that are ready for steps."""
