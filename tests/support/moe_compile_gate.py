@@ -28,7 +28,7 @@ DIVISIBLE = {"x_stride", "in_features", "intermediate_size", "out_features", "nu
 def compile_case(function: Any, kind: str, num_warps: int, **constants: Any) -> dict[str, Any]:
     tiles, scales = WEIGHT_TYPES[kind]
     if "KIND" in function.arg_names:
-        common = {"KIND": kind, "WORDS": WORDS[kind], "EVEN": True, "PORTABLE": False, "PDL": True}
+        common = {"KIND": kind, "WORDS": WORDS[kind], "EVEN": True, "PORTABLE": False}
         constants |= {name: value for name, value in common.items() if name in function.arg_names}
     compiled = compile_for_hopper(function, TYPES | {"TILES": tiles, "SCALES": scales}, constants, DIVISIBLE, num_warps)
     return dataclasses.asdict(compiled)

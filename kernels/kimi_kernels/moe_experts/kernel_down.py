@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
 from kimi_kernels.quantization.kernel_tiles import (
@@ -37,7 +36,6 @@ def down_sorted_kernel(
     EVEN: tl.constexpr,
     PORTABLE: tl.constexpr,
     RESIDENT_STEPS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program a tile of choices of one expert and a group of row tiles.
 
@@ -47,9 +45,6 @@ def down_sorted_kernel(
         RESIDENT_STEPS: num_steps if the activations stay on the multiprocessor while the group's row tiles stream by;
             else 0.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     program = tl.program_id(0)
     group = program % num_groups
     tile = program // num_groups
@@ -118,16 +113,12 @@ def sum_choices_kernel(
     out_features,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """OUT[t] = sum over t's choices of weight * PRODUCTS[choice]; experts held elsewhere add nothing.
 
     Args:
         PRODUCTS: [T * TOP_K, out_features]. TOPK_IDS, TOPK_WEIGHTS: [T, TOP_K]. OUT: [T, out_features].
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -165,16 +156,12 @@ def down_token_kernel(
     STAGES: tl.constexpr,
     EVEN: tl.constexpr,
     PORTABLE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """For few tokens, unsorted: one program a token and ROWS rows; it walks the token's experts one after another.
 
     Args:
         HIDDEN: [T * top_k, intermediate_size]. TOPK_IDS, TOPK_WEIGHTS: [T, top_k]. OUT: [T, out_features].
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     PARTS: tl.constexpr = TILE_ROWS // ROWS
     program = tl.program_id(0)
     part = program % PARTS

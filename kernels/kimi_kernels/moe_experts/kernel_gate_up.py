@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, first_column, multiply_steps
@@ -38,7 +37,6 @@ def gate_up_sorted_kernel(
     SCALE_WEIGHTS: tl.constexpr,
     EVEN: tl.constexpr,
     PORTABLE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program a tile of choices of one expert and a row tile: 64 gate rows and their 64 up rows in stripes of 8.
 
@@ -46,9 +44,6 @@ def gate_up_sorted_kernel(
         X: [T, in_features]. TILES, SCALES: of gate_up. HIDDEN: [T * top_k, intermediate_size], row = choice.
         TILE_ENTRIES, TILE_CHOICES, NUM_TILES: as `place_kernel` writes them.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     program = tl.program_id(0)
     row_tile = program % num_row_tiles
     tile = program // num_row_tiles
@@ -107,7 +102,6 @@ def gate_up_choice_kernel(
     SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     PORTABLE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """For few tokens, unsorted: one program a choice, a row tile and one of SPLITS ranges of columns.
 
@@ -118,9 +112,6 @@ def gate_up_choice_kernel(
         PARTIALS: [T * top_k * num_row_tiles, SPLITS, 128] float32, scratch.
         ARRIVALS: [T * top_k * num_row_tiles] int32, zero, and zero again at the end.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     program = tl.program_id(0)
     split = program % SPLITS
     row_tile = program // SPLITS % num_row_tiles

@@ -6,7 +6,6 @@ import torch
 import triton
 from torch import Tensor
 
-from kimi_kernels.early_start import early_launch
 from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel, sum_choices_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
@@ -44,13 +43,11 @@ class Layer:
         step = step_columns(kind)
         # The bit tricks make bf16; other types, and the CPU, take plain arithmetic.
         is_portable = x.dtype != torch.bfloat16 or x.device.type != "cuda"
-        self.early = early_launch(x.device)
         self.gate_up_flags = {
             "KIND": kind,
             "WORDS": self.gate_up.shape[-1],
             "EVEN": self.hidden_size % step == 0,
             "PORTABLE": is_portable,
-            **self.early,
         }
         self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
 
@@ -139,7 +136,7 @@ def sort_choices(layer: Layer, columns: int) -> Order:
     counts = layer.empty(num_chunks if num_chunks > 1 else 0, bins, dtype=torch.int32)
     entries, choices, num_tiles = (layer.empty(size, dtype=torch.int32) for size in (limit, limit * columns, 1))
     sizes = (layer.num_choices, layer.first_expert, layer.num_experts)
-    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4, **layer.early}
+    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4}
     if num_chunks > 1:
         count_kernel[(num_chunks,)](layer.topk_ids, counts, *sizes, **shape)
     place_kernel[(num_chunks,)](
@@ -273,6 +270,5 @@ def sum_choices(layer: Layer, products: Tensor) -> Tensor:
         layer.hidden_size,
         TOP_K=layer.top_k,
         BLOCK=SUM_BLOCK,
-        **layer.early,
     )
     return out

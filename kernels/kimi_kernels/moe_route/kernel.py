@@ -4,9 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.early_start import early_launch
 from kimi_kernels.moe_route.arguments import check_router
 
 RENORMALIZE_EPS = 1e-20
@@ -56,7 +54,6 @@ def route_kernel(
     RENORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program a token.
 
@@ -66,19 +63,14 @@ def route_kernel(
         SLOTS: [T] int64, -1 for padding.
         GROUPS, SIZE: num_groups and group_size, rounded up to powers of two.
     """
-    if PDL:
-        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)[:, None]
     place = tl.arange(0, SIZE)[None, :]
     is_expert = (group < num_groups) & (place < group_size)
     expert = group * group_size + place
-    bias = tl.load(BIAS + expert, mask=is_expert, other=0.0)
-    if PDL:
-        gdc_wait()
     logits = tl.load(LOGITS + token * logits_stride + expert, mask=is_expert, other=0.0)
     scores = 1.0 / (1.0 + tl.exp(-logits))
-    biased = tl.where(is_expert, scores + bias, float("-inf"))
+    biased = tl.where(is_expert, scores + tl.load(BIAS + expert, mask=is_expert, other=0.0), float("-inf"))
     if SELECT_GROUPS:
         biased = _keep_best_groups(biased, TOPK_GROUPS)
     # The padded index grows with the expert id, so the lowest index is the lowest id.
@@ -153,6 +145,5 @@ def route_experts(
         EPS=RENORMALIZE_EPS,
         HAS_SLOTS=slot_mapping is not None,
         num_warps=1,
-        **early_launch(router_logits.device),
     )
     return topk_ids, topk_weights

@@ -4,10 +4,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require_dtype, require_shape
-from kimi_kernels.early_start import early_launch
 from kimi_kernels.pretences import reference
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
 
@@ -48,12 +46,8 @@ def route_uniform_kernel(
     EXPERTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program a token."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
@@ -151,7 +145,6 @@ def route_uniform(
             RENORMALIZE=renormalize,
             HAS_SLOTS=slot_mapping is not None,
             num_warps=1,
-            **early_launch(logits.device),
         )
     return topk_ids, topk_weights
 

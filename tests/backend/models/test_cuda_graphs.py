@@ -40,6 +40,7 @@ def kernel_set() -> KernelSet:
         "linear",
         "per_head_linear",
         "logits",
+        "silu_down",
         "route_experts",
         "pack_experts",
         "moe_experts",
