@@ -40,7 +40,7 @@ OF_A_STEP = (
     "runners/target_runner.py", "runners/draft_runner.py", "runners/step_runner.py", "runners/plan_checks.py",
     "runners/graphs/draft_graphs.py", "runners/graphs/draft_inputs.py", "runners/graphs/follow_inputs.py",
     "runners/graphs/target_graphs.py", "runners/graphs/target_inputs.py",
-    "runners/ranks/peers.py", "runners/ranks/messages.py", "rank_worker/follower.py", "rank_worker/follower.py",
+    "runners/ranks/peers.py", "runners/ranks/messages.py", "runners/ranks/follower.py", "rank_worker/follower.py",
 )  # fmt: skip
 """What runs a step and hands it over, before and after; files that one of two commits lacks count there as none."""
 

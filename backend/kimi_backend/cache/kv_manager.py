@@ -13,7 +13,6 @@ class SequenceBlocks:
     """The blocks that one running sequence holds. Changed by `KvManager` only."""
 
     chain: HashChain
-    uses_draft: bool
     target_ids: list[int] = field(default_factory=list)
     draft_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -45,7 +44,6 @@ class KvManager:
         chain: HashChain,
         token_ids: Int32Array,
         *,
-        uses_draft: bool,
         num_target_slots: int,
         num_draft_slots: int,
         num_spare_blocks: int = 0,
@@ -59,15 +57,16 @@ class KvManager:
             chain: the sequence's own; extended here as far as needed.
             token_ids: [num_tokens], everything known of the sequence.
             num_target_slots, num_draft_slots: KV slots to hold from the sequence's beginning, cached ones included.
+                num_draft_slots is 0 for a sequence without the draft.
             num_spare_blocks: blocks that must stay available in each pool.
 
         Returns:
             None when there is no room; nothing has changed then.
         """
-        blocks = SequenceBlocks(chain, uses_draft)
+        blocks, uses_draft = SequenceBlocks(chain), num_draft_slots > 0
         if self.enable_prefix_cache:
-            self._take_cached(blocks, token_ids)
-        if self.grow(blocks, num_target_slots, num_draft_slots) and self._has_spare(blocks, num_spare_blocks):
+            self._take_cached(blocks, token_ids, uses_draft)
+        if self.grow(blocks, num_target_slots, num_draft_slots) and self._has_spare(uses_draft, num_spare_blocks):
             return blocks
         self.release(blocks)
         return None
@@ -76,7 +75,7 @@ class KvManager:
         """Hold at least so many slots in both pools. False, and nothing changed, when either lacks room."""
         size = self.block_size
         more_target = (num_target_slots + size - 1) // size - len(blocks.target_ids)
-        more_draft = (num_draft_slots + size - 1) // size - len(blocks.draft_ids) if blocks.uses_draft else 0
+        more_draft = (num_draft_slots + size - 1) // size - len(blocks.draft_ids)
         if more_target <= 0 and more_draft <= 0:
             return True
         if more_target > self.target_pool.num_available:
@@ -95,13 +94,13 @@ class KvManager:
 
         Args:
             token_ids: [num_tokens] the sequence; a draft block needs the token after it.
-            target_len, draft_len: tokens whose KV is *valid* in each pool, never merely written.
+            target_len, draft_len: tokens whose KV is *valid* in each pool, never merely written; 0 without the draft.
         """
         if not self.enable_prefix_cache:
             return
         size = self.block_size
         num_target = target_len // size
-        num_draft = min(draft_len, len(token_ids) - 1) // size if blocks.uses_draft else 0
+        num_draft = min(draft_len, len(token_ids) - 1) // size
         blocks.chain.extend(token_ids, max(num_target, num_draft))
         keys = blocks.chain.keys
         for block in range(blocks.num_published_target, num_target):
@@ -121,27 +120,17 @@ class KvManager:
         self.prefix_cache.withdraw((), blocks.draft_ids)
 
     def drop_draft(self, blocks: SequenceBlocks) -> None:
-        """Give the draft blocks back and never use the draft for this sequence again."""
+        """Give the draft blocks back and hold none from now on."""
         if blocks.draft_ids:
             assert self.draft_pool is not None
             self.draft_pool.release(blocks.draft_ids)
             blocks.draft_ids.clear()
-        blocks.uses_draft = False
-
-    def begin_draft(self, blocks: SequenceBlocks) -> None:
-        """Let a sequence that has no draft blocks take some from now on."""
-        assert not blocks.uses_draft
-        assert self.draft_pool is not None
-        blocks.uses_draft = True
 
     def release(self, blocks: SequenceBlocks) -> None:
         """Give everything back; published blocks stay findable until their memory is needed."""
         self.target_pool.release(blocks.target_ids)
         blocks.target_ids.clear()
-        if blocks.draft_ids:
-            assert self.draft_pool is not None
-            self.draft_pool.release(blocks.draft_ids)
-            blocks.draft_ids.clear()
+        self.drop_draft(blocks)
 
     def reset_target(self, num_target_blocks: int) -> None:
         """Begin with an empty target pool, the runner's KV being gone. Draft blocks lean on the target's, so their
@@ -164,17 +153,17 @@ class KvManager:
             self.draft_pool.check_invariants()
         self.prefix_cache.check_invariants()
 
-    def _has_spare(self, blocks: SequenceBlocks, count: int) -> bool:
-        draft = self.draft_pool if blocks.uses_draft else None
+    def _has_spare(self, uses_draft: bool, count: int) -> bool:
+        draft = self.draft_pool if uses_draft else None
         return self.target_pool.num_available >= count and (draft is None or draft.num_available >= count)
 
-    def _take_cached(self, blocks: SequenceBlocks, token_ids: Int32Array) -> None:
+    def _take_cached(self, blocks: SequenceBlocks, token_ids: Int32Array, uses_draft: bool) -> None:
         size = self.block_size
         num_blocks = (len(token_ids) - 1) // size
         blocks.chain.extend(token_ids, num_blocks)
         keys = blocks.chain.keys[:num_blocks]
         target_ids = self.prefix_cache.find_target(keys)
-        if blocks.uses_draft:
+        if uses_draft:
             assert self.draft_pool is not None
             draft_keys: list[DraftBlockKey] = [
                 (key, int(token_ids[(block + 1) * size])) for block, key in enumerate(keys[: len(target_ids)])

@@ -59,7 +59,6 @@ class Availability:
             if sequence.wants_draft:
                 self._scheduler.preempt(sequence)
         self._kv.reset_draft(description.num_blocks)
-        self._scheduler.is_drafting = True
         link.accept(description)
 
     def lose_target(self, problem: str) -> None:
@@ -73,7 +72,6 @@ class Availability:
         assert self.draft is not None
         self.draft.lose(problem)
         logger.warning("speculation is off until the draft answers again")
-        self._scheduler.is_drafting = False
         for sequence in self._scheduler.running:
             if sequence.uses_draft:
                 self._scheduler.drop_draft(sequence)

@@ -20,7 +20,7 @@ from kimi_backend.engine.step_times import StepTimes
 from kimi_backend.errors import KimiError, ModelUnavailableError
 from kimi_backend.scheduler.plan_builder import PlanBuilder, drawn_by_sequence, store_proposals
 from kimi_backend.scheduler.scheduler import Scheduler
-from kimi_backend.scheduler.sequence import Finish, Sequence
+from kimi_backend.scheduler.sequence import DraftState, Finish, Sequence
 from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.plan import STATUS_NO_TOKEN_LEFT, AuxHandle, DraftReply, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason
@@ -289,8 +289,7 @@ class EngineCore:
             assert sequence.blocks is not None
             if status != STATUS_NO_TOKEN_LEFT:  # what the request bans says nothing of the KV that others share
                 self.kv.withdraw_draft(sequence.blocks)
-            self.scheduler.drop_draft(sequence)
-            sequence.wants_draft = False
+            self.scheduler.drop_draft(sequence, DraftState.NEVER)
 
     def _publish(self, sequences: Iterable[Sequence]) -> None:
         """Offer the blocks that this step made full and valid to the prefix cache."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kimi_backend.engine.commit import LogprobRows, StepOutput
-from kimi_backend.scheduler.sequence import Finish
+from kimi_backend.scheduler.sequence import DraftState, Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.spec_decode.stats import SpeculationCounter
 from kimi_backend.text.text_stream import TextUpdate
@@ -145,7 +145,7 @@ class RequestOutput:
             seed=sequence.seed,
             speculation=self.speculation.snapshot(),
             speculation_policy=self._speculation_policy,
-            is_draft_there=sequence.is_draft_there,
+            is_draft_there=sequence.draft is not DraftState.AWAY,
             num_draft_tokens_histogram=tuple(self._num_verifies),
             pretences=self._pretences,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.scheduler.batch_table import BatchTable
-from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.scheduler.sequence import DraftState, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.scheduler.waiting_queue import WaitingQueue
 from kimi_backend.spec_decode.make_policy import make_policy
@@ -44,8 +44,6 @@ class Scheduler:
     ) -> None:
         self.settings = settings
         self.kv = kv
-        self.is_drafting = kv.draft_pool is not None
-        """Whether sequences that start now may use the draft."""
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         """By priority, then arrival."""
@@ -85,6 +83,11 @@ class Scheduler:
         return batch
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether the draft is there: sequences that start now may use it."""
+        return self.kv.draft_pool is not None
+
+    @property
     def may_admit(self) -> bool:
         """Whether the next step may start somebody who waits."""
         first = self.waiting.peek()
@@ -119,10 +122,11 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.push(sequence)
 
-    def drop_draft(self, sequence: Sequence) -> None:
-        """Let a sequence go on without the draft, from now until it starts again."""
+    def drop_draft(self, sequence: Sequence, state: DraftState = DraftState.OUT) -> None:
+        """Let a running sequence go on without the draft."""
         assert sequence.blocks is not None
         self._refused = None
+        sequence.draft = state
         self.kv.drop_draft(sequence.blocks)
         sequence.draft_len = sequence.draft_start = sequence.num_draft_tokens = 0
 
@@ -136,18 +140,16 @@ class Scheduler:
         """Ask the policy, and let sequences leave the draft or come to it."""
         for sequence in self.running:
             if sequence.wants_draft and self._is_beyond_the_draft(sequence):
-                sequence.wants_draft = False
-                if sequence.uses_draft:
-                    self._leave_draft(sequence)
+                self._leave_draft(sequence, DraftState.NEVER)
         for sequence in self.ask_policy():
             if sequence.uses_draft and not sequence.speculation.uses_draft:
                 self._leave_draft(sequence)
             elif sequence.speculation.uses_draft and not sequence.uses_draft and sequence.is_decoding:
                 self.begin_draft(sequence)
 
-    def _leave_draft(self, sequence: Sequence) -> None:
+    def _leave_draft(self, sequence: Sequence, state: DraftState = DraftState.OUT) -> None:
         num_in_flight = sequence.num_draft_tokens
-        self.drop_draft(sequence)
+        self.drop_draft(sequence, state)
         sequence.num_draft_tokens = num_in_flight  # paid for already
 
     def _is_beyond_the_draft(self, sequence: Sequence) -> bool:
@@ -156,8 +158,8 @@ class Scheduler:
 
     def begin_draft(self, sequence: Sequence) -> None:
         """Let a decoding sequence use the draft from its next row on, with nothing of its text in the draft's KV."""
-        assert sequence.blocks is not None
-        self.kv.begin_draft(sequence.blocks)
+        assert self.is_drafting and sequence.draft is DraftState.OUT
+        sequence.draft = DraftState.ON
         sequence.draft_len = sequence.draft_start = sequence.target_len
 
     def _leave(self, sequence: Sequence) -> None:
@@ -167,6 +169,8 @@ class Scheduler:
         self.table.remove(sequence)
         self.kv.release(sequence.blocks)
         sequence.blocks = None
+        if sequence.uses_draft:
+            sequence.draft = DraftState.OUT
 
     def _take_blocks(self) -> None:
         """Grow every running sequence's blocks; when they run out, preempt from the end of the running list."""
@@ -176,7 +180,7 @@ class Scheduler:
                 continue  # preempted for one before it
             blocks = sequence.blocks
             assert blocks is not None
-            target_slots, draft_slots = self._slots(sequence, blocks.uses_draft)
+            target_slots, draft_slots = self._slots(sequence, sequence.uses_draft)
             num_target, num_draft = len(blocks.target_ids), len(blocks.draft_ids)
             if target_slots <= num_target * size and draft_slots <= num_draft * size:
                 continue
@@ -218,7 +222,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         """Give blocks for all known tokens at once, leaving one for each running sequence to grow into."""
-        sequence.is_draft_there = self.is_drafting
+        if sequence.draft is not DraftState.NEVER:
+            sequence.draft = DraftState.OUT if self.is_drafting else DraftState.AWAY
         uses_draft = sequence.wants_draft and self.is_drafting and not self._is_beyond_the_draft(sequence)
         if uses_draft and self._admitted is not sequence:  # once, though it may not find room for a while
             others = [s.speculation for s in self.running if s.wants_draft]
@@ -232,7 +237,6 @@ class Scheduler:
         blocks = self.kv.start(
             sequence.chain,
             sequence.token_ids,
-            uses_draft=uses_draft,
             num_target_slots=target_slots,
             num_draft_slots=draft_slots,
             num_spare_blocks=len(self.running),
@@ -242,7 +246,8 @@ class Scheduler:
         self._admitted = None
         sequence.blocks = blocks
         sequence.target_len = blocks.num_cached_tokens
-        sequence.draft_len = blocks.num_cached_tokens if uses_draft else 0
+        if uses_draft:
+            sequence.draft, sequence.draft_len = DraftState.ON, blocks.num_cached_tokens
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = blocks.num_cached_tokens
             sequence.first_scheduled_s = self._clock()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 
@@ -27,6 +28,19 @@ class Finish:
     """Where it was cancelled or failed."""
 
 
+class DraftState(Enum):
+    """What the draft has to do with a sequence."""
+
+    AWAY = auto()
+    """It was not there when the sequence last started."""
+    OUT = auto()
+    """It is there, and does not follow the sequence: k is 0, the policy chose so, or the sequence waits."""
+    ON = auto()
+    """Its KV follows the sequence. Only a running one."""
+    NEVER = auto()
+    """It failed for this sequence, which goes on without."""
+
+
 class Sequence:
     """Owned by the engine thread. A running sequence has a table row and blocks; a waiting one has neither.
 
@@ -45,11 +59,11 @@ class Sequence:
         "blocks",
         "chain",
         "deadline_s",
+        "draft",
         "draft_len",
         "draft_start",
         "finish",
         "first_scheduled_s",
-        "is_draft_there",
         "last_token_id",
         "max_num_tokens",
         "num_cached_tokens",
@@ -67,7 +81,6 @@ class Sequence:
         "stop_token_ids",
         "target_len",
         "uid",
-        "wants_draft",
     )
 
     def __init__(
@@ -99,7 +112,7 @@ class Sequence:
         self.max_num_tokens = max_num_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling, params.temperature)
-        self.wants_draft = num_speculative_tokens > 0
+        self.draft = DraftState.AWAY
         prompt = np.array(request.prompt_token_ids, np.int32)
         self._tokens = np.empty(min(max_num_tokens, len(prompt) + 256) + 1, np.int32)
         self._tokens[: len(prompt)] = prompt
@@ -116,7 +129,6 @@ class Sequence:
         self.draft_start = 0  # the position in the draft's slot 0
         self.num_draft_tokens = 0  # in flight: the next verify may check them
         self.num_preemptions = 0
-        self.is_draft_there = False  # when it last started, whether the policy uses it or not
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens: int | None = None  # at the first start
         self.finish: Finish | None = None
@@ -177,7 +189,12 @@ class Sequence:
     @property
     def uses_draft(self) -> bool:
         """Whether the draft's KV follows this sequence now."""
-        return self.blocks is not None and self.blocks.uses_draft
+        return self.draft is DraftState.ON
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether the policy may choose it for the draft, once that is there."""
+        return self.speculation.num_speculative_tokens > 0 and self.draft is not DraftState.NEVER
 
     def append(self, token_ids: list[int]) -> int:
         """Add what a step emitted, up to and including the first stop token; sets `finish` when that ends it.

@@ -21,9 +21,8 @@ def start(
     blocks = kv.start(
         kv.new_chain(cache_salt),
         token_ids,
-        uses_draft=uses_draft,
         num_target_slots=len(token_ids),
-        num_draft_slots=len(token_ids),
+        num_draft_slots=len(token_ids) if uses_draft else 0,
     )
     assert blocks is not None
     kv.check_invariants()
@@ -38,7 +37,7 @@ def finish(kv: KvManager, blocks: SequenceBlocks, token_ids: Int32Array, valid: 
 
 def test_both_pools_are_taken_or_neither() -> None:
     kv = manager(num_blocks=8, num_draft_blocks=2)
-    refused = kv.start(kv.new_chain(None), tokens(12), uses_draft=True, num_target_slots=12, num_draft_slots=12)
+    refused = kv.start(kv.new_chain(None), tokens(12), num_target_slots=12, num_draft_slots=12)
     assert refused is None
     assert kv.draft_pool is not None
     assert (kv.target_pool.num_held, kv.draft_pool.num_held) == (0, 0)
@@ -139,7 +138,7 @@ def test_dropping_the_draft_gives_its_blocks_back() -> None:
     kv.check_invariants()
     assert kv.draft_pool is not None
     assert kv.draft_pool.num_held == 0
-    assert kv.grow(blocks, 16, 16)
+    assert kv.grow(blocks, 16, 0)
     assert not blocks.draft_ids
 
 

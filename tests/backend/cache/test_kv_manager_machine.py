@@ -26,6 +26,7 @@ class Running:
     tokens: list[int]
     salt: str | None
     blocks: SequenceBlocks
+    uses_draft: bool
     target_len: int
     draft_len: int
 
@@ -52,13 +53,12 @@ class KvManagerMachine(RuleBasedStateMachine):
         blocks = self.kv.start(
             self.kv.new_chain(salt),
             np.array(token_ids, np.int32),
-            uses_draft=uses_draft,
             num_target_slots=len(token_ids),
-            num_draft_slots=len(token_ids),
+            num_draft_slots=len(token_ids) if uses_draft else 0,
         )
         if blocks is None:
             return
-        self.check_hit(blocks, token_ids, salt)
+        self.check_hit(blocks, token_ids, salt, uses_draft)
 
     @precondition(lambda self: bool(self.running))
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=3, max_size=5), uses_draft=st.booleans())
@@ -68,14 +68,14 @@ class KvManagerMachine(RuleBasedStateMachine):
         self.advance_one(other, more, 0)
         self.start([*other.tokens, *more], other.salt, uses_draft)
 
-    def check_hit(self, blocks: SequenceBlocks, token_ids: list[int], salt: str | None) -> None:
+    def check_hit(self, blocks: SequenceBlocks, token_ids: list[int], salt: str | None, uses_draft: bool) -> None:
         hit = blocks.num_cached_tokens
         assert hit <= len(token_ids) - 1
-        running = Running(list(token_ids), salt, blocks, hit, hit)
+        running = Running(list(token_ids), salt, blocks, uses_draft, hit, hit if uses_draft else 0)
         for block in range(hit // SIZE):
             end = (block + 1) * SIZE
             assert self.target_content[blocks.target_ids[block]] == (salt, tuple(token_ids[:end]))
-            if blocks.uses_draft:
+            if uses_draft:
                 type(self).num_draft_hits += 1
                 assert self.draft_content[blocks.draft_ids[block]] == (salt, tuple(token_ids[: end + 1]))
         self.running.append(running)
@@ -88,7 +88,7 @@ class KvManagerMachine(RuleBasedStateMachine):
 
     def advance_one(self, running: Running, more: list[int], rejected: int) -> None:
         slots = len(running.tokens) + rejected
-        if not self.kv.grow(running.blocks, slots, slots):
+        if not self.kv.grow(running.blocks, slots, slots if running.uses_draft else 0):
             return
         self.write(running, len(running.tokens), rejected)
         running.tokens += more
@@ -108,7 +108,7 @@ class KvManagerMachine(RuleBasedStateMachine):
                     assert not pool.is_cached(ids[block]), "wrote into a published block"
                     content[ids[block]] = (running.salt, tuple(known[: (block + 1) * SIZE + shift]))
         running.target_len = valid
-        running.draft_len = valid - 1 if blocks.uses_draft else 0
+        running.draft_len = valid - 1 if running.uses_draft else 0
 
     @precondition(lambda self: bool(self.running))
     @rule(data=st.data())
@@ -122,14 +122,14 @@ class KvManagerMachine(RuleBasedStateMachine):
     def drop_draft(self, data: st.DataObject) -> None:
         running = data.draw(st.sampled_from(self.running))
         self.kv.drop_draft(running.blocks)
-        running.draft_len = 0
+        running.draft_len, running.uses_draft = 0, False
 
     @precondition(lambda self: len(self.running) > 4)
     @rule(num_blocks=st.integers(2, 30))
     def lose_the_draft(self, num_blocks: int) -> None:
         for running in self.running:
             self.kv.drop_draft(running.blocks)
-            running.draft_len = 0
+            running.draft_len, running.uses_draft = 0, False
         self.kv.reset_draft(num_blocks)
         self.draft_content.clear()
 

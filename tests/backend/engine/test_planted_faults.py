@@ -204,9 +204,9 @@ def test_a_prefix_hit_of_the_target_alone(monkeypatch: Patch) -> None:
     """The draft follows the target's hit although its own blocks are missing."""
     take_cached = KvManager._take_cached
 
-    def planted(self: KvManager, blocks: SequenceBlocks, token_ids: Int32Array) -> None:
-        take_cached(self, blocks, token_ids)
-        if self.draft_pool is None or not blocks.uses_draft:
+    def planted(self: KvManager, blocks: SequenceBlocks, token_ids: Int32Array, uses_draft: bool) -> None:
+        take_cached(self, blocks, token_ids, uses_draft)
+        if self.draft_pool is None or not uses_draft:
             return
         keys = blocks.chain.keys[: (len(token_ids) - 1) // self.block_size]
         more = self.prefix_cache.find_target(keys)[len(blocks.target_ids) :]

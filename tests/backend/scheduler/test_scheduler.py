@@ -158,7 +158,6 @@ def test_a_preempted_sequence_returns_before_later_arrivals() -> None:
 def test_slots_for_both_pools_are_taken_before_the_step() -> None:
     """Target n + k + 1, draft n + k + k'; a finishing prefill n and n + k' - 1."""
     scheduler = make_scheduler(num_draft_blocks=64)
-    scheduler.is_drafting = True
     sequence = make_sequence(prompt(4), k=7)
     scheduler.waiting.push(sequence)
     batch = scheduler.schedule()
