@@ -11,8 +11,9 @@ from kimi_client.text_origins import Run
 from kimi_openai.logprobs import ChatLogprobs
 from kimi_openai.replies import shown_token_ids
 
-SLICE_CHARS = 1024
-"""Of a whole reply that is read at once, a tenth of a millisecond; then other requests have their turn."""
+SLICE_CHARS = 256
+"""A whole reply is read in slices of so many characters, at most a twentieth of a millisecond each; after each, other
+requests have their turn, and each of those needs several."""
 
 MakeReader = Callable[[bool], ReplyReader]
 """make_reader(begins_thinking) -> the reader of one reply."""
