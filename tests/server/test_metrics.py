@@ -11,6 +11,7 @@ from support.prometheus_text import parse_samples, scrape, value
 from support.server_process import MAX_MODEL_LEN
 
 WITHIN_S = 10.0
+SETTLED_WITHIN_S = 30
 PROMPT = "def fibonacci(n):\n    " + "# a prompt of several blocks, so that its second visit is cached\n" * 3
 
 
@@ -24,8 +25,9 @@ class Watch:
 
     def _settle(self):
         """Earlier tests' requests are published once two looks agree and nothing runs."""
-        last = None
+        last, deadline = None, time.monotonic() + SETTLED_WITHIN_S
         while last != (last := scrape_own(self.port)):
+            assert time.monotonic() < deadline, "metrics of a server that does nothing change"
             time.sleep(0.6)
 
     def since(self, name, **labels):

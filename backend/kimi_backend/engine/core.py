@@ -104,12 +104,12 @@ class EngineCore:
         if last is not None and last.is_behind:
             self.scheduler.ask_policy()  # whoever is to begin drafting begins with the step after this one
         step = self._planner.plan(self._step_id + 1, last, self._unread)
-        self.times.lap("schedule")
         if last is None:
             self._unread = None
         if step is None and last is None:
             self._outputs.flush()
             return False
+        self.times.lap("schedule")  # looking in vain is no step's time
         if step is not None and not self._launch(step):
             return True
         while len(self._flight) >= max(0 if step is None else step.depth, 1):
