@@ -18,6 +18,7 @@ from kimi_backend.types.plan import (
 
 INTEGERS = (-(2**63), -(2**31), -(10**6), -2, -1, 0, 1, 2, 7, 8, 65, 10**6, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 FLOATS = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e-45, 1e-5, 1.0, 3e38)
+STEP_ID = 2
 _CONTEXT = 40
 _BLOCKS = 8
 
@@ -25,23 +26,22 @@ _BLOCKS = 8
 def good_target_plan(num_seqs: int, k: int, vocab_size: int) -> TargetPlan:
     """A verify of sequences of 40 tokens, eight blocks each."""
     return TargetPlan(
-        step_id=2,
+        step_id=STEP_ID,
         rows=_rows(num_seqs, k + 1),
         num_sampled_rows=np.full(num_seqs, k + 1, np.int32),
         sampling=_sampling(num_seqs),
         num_logprobs=2,
         wants_aux=np.ones(num_seqs, np.bool_),
         table_rows=np.arange(num_seqs, dtype=np.int32),
-        num_given=np.ones(num_seqs, np.int32),
+        num_given=np.full(num_seqs, k + 1, np.int32),
         logit_mask=np.full((num_seqs * (k + 1), -(-vocab_size // 32)), -1, np.int32),
-        draft_step=1,
     )
 
 
 def good_draft_plan(num_seqs: int, k: int) -> DraftPlan:
     """The draft's step behind such a verify."""
     return DraftPlan(
-        step_id=1,
+        step_id=STEP_ID,
         rows=_rows(num_seqs, 2),
         aux=AuxHandle(region=0),
         aux_rows=np.arange(2 * num_seqs, dtype=np.int64),
@@ -50,9 +50,8 @@ def good_draft_plan(num_seqs: int, k: int) -> DraftPlan:
         sampling=_sampling(num_seqs),
         output_index=np.full(num_seqs, _CONTEXT + 1, np.int64),
         table_rows=np.arange(num_seqs, dtype=np.int32),
-        num_drawn=np.full(num_seqs, 2, np.int32),
+        num_drawn=np.zeros(num_seqs, np.int32),
         room=np.full(num_seqs, k, np.int32),
-        in_table=True,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from attack_suite.plans import fuzzed_plans, good_target_plan
+from attack_suite.plans import STEP_ID, fuzzed_plans, good_target_plan
 from attack_suite.victim import RUNNERS, SECRET_BYTES, Broken, Victim, tensor
 from kimi_backend.types import codec
 
@@ -92,11 +92,16 @@ def header_that_is_not_quoted(victim: Victim) -> str:
     """The bytes of a bad header are not sent back, nor is anything of the secret."""
     marks = np.frombuffer(b"\xde\xad\xbe\xef" * 16, np.uint8)
     for model in RUNNERS:
-        answer = victim.call_runner(model, tensor("PLAN", marks, "UINT8"), with_secret=True)
+        answer = victim.call_runner(model, tensor("PLAN", marks, "UINT8"), *_asked_of(model), with_secret=True)
         _must_be_refused("marks", answer, "header")
         if "dead" in answer.lower() or "beef" in answer.lower() or victim.runner_secret.hex() in answer:
             raise Broken(answer)
     return "no byte of it"
+
+
+def _asked_of(model: str) -> list[Any]:
+    """The reply that a step of the target asks for; the draft's is its own."""
+    return [tensor("STEP", np.full(1, STEP_ID, np.int64), "INT64")] if model == "kimi_target" else []
 
 
 def fuzz(victim: Victim, count: int, seed: int) -> str:
@@ -109,11 +114,13 @@ def fuzz(victim: Victim, count: int, seed: int) -> str:
         ends = {"OK": 0, _REFUSED: 0}
         for number, plan in enumerate(fuzzed_plans(role, count, draft.vocab_size, seed)):
             given = [tensor("PLAN", plan, "UINT8"), *([aux] if role == "draft" else [])]
-            answer = victim.call_runner(model, *given, with_secret=True)
+            answer = victim.call_runner(model, *given, *_asked_of(model), with_secret=True)
             code = answer.split(":")[0]
             if code not in ends:
                 raise Broken(f"plan {number} of seed {seed} to {model}: {answer[:200]}")
             ends[code] += 1
+        if not ends["OK"]:
+            raise Broken(f"{model}: none of {count} plans was run, so that no check behind the first was tried")
         told.append(f"{model}: {ends['OK']} run, {ends[_REFUSED]} refused")
     return "; ".join(told)
 
