@@ -1,0 +1,94 @@
+"""Forms of replies as one grammar text in the library's EBNF. Runs in the process that compiles."""
+
+import re
+from functools import singledispatch
+
+from kimi_backend.grammar.library import GrammarText
+from kimi_backend.types.grammar import Choice, Ebnf, JsonSchema, Regex, Tool, ToolCalls
+
+ROOT = "root"
+_SEPARATORS = [", ", ": "]
+"""As `json.dumps` writes them, and Kimi's template: one spelling, so that much of a text is forced."""
+_ANY_CHARACTER, _STRING_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
+"""What the library lets stand in a string of a limited length, control characters too, and what JSON does."""
+_LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z_][A-Za-z0-9_.-]*')
+_CALL = re.compile(r"\s*\(")
+_RULE = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*::=", re.MULTILINE)
+
+
+@singledispatch
+def ebnf_of(form: object) -> str:
+    """The grammar text of a form, whose first rule is `root`.
+
+    Raises:
+        LibraryError: the form is none; says why, not where.
+    """
+    raise TypeError(f"{form!r} is no form")
+
+
+@ebnf_of.register
+def _(form: JsonSchema) -> str:
+    # Whitespace as given, no indentation, names that no schema has are none, nothing printed, properties in order.
+    grammar = GrammarText.from_json_schema(form.schema, False, None, _SEPARATORS, True, None, False, False)
+    return str(grammar.to_string()).replace(_ANY_CHARACTER, _STRING_CHARACTER)
+
+
+@ebnf_of.register
+def _(form: Regex) -> str:
+    return str(GrammarText.from_regex(form.pattern, False).to_string())
+
+
+@ebnf_of.register
+def _(form: Choice) -> str:
+    return f"{ROOT} ::= {' | '.join(map(quoted, form.texts))}"
+
+
+@ebnf_of.register
+def _(form: Ebnf) -> str:
+    """A client's grammar is of letters: what the library can do with tokens and with nested grammars stays ours."""
+    for found in _LEXEME.finditer(form.text):
+        if found[0][0] not in '"[#' and _CALL.match(form.text, found.end()):
+            line = form.text.count("\n", 0, found.start()) + 1
+            raise ValueError(f"line {line}: {found[0][:40]}(...): rules, strings and character classes are allowed")
+    return form.text
+
+
+@ebnf_of.register
+def _(form: ToolCalls) -> str:
+    """A rule a call, since each has its own number; a rule a tool's arguments, which all calls share."""
+    tokens, parts, rules = form.tokens, [], []
+    for index, tool in enumerate(form.tools):
+        rules.append(_arguments(index, tool))
+    for place in range(form.most_calls):
+        number = form.first_number + place
+        calls = " | ".join(
+            f"{quoted(f'functions.{tool.name}:{number}')} Token({tokens.arguments_begin}) {_prefix(index)}{ROOT}"
+            for index, tool in enumerate(form.tools)
+        )
+        is_last = place + 1 == form.most_calls
+        following = "" if is_last else f' ("" | call_{place + 1})'
+        parts.append(f"call_{place} ::= Token({tokens.call_begin}) ({calls}) Token({tokens.call_end}){following}")
+    begin = "" if form.is_section_begun else f"Token({tokens.section_begin}) "
+    return "\n".join([f"{ROOT} ::= {begin}call_0 Token({tokens.section_end})", *parts, *rules])
+
+
+def _prefix(index: int) -> str:
+    return f"tool_{index}_"
+
+
+def _arguments(index: int, tool: Tool) -> str:
+    """The grammar of a tool's arguments, its rules renamed so that they stand beside other tools'."""
+    text = ebnf_of(JsonSchema(tool.schema))
+    names = set(_RULE.findall(text))
+    return _LEXEME.sub(lambda found: f"{_prefix(index)}{found[0]}" if found[0] in names else found[0], text)
+
+
+def quoted(text: str) -> str:
+    """A text as a string of the grammar."""
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return f"\\{char}"
+    return char if char.isprintable() and char.isascii() else f"\\U{ord(char):08x}"

@@ -1,0 +1,117 @@
+"""A sequence's place in its grammar, and what the next verify's rows may draw.
+
+The matcher stands behind the tokens that count, always: it goes ahead over a window's guesses to make the masks of
+their rows, and comes back at once.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kimi_backend.grammar.matcher import CompiledGrammar, Matcher
+from kimi_backend.types.grammar import Grammar
+from kimi_backend.types.plan import Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a verify checks of a sequence."""
+
+    guesses: list[int]
+    masks: list[Int32Array | None]
+    """[len(guesses) + 1, num_words] the tokens that each row may draw if the guesses before it are right; None: all."""
+    num_forced: int
+    """Guesses that the grammar made, since nothing else can come; the others are the draft's."""
+
+
+@dataclass(slots=True)
+class SequenceGrammar:
+    """The grammar of one sequence. Owned by the engine's thread."""
+
+    begins_after: int | None
+    """See `Grammar.begins_after`."""
+    before: Int32Array | None
+    """[num_words] what may come before the grammar begins; None: all."""
+    matcher: Matcher
+    num_words: int
+    """ceil(vocab_size / 32)."""
+    stop_token_ids: frozenset[int]
+    """Those that end the reply: never guessed, as nothing can follow."""
+    is_begun: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_begun = self.begins_after is None
+
+    @classmethod
+    def of(cls, grammar: Grammar, compiled: CompiledGrammar, stop_token_ids: frozenset[int]) -> "SequenceGrammar":
+        """That of a sequence which begins."""
+        text, begin, before = compiled.text_mask, grammar.begins_after, None
+        if begin is not None and grammar.must_begin:
+            before = text.copy()
+            before[begin // 32] |= np.uint32(1 << begin % 32).view(np.int32)
+        return cls(begin, before, compiled.matcher(), len(text), stop_token_ids)
+
+    def advance(self, token_ids: Iterable[int]) -> bool:
+        """Go on behind tokens that count. False, where one may not come: it was drawn without its mask."""
+        return all(self._follow(token_id) for token_id in token_ids)
+
+    def look_ahead(self, proposals: Sequence[int], most: int) -> Window:
+        """The guesses that a verify should check: what is forced, else the draft's proposals while they fit.
+
+        Args:
+            proposals: the draft's, which hold as long as all guesses before one are its own.
+            most: guesses at most.
+        """
+        guesses: list[int] = []
+        masks: list[Int32Array | None] = []
+        forced: list[int] = []
+        num_forced, num_followed, was_begun = 0, 0, self.is_begun
+        while True:
+            mask = self._mask()
+            masks.append(mask)
+            if len(guesses) == most:
+                break
+            is_own = guesses == list(proposals[: len(guesses)])
+            proposal = proposals[len(guesses)] if is_own and len(guesses) < len(proposals) else None
+            if self.is_begun and not forced:
+                assert mask is not None
+                forced = self._forced(mask)
+            guess = forced.pop(0) if forced else proposal
+            if guess is None or guess in self.stop_token_ids or not _allows(mask, guess):
+                break
+            is_in_grammar = self.is_begun
+            if not self._follow(guess):
+                break
+            num_followed += is_in_grammar
+            num_forced += guess != proposal
+            guesses.append(guess)
+        self.matcher.rollback(num_followed)
+        self.is_begun = was_begun
+        return Window(guesses, masks, num_forced)
+
+    def _follow(self, token_id: int) -> bool:
+        if self.is_begun:
+            return self.matcher.accept(token_id)
+        self.is_begun = token_id == self.begins_after
+        return True
+
+    def _mask(self) -> Int32Array | None:
+        if not self.is_begun:
+            return self.before
+        words = np.zeros(self.num_words, np.int32)
+        self.matcher.fill(words)
+        return words
+
+    def _forced(self, mask: Int32Array) -> list[int]:
+        """What must come next: the one token that may, or the one text."""
+        words = np.flatnonzero(mask)
+        if len(words) == 1:
+            word = int(mask[words[0]]) & 0xFFFFFFFF
+            if word & (word - 1) == 0:
+                return [32 * int(words[0]) + word.bit_length() - 1]
+        return self.matcher.forced()
+
+
+def _allows(mask: Int32Array | None, token_id: int) -> bool:
+    return mask is None or bool(mask[token_id // 32] >> (token_id % 32) & 1)
