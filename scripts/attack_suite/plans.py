@@ -38,6 +38,27 @@ def good_target_plan(num_seqs: int, k: int, vocab_size: int) -> TargetPlan:
     )
 
 
+def plans_over_every_block() -> Iterator[TargetPlan]:
+    """Prompts of one token 512 times, which between them write every slot of the first 128 blocks of 64."""
+    for first in range(0, 128, _BLOCKS):
+        length = _BLOCKS * 64
+        yield TargetPlan(
+            step_id=STEP_ID,
+            rows=RowPlan(
+                token_ids=np.ones(length, np.int32),
+                query_lens=np.full(1, length, np.int32),
+                seq_lens=np.full(1, length, np.int32),
+                block_table=np.arange(first, first + _BLOCKS, dtype=np.int32)[None],
+            ),
+            num_sampled_rows=np.zeros(1, np.int32),
+            sampling=SamplingPlan.plain(0),
+            num_logprobs=None,
+            wants_aux=np.zeros(1, np.bool_),
+            table_rows=np.zeros(1, np.int32),
+            num_given=np.full(1, length, np.int32),
+        )
+
+
 def good_draft_plan(num_seqs: int, k: int) -> DraftPlan:
     """The draft's step behind such a verify."""
     return DraftPlan(

@@ -3,7 +3,6 @@
 import json
 import string
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,20 +82,23 @@ def trace_of_tensors(victim: Victim) -> str:
 
 def load_with_the_secret_in_the_wrong_place(victim: Victim) -> str:
     """In the query, in the body, as a cookie: only the header counts."""
-    mark = Path(tempfile.gettempdir(), "kimi_attack_mark")
-    secret = victim.admin_secret
-    attempts: tuple[Callable[[], tuple[int, bytes]], ...] = (
-        lambda: victim.send("POST", f"/v2/repository/models/x/load?kimi-admin={secret}", load_body(str(mark))),
-        lambda: victim.post("repository/models/x/load", {"parameters": {"kimi-admin": secret}}),
-        lambda: victim.send(
-            "POST", "/v2/repository/models/x/load", load_body(str(mark)), {"Cookie": f"kimi-admin={secret}"}
-        ),
-    )
-    for number, attempt in enumerate(attempts):
-        status, reply = attempt()
-        if status != 403 or mark.exists():
-            raise Broken(f"attempt {number}: {status} {reply[:200]!r}")
-    return f"403 for {len(attempts)}"
+    secret, path = victim.admin_secret, "/v2/repository/models/intruder/load"
+    with tempfile.TemporaryDirectory() as folder:
+        mark = Path(folder, "mark")
+        body = load_body(str(mark))
+        in_body = json.loads(body)
+        in_body["parameters"]["kimi-admin"] = secret
+        attempts: dict[str, tuple[str, str, dict[str, str]]] = {
+            "query": (f"{path}?kimi-admin={secret}", body, {}),
+            "body": (path, json.dumps(in_body), {}),
+            "cookie": (path, body, {"Cookie": f"kimi-admin={secret}"}),
+        }
+        for place, (target, sent, headers) in attempts.items():
+            status, reply = victim.send("POST", target, sent, headers)
+            if status != 403 or mark.exists():
+                ran = "the code ran" if mark.exists() else "the code did not run"
+                raise Broken(f"secret in the {place}: {status} {reply[:200]!r}, {ran}")
+    return f"403 for {', '.join(attempts)}"
 
 
 REQUEST_ATTACKS = (request_that_bans_itself, load_with_the_secret_in_the_wrong_place)

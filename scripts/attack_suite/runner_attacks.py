@@ -4,12 +4,13 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from attack_suite.plans import STEP_ID, fuzzed_plans, good_target_plan
+from attack_suite.plans import STEP_ID, fuzzed_plans, good_draft_plan, plans_over_every_block
 from attack_suite.victim import RUNNERS, SECRET_BYTES, Broken, Victim, tensor
 from kimi_backend.types import codec
 
@@ -24,6 +25,8 @@ _FORMS: tuple[tuple[Any, str], ...] = (
     (np.array([b"x" * 32], np.object_), "BYTES"),
 )
 """Lengths, types and shapes that are not the secret's."""
+_MARK = b"\x5e\xad\xbe\x6f"
+"""A number of eight bytes made of it is positive in either order."""
 _REFUSED = "StatusCode.INVALID_ARGUMENT"
 
 
@@ -54,15 +57,34 @@ def describe_without_the_secret(victim: Victim) -> str:
 
 
 def plan_without_the_secret(victim: Victim) -> str:
-    """A step over the victim's own blocks would change its text, or show another tenant's prompt."""
-    plan = codec.encode(good_target_plan(1, 0, 4096))
+    """Steps over every block, beside a request that runs: its text stays, and no step is run."""
     wrong = tensor("SECRET", np.zeros(SECRET_BYTES, np.uint8), "UINT8")
-    for name in ("PLAN", "NEXT_PLAN"):
-        _must_be_refused(name, victim.call_runner("kimi_target", wrong, tensor(name, plan, "UINT8")), "alone")
-    _must_be_refused("PLAN", victim.call_runner("eagle3_draft", wrong, tensor("PLAN", plan, "UINT8")), "alone")
-    step = tensor("STEP", np.ones(1, np.int64), "INT64")
-    _must_be_refused("STEP", victim.call_runner("kimi_target", wrong, step), "alone")
-    return "PLAN, NEXT_PLAN, STEP"
+    step = tensor("STEP", np.full(1, STEP_ID, np.int64), "INT64")
+    request = {"text_input": "the same", "max_tokens": 100, "ignore_eos": True, "seed": 3}
+    expected = victim.generate(**request)
+    answers: list[tuple[str, str]] = []
+
+    def send(model: str, what: str, *given: Any) -> None:
+        answers.append((what, victim.call_runner(model, *given)))
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(victim.generate, **request)
+        for plan in map(codec.encode, plans_over_every_block()):
+            for name in ("PLAN", "NEXT_PLAN"):
+                given = tensor(name, plan, "UINT8")
+                send("kimi_target", name, given)
+                send("kimi_target", f"{name} and STEP", given, step)
+                send("kimi_target", f"{name} and another secret", wrong, given, step)
+        found = running.result()
+    if expected[0] != 200 or found[1].get("text_output") != expected[1]["text_output"]:
+        texts = [reply.get("text_output") for _, reply in (expected, found)]
+        raise Broken(f"a neighbour's text was {texts[0]!r}, it became {texts[1]!r} {found[0]}")
+    draft_plan = tensor("PLAN", codec.encode(good_draft_plan(1, 0)), "UINT8")
+    send("eagle3_draft", "a draft's PLAN", draft_plan)
+    send("eagle3_draft", "a draft's PLAN and another secret", wrong, draft_plan)
+    for what, answer in answers:
+        _must_be_refused(what, answer, "alone" if "another" in what else "")
+    return f"{len(answers)} plans; a neighbour's text is the same"
 
 
 def board_that_is_a_file(victim: Victim) -> str:
@@ -90,12 +112,19 @@ def _handles(descriptor: int) -> Iterator[bytes]:
 
 def header_that_is_not_quoted(victim: Victim) -> str:
     """The bytes of a bad header are not sent back, nor is anything of the secret."""
-    marks = np.frombuffer(b"\xde\xad\xbe\xef" * 16, np.uint8)
+    marks = tensor("PLAN", np.frombuffer(_MARK * 16, np.uint8), "UINT8")
+    quotations = (_MARK.hex(), _MARK[::-1].hex(), victim.runner_secret.hex())
     for model in RUNNERS:
-        answer = victim.call_runner(model, tensor("PLAN", marks, "UINT8"), *_asked_of(model), with_secret=True)
-        _must_be_refused("marks", answer, "header")
-        if "dead" in answer.lower() or "beef" in answer.lower() or victim.runner_secret.hex() in answer:
-            raise Broken(answer)
+        answers = (
+            victim.call_runner(model, marks),
+            victim.call_runner(model, marks, *_asked_of(model)),
+            victim.call_runner(model, marks, *_asked_of(model), with_secret=True),
+        )
+        for answer in answers:
+            if any(quotation in answer.lower() for quotation in quotations):
+                raise Broken(answer)
+            _must_be_refused("marks", answer)
+        _must_be_refused("marks of a caller who knows the secret", answers[-1], "header")
     return "no byte of it"
 
 
