@@ -72,10 +72,10 @@ def trace_of_tensors(victim: Victim) -> str:
         trace("OFF")
     finally:
         client.close()
-    text = "".join(path.read_text() for path in victim.trace_file.parent.glob(f"{victim.trace_file.name}*"))
-    if "text_input" not in text:
+    text = b"".join(path.read_bytes() for path in victim.trace_file.parent.glob(f"{victim.trace_file.name}*"))
+    if b"text_input" not in text:
         raise Broken("not even the client's request is traced")
-    if "SECRET" in text or "kimi_target" in text or "eagle3_draft" in text:
+    if any(name in text for name in (b"SECRET", b"kimi_target", b"eagle3_draft")):
         raise Broken("calls of the runners are traced")
     return "calls of the runners are not in it"
 

@@ -42,9 +42,10 @@ def test_a_file_that_the_user_has_open_is_neither_mapped_nor_written(tmp_path: P
     assert path.read_bytes() == before
 
 
-def test_a_pipe_is_not_opened() -> None:
+def test_a_pipe_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """To open one would let its other end's process go on."""
     reader, writer = os.pipe()
+    monkeypatch.setattr(os, "open", lambda path, *_: pytest.fail(f"{path} was opened"))
     try:
         with pytest.raises(SealedMemoryError):
             open_memory(MemoryHandle(process_id=os.getpid(), descriptor=reader, num_bytes=SIZE, token="00"))
