@@ -37,6 +37,7 @@ class KernelSet:
     route_experts: op.RouteExperts
     pack_experts: op.PackExperts
     moe_experts: op.MoeExperts
+    mask_logits: op.MaskLogits
     sample_tokens: op.SampleTokens
     verify_draft_tokens: op.VerifyDraftTokens
 

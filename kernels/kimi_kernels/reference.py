@@ -15,6 +15,7 @@ from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
 from kimi_kernels.moe_route.reference import route_experts
 from kimi_kernels.rms_norm.reference import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.reference import rope
+from kimi_kernels.sampling.processors_reference import mask_logits
 from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
 from kimi_kernels.silu_mul.reference import silu_mul
 from kimi_kernels.store_latent.reference import store_latent
@@ -48,6 +49,7 @@ def reference_kernel_set() -> KernelSet:
         route_experts=route_experts,
         pack_experts=pack_experts,
         moe_experts=moe_experts,
+        mask_logits=mask_logits,
         sample_tokens=sample_tokens,
         verify_draft_tokens=verify_draft_tokens,
     )

@@ -87,7 +87,9 @@ class SamplingRows:
     window_len: torch.Tensor
     """[R] int32: how many of its sequence's window tokens stand before this row's draw (penalties, bad words)."""
     logit_mask: torch.Tensor | None = None
-    """[R, ceil(vocab_size / 32)] int32: bit x % 32 of word x // 32 set allows token x. None allows all."""
+    """[M, ceil(vocab_size / 32)] int32: bit x % 32 of word x // 32 set allows token x. None allows all."""
+    mask_of_row: torch.Tensor | None = None
+    """[R] int32: which of the M masks each row has, -1 for none; there where `logit_mask` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

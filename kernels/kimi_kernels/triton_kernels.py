@@ -13,7 +13,7 @@ from kimi_kernels.moe_route.kernel import route_experts
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.kernel import rope
-from kimi_kernels.sampling.kernel import sample_tokens, verify_draft_tokens
+from kimi_kernels.sampling.kernel import mask_logits, sample_tokens, verify_draft_tokens
 from kimi_kernels.silu_mul.kernel import silu_mul
 from kimi_kernels.silu_mul.kernel_down import silu_down
 from kimi_kernels.store_latent.kernel import store_latent
@@ -49,6 +49,7 @@ def triton_kernel_set() -> KernelSet:
         route_experts=route_experts,
         pack_experts=pack_experts,
         moe_experts=moe_experts,
+        mask_logits=mask_logits,
         sample_tokens=sample_tokens,
         verify_draft_tokens=verify_draft_tokens,
     )

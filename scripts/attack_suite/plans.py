@@ -34,7 +34,8 @@ def good_target_plan(num_seqs: int, k: int, vocab_size: int) -> TargetPlan:
         wants_aux=np.ones(num_seqs, np.bool_),
         table_rows=np.arange(num_seqs, dtype=np.int32),
         num_given=np.full(num_seqs, k + 1, np.int32),
-        logit_mask=np.full((num_seqs * (k + 1), -(-vocab_size // 32)), -1, np.int32),
+        logit_mask=np.full((num_seqs, -(-vocab_size // 32)), -1, np.int32),
+        masked_rows=np.arange(num_seqs, dtype=np.int32) * (k + 1),
     )
 
 
@@ -130,7 +131,13 @@ def _without_some(plan: Any, rng: random.Random) -> Any:
     """What only some steps carry is mostly left out, or no plan would be run."""
     nothing: dict[str, Any]
     if isinstance(plan, TargetPlan):
-        nothing = {"logit_mask": None, "num_logprobs": None, "draft_step": 0, "num_given": plan.rows.query_lens}
+        nothing = {
+            "logit_mask": None,
+            "masked_rows": None,
+            "num_logprobs": None,
+            "draft_step": 0,
+            "num_given": plan.rows.query_lens,
+        }
     else:
         nothing = {"in_table": False, "num_drawn": np.zeros_like(plan.num_drawn)}
     return dataclasses.replace(plan, **{name: value for name, value in nothing.items() if rng.random() < 0.7})

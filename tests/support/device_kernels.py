@@ -8,6 +8,7 @@ import torch
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
 from kimi_kernels.compositions import composed_mla_query, composed_norm_store_latent, composed_silu_down
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.sampling.processors_reference import mask_logits
 from kimi_kernels.sampling.reference import verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
 from kimi_kernels.weights import ExpertWeights, PackedExperts, PackedWeight, Weight
@@ -188,6 +189,7 @@ def device_kernel_set() -> KernelSet:
         route_experts=_route_experts,
         pack_experts=_pack_experts,
         moe_experts=_moe_experts,
+        mask_logits=mask_logits,
         sample_tokens=_sample_tokens,
         verify_draft_tokens=verify_draft_tokens,
     )

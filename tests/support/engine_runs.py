@@ -7,10 +7,13 @@ from kimi_backend.engine.commit import StepOutput
 from kimi_backend.engine.core import EngineCore
 from kimi_backend.engine.handshake import check_pair, check_runner, resolve
 from kimi_backend.engine.runner_link import RunnerLink
+from kimi_backend.grammar.matcher import CompiledGrammar
+from kimi_backend.grammar.window import SequenceGrammar
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.protocols import Draft, Target
+from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.request import GenerateRequest
 from support.scripted_models import connect
 
@@ -50,7 +53,9 @@ class EngineHarness:
         draft: Draft | None,
         settings: SchedulerSettings | None = None,
         eos_token_ids: Iterable[int] = (),
+        compile_grammar: Callable[[Grammar], CompiledGrammar] | None = None,
     ) -> None:
+        self._compile_grammar = compile_grammar
         self.clock = FakeClock()
         self.eos_token_ids = frozenset(eos_token_ids)
         connect(target, draft)
@@ -84,6 +89,10 @@ class EngineHarness:
             max_num_tokens=len(request.prompt_token_ids) + max_tokens,
             eos_token_ids=self.eos_token_ids,
         )
+        grammar = request.sampling.grammar
+        if grammar is not None:
+            assert self._compile_grammar is not None
+            sequence.grammar = SequenceGrammar.of(grammar, self._compile_grammar(grammar), self.eos_token_ids)
         outcome = Outcome(request, sequence)
         self.outcomes.append(outcome)
         self.core.add(sequence)

@@ -3,22 +3,36 @@
 What the engine emits must equal this, token for token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from kimi_backend.grammar.matcher import CompiledGrammar
+from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.request import GenerateRequest
 from kimi_kernels.sampling.reference import sample_tokens
 from kimi_kernels.sampling_inputs import BANNED_FOREVER
 from support.sampling_cases import SequenceCase, sampling_tensors
 from support.scripted_logits import LogitScript, mix, prefix_hash
 
+Compile = Callable[[Grammar], CompiledGrammar]
+
 
 def decode_plainly(
-    script: LogitScript, requests: Sequence[GenerateRequest], *, eos_token_ids: frozenset[int], max_model_len: int
+    script: LogitScript,
+    requests: Sequence[GenerateRequest],
+    *,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+    compile_grammar: Compile | None = None,
 ) -> list[list[int]]:
-    """Output tokens of each request, a stop token included. Requests must name their seeds."""
+    """Output tokens of each request, a stop token included. Requests must name their seeds.
+
+    Args:
+        compile_grammar: of requests with a grammar, whose matcher begins anew at every token.
+    """
     cases = [_case(request, eos_token_ids) for request in requests]
     limits = [_max_output(request, max_model_len) for request in requests]
     stops = [_stop_ids(request, eos_token_ids) for request in requests]
@@ -26,7 +40,7 @@ def decode_plainly(
     alive = np.arange(len(requests))
     while len(alive):
         live = [cases[index] for index in alive]
-        allowed = [_allowed(requests[i], cases[i].output) for i in alive]
+        allowed = [_allowed(requests[i], cases[i].output, compile_grammar) for i in alive]
         inputs, rows = sampling_tensors(live, _mask(script.vocab_size, allowed))
         drawn = sample_tokens(torch.from_numpy(script.logits(hashes[alive])), inputs, rows).token_ids.numpy()
         hashes[alive] = mix(hashes[alive], drawn)
@@ -73,12 +87,36 @@ def _case(request: GenerateRequest, eos_token_ids: frozenset[int]) -> SequenceCa
     )
 
 
-def _allowed(request: GenerateRequest, output: list[int]) -> tuple[int, ...]:
+def _allowed(request: GenerateRequest, output: list[int], compile_grammar: Compile | None = None) -> tuple[int, ...]:
     """The tokens that may come next; none given allows all."""
     budget = request.sampling.thinking_budget
     if budget is not None and len(output) == budget.num_tokens and budget.end_token_id not in output:
         return (budget.end_token_id,)
-    return request.sampling.allowed_token_ids
+    allowed, grammar = request.sampling.allowed_token_ids, request.sampling.grammar
+    if grammar is None:
+        return allowed
+    assert compile_grammar is not None
+    fitting = _fitting(compile_grammar(grammar), grammar, output)
+    return tuple(sorted(fitting & set(allowed))) if allowed else tuple(sorted(fitting))
+
+
+def _fitting(compiled: CompiledGrammar, grammar: Grammar, output: list[int]) -> set[int]:
+    """The tokens that a grammar lets follow an output."""
+    words = compiled.text_mask.copy()
+    begin = grammar.begins_after
+    if begin is not None and begin not in output:
+        assert grammar.must_begin
+        return _set_bits(words) | {begin}
+    matcher = compiled.matcher()
+    for token_id in output[0 if begin is None else output.index(begin) + 1 :]:
+        assert matcher.accept(token_id)
+    words[:] = 0
+    matcher.fill(words)
+    return _set_bits(words)
+
+
+def _set_bits(words: npt.NDArray[np.int32]) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
 def _mask(vocab_size: int, allowed: Sequence[tuple[int, ...]]) -> torch.Tensor | None:

@@ -67,9 +67,9 @@ def random_case(rng: random.Random, vocab_size: int, num_window: int = 0) -> Seq
 
 
 def sampling_tensors(
-    cases: Sequence[SequenceCase], logit_mask: torch.Tensor | None = None
+    cases: Sequence[SequenceCase], row_masks: torch.Tensor | None = None
 ) -> tuple[SamplingInputs, SamplingRows]:
-    """The tensors of a step in which these sequences sample."""
+    """The tensors of a step in which these sequences sample. row_masks: [R, words], of rows that may draw all -1."""
     words = [[word for word in case.bad_words if len(word) > 1] for case in cases]
     max_tail = max((len(word) - 1 for of_case in words for word in of_case), default=0)
     penalties = [_penalty_entries(case) if case.uses_penalty else {} for case in cases]
@@ -109,9 +109,21 @@ def sampling_tensors(
             [case.window for case in cases], max((len(case.window) for case in cases), default=0), to_right=False
         ),
         window_len=_int([n for _, n in row_of]),
-        logit_mask=logit_mask,
+        **_masks(row_masks),
     )
     return inputs, rows
+
+
+def _masks(row_masks: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Masks of those rows that have one, the last row's first."""
+    if row_masks is None:
+        return {}
+    is_masked = (row_masks != -1).any(dim=1)
+    number = is_masked.flip(0).cumsum(0).flip(0) - 1
+    return {
+        "logit_mask": row_masks[is_masked].flip(0).contiguous(),
+        "mask_of_row": torch.where(is_masked, number, -1).to(torch.int32),
+    }
 
 
 def _penalty_entries(case: SequenceCase) -> dict[int, tuple[int, bool]]:

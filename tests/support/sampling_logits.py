@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 
 from kimi_kernels.sampling import reference
+from kimi_kernels.sampling.processors_reference import mask_logits
 from kimi_kernels.sampling_inputs import SampleOutput, VocabularyMap
-from support.sampling_cases import random_case, sampling_tensors
+from support.sampling_cases import SequenceCase, random_case, sampling_tensors
 
 
 def random_logits(rng: random.Random, num_rows: int, num_columns: int) -> torch.Tensor:
@@ -31,8 +32,27 @@ def random_logits(rng: random.Random, num_rows: int, num_columns: int) -> torch.
 
 
 def random_mask(rng: random.Random, num_rows: int, vocab_size: int) -> torch.Tensor:
-    words = [[rng.randrange(-(2**31), 2**31) for _ in range((vocab_size + 31) // 32)] for _ in range(num_rows)]
-    return torch.tensor(words, dtype=torch.int32)
+    """[num_rows, words]; every third row or so may draw all."""
+    num_words = (vocab_size + 31) // 32
+    words = [[rng.randrange(-(2**31), 2**31) for _ in range(num_words)] for _ in range(num_rows)]
+    return torch.tensor([[-1] * num_words if rng.random() < 0.3 else row for row in words], dtype=torch.int32)
+
+
+def assert_masks_as_reference(mask: Callable[..., None], vocab_size: int, device: str = "cpu") -> None:
+    """Rows with a mask and rows without, in an order of their own; NaN and infinities under a mask and beside it."""
+    rng, num_rows = random.Random(vocab_size), 9
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(5))
+    for value in (float("nan"), float("inf"), float("-inf")):
+        logits[torch.randint(num_rows, (6,)), torch.randint(vocab_size, (6,))] = value
+    rows = sampling_tensors([SequenceCase() for _ in range(num_rows)], random_mask(rng, num_rows, vocab_size))[1]
+    assert rows.logit_mask is not None
+    assert 0 < len(rows.logit_mask) < num_rows
+    expected, got = logits.clone(), logits.to(device)
+    mask_logits(expected, rows.logit_mask, rows.mask_of_row)
+    mask(got, rows.logit_mask.to(device), rows.mask_of_row.to(device))  # type: ignore[union-attr]
+    assert torch.equal(got.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(expected.isnan(), logits.isnan()), "bad logits stay bad"
+    assert (expected == float("inf")).equal(logits == float("inf"))
 
 
 def vocabulary_map(columns: list[int], vocab_size: int) -> VocabularyMap:

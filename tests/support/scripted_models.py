@@ -241,7 +241,7 @@ class ScriptedTarget(ScriptedRunner):
             token_index=torch.from_numpy(rows.positions[is_sampled] + 1),
             window_token_ids=torch.from_numpy(rows.window(num_sampled)),
             window_len=torch.from_numpy(window_len.astype(np.int32)),
-            logit_mask=None if plan.logit_mask is None else torch.from_numpy(plan.logit_mask),
+            **_masks(plan, int(is_sampled.sum())),
         )
         samples = self.sample(torch.from_numpy(logits), plan.sampling, sampling_rows, plan.num_logprobs)
         return samples, (counts - 1).astype(np.int32), first_row
@@ -460,6 +460,14 @@ def sampling_inputs(plan: SamplingPlan, greedy: npt.NDArray[np.bool_] | None = N
     if greedy is not None:
         values["temperature"] = values["temperature"].masked_fill(torch.from_numpy(greedy), 0.0)
     return SamplingInputs(**values)
+
+
+def _masks(plan: TargetPlan, num_rows: int) -> dict[str, torch.Tensor]:
+    if plan.logit_mask is None or plan.masked_rows is None:
+        return {}
+    of_row = np.full(num_rows, -1, np.int32)
+    of_row[plan.masked_rows] = np.arange(len(plan.masked_rows))
+    return {"logit_mask": torch.from_numpy(plan.logit_mask), "mask_of_row": torch.from_numpy(of_row)}
 
 
 def _vocabulary_map(token_id_of_column: npt.NDArray[np.int64], script: LogitScript) -> VocabularyMap:

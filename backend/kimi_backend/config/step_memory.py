@@ -50,8 +50,9 @@ def target_step_bytes(target: KimiModelConfig, num_aux: int, weights: WeightForm
     aux = num_aux * hidden * item
     rows = sizes.max_num_batched_tokens * (a_row + _TARGET_AUX_COPIES * aux)
     captured = sizes.num_captured_rows * (a_row + aux + hidden * item)
+    masks = sizes.num_captured_rows * -(-target.vocab_size // 8)
     logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, tp_size, sizes)
-    return rows + captured + logits
+    return rows + captured + masks + logits
 
 
 def draft_step_bytes(

@@ -81,6 +81,7 @@ def _append(
     Where the last row failed, the tokens accepted before it still count, as they would without speculation; if one of
     them ends the sequence, nobody needed the row. Rows of tokens that the draft failed to propose checked nothing.
     """
+    has_forced = sequence.window is not None and sequence.window.num_forced > 0  # says nothing of the draft
     num_accepted = len(token_ids) - 1
     num_valid_rows = num_rows - num_draft_tokens + num_accepted
     if status != 0:
@@ -92,7 +93,7 @@ def _append(
         sequence.finish = _failed(sequence, status)
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
-    if num_proposed:
+    if num_proposed and not has_forced:
         sequence.speculation.record(num_proposed, num_accepted)
     return StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, finish=sequence.finish)
 
@@ -117,4 +118,5 @@ def _failed(sequence: Sequence, status: int) -> Finish:
 
 def banning_fields(params: SamplingParams) -> list[str]:
     """The names of a request's fields that keep tokens from being drawn."""
-    return [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
+    names = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
+    return names if params.grammar is None else [params.grammar.field, *names]

@@ -222,7 +222,7 @@ class EngineCore:
             return
         try:
             in_table = draft.depth > 0 and self.geometry.settings.launch_ahead
-            in_table = in_table and not any(step.batch.sequences[i].is_near_end_of_thoughts for i in index)
+            in_table = in_table and not any(step.batch.sequences[i].needs_proposals for i in index)
             aux = _IN_BUFFER if reply is None else reply.aux
             plan = self._plans.draft_plan(step.batch, step.plan, index, aux, in_table=in_table)
             if reply is not None:

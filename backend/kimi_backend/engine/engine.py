@@ -4,6 +4,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kimi_backend.cache.hash_chain import HashChain
@@ -12,6 +13,7 @@ from kimi_backend.engine.loop import EngineLoop, Patience
 from kimi_backend.engine.request_output import DeltaSink, NoText, OutputText, RequestOutput
 from kimi_backend.engine.statistics import EngineState, EngineStatistics, take_statistics
 from kimi_backend.errors import CapacityError, InvalidRequestError
+from kimi_backend.grammar.matcher import CompiledGrammar, GrammarSource
 from kimi_backend.scheduler.admission import AdmissionLimits, check_request
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
@@ -55,11 +57,17 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
         patience: Patience | None = None,
+        grammars: GrammarSource | None = None,
     ) -> None:
-        """tokenizer: None for token ids only; stop strings need one."""
+        """
+        Args:
+            tokenizer: None for token ids only; stop strings need one.
+            grammars: compiles those of requests; None: a request with one is refused. Closed with the engine.
+        """
         self._settings = settings or SchedulerSettings()
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._uids = itertools.count()
         self._loop = EngineLoop(target, draft, self._settings, patience or Patience())
 
@@ -86,6 +94,7 @@ class Engine:
         """
         geometry = self._loop.require_ready().geometry
         check_request(request, _limits(geometry, self._eos_token_ids), self._settings)
+        compiled = self._compiled(request, geometry)
         sequence = self._make_sequence(request, geometry)
         output = RequestOutput(
             sequence,
@@ -102,7 +111,7 @@ class Engine:
                     f"{num_waiting} requests are waiting, at most {self._settings.max_queue_size} may; try later"
                 )
             self._loop.emitter.register(output)
-            self._loop.add(sequence)
+            self._loop.add(sequence, compiled)
         return RequestHandle(request.request_id, sequence.seed, lambda reason: self._loop.cancel(sequence, reason))
 
     @property
@@ -149,11 +158,22 @@ class Engine:
     def stop(self) -> None:
         """Cancel what is live and end both threads. May be called twice."""
         self._loop.stop()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def statistics(self) -> EngineStatistics:
         """A snapshot, from any thread."""
         loop = self._loop
         return take_statistics(loop.state, loop.problem, loop.num_newcomers, loop.core, loop.emitter.totals())
+
+    def _compiled(self, request: GenerateRequest, geometry: Geometry) -> "Future[CompiledGrammar] | None":
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self._grammars is None or not self._eos_token_ids:
+            missing = "compiler of grammars" if self._grammars is None else "end-of-sequence token"
+            raise InvalidRequestError(f"{grammar.field}: not supported here: there is no {missing}")
+        return self._grammars.request(grammar, geometry.vocab_size)
 
     def _make_sequence(self, request: GenerateRequest, geometry: Geometry) -> Sequence:
         """All work that grows with the prompt is done here, on the caller's thread."""

@@ -1,7 +1,8 @@
 """Steps that are launched and not waited for yet, and which may be: the engine's only rule on overlap.
 
 A step's depth says how many steps of the target may be in flight with it. 2: its sequences draw one token each, which
-the next step reads on the device. 1: the draft is launched behind it, before anybody knows what was accepted. 0: its
+the next step reads on the device. 1: the draft is launched behind it, before anybody knows what was accepted; the
+next step waits for the draft's reply too where a sequence has a grammar, whose masks depend on the proposals. 0: its
 reply is waited for first (docs/decisions/0016).
 """
 
@@ -103,11 +104,22 @@ class StepPlanner:
         """
         if last is not None:
             return self._plan_behind(last)
+        self._look_ahead()
         batch = self._scheduler.schedule()
         if not batch.sequences:
             return None
         plan = self._plans.target_plan(step_id, batch, 0 if unread is None else unread.plan.step_id)
         return Step(batch, plan, self._depth(batch), read=unread)
+
+    def _look_ahead(self) -> None:
+        """Choose what the next verify checks of those with a grammar, now that the host has the draft's proposals."""
+        table = self._scheduler.table
+        for sequence in self._scheduler.running:
+            if sequence.grammar is not None and sequence.is_decoding:
+                row = table.pending_token_ids[sequence.row]
+                guesses = sequence.look_ahead(row[1 : 1 + sequence.num_draft_tokens].tolist())
+                row[1 : 1 + len(guesses)] = guesses
+                sequence.num_draft_tokens = len(guesses)
 
     def _plan_behind(self, last: Step) -> Step | None:
         if last.depth < 2 or self._scheduler.may_admit:
@@ -131,4 +143,6 @@ class StepPlanner:
             return min(self._target.depth, 0 if self._draft is None else self._draft.depth)
         is_drafting = self._scheduler.is_drafting
         is_begun = is_drafting and any(s.wants_draft and s.speculation.uses_draft for s in sequences)
+        if any(s.grammar is not None for s in sequences):
+            return 0  # its next mask depends on what this step draws
         return min(self._target.depth, 1 if is_begun or batch.num_tokens > len(sequences) else 2)

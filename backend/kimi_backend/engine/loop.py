@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kimi_backend.engine.commit import StepOutput
+from kimi_backend.engine.compiling import Compiled, CompilingSequences
 from kimi_backend.engine.core import EngineCore
 from kimi_backend.engine.emitter import Emitter
 from kimi_backend.engine.handshake import check_pair, check_runner, resolve
@@ -75,8 +76,9 @@ class EngineLoop:
         """Why the thread has ended before it was told to."""
         self.changed = threading.Condition()
         """Guards `state` and the inbox."""
-        self._newcomers: deque[Sequence] = deque()
+        self._newcomers: deque[tuple[Sequence, Compiled | None]] = deque()
         self._endings: deque[_Ending] = deque()
+        self._compiling = CompilingSequences(self._wake)
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._summary = PeriodicSummary(clock)
         self._thread = threading.Thread(target=self._run, name="kimi-engine", daemon=True)
@@ -101,8 +103,8 @@ class EngineLoop:
 
     @property
     def num_newcomers(self) -> int:
-        """Requests that the engine thread has not seen yet."""
-        return len(self._newcomers)
+        """Requests that the engine thread has not seen yet, or whose grammar is being compiled."""
+        return len(self._newcomers) + len(self._compiling)
 
     @property
     def problem(self) -> str | None:
@@ -128,10 +130,18 @@ class EngineLoop:
             raise ModelUnavailableError(self.problem or "the engine is starting")
         return core
 
-    def add(self, sequence: Sequence) -> None:
-        """Hand a checked request over. Call it under `changed`."""
-        self._newcomers.append(sequence)
+    def add(self, sequence: Sequence, compiled: Compiled | None = None) -> None:
+        """Hand a checked request over. Call it under `changed`.
+
+        Args:
+            compiled: its grammar, which it waits for; nobody else does.
+        """
+        self._newcomers.append((sequence, compiled))
         self.changed.notify_all()
+
+    def _wake(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
 
     def cancel(self, sequence: Sequence, reason: str) -> None:
         """Ask for a request's end, from any thread."""
@@ -227,10 +237,18 @@ class EngineLoop:
     def _take_inbox(self, core: EngineCore) -> None:
         """Newcomers first, so that a request cancelled at once is known when its end comes."""
         while self._newcomers:
-            sequence = self._newcomers.popleft()
-            core.add(sequence)
+            sequence, compiled = self._newcomers.popleft()
             if sequence.deadline_s is not None:
                 self._watch_deadline(sequence, sequence.deadline_s)
+            if compiled is None:
+                core.add(sequence)
+            else:
+                self._compiling.add(sequence, compiled)
+        for sequence in self._compiling.take():
+            if sequence.finish is None:
+                core.add(sequence)
+            else:
+                self.emitter.put([StepOutput(sequence, self._clock(), finish=sequence.finish)])
         while self._endings:
             ending = self._endings.popleft()
             self._end(core, ending.sequence, ending.finish, ending.tells_client)
@@ -248,7 +266,11 @@ class EngineLoop:
         heapq.heappush(self._deadlines, (deadline_s, sequence.uid, sequence))
 
     def _end(self, core: EngineCore, sequence: Sequence, finish: Finish, tells_client: bool) -> None:
-        if core.end(sequence, finish) and tells_client:
+        if self._compiling.remove(sequence):
+            sequence.finish = finish
+        elif not core.end(sequence, finish):
+            return
+        if tells_client:
             self.emitter.put([StepOutput(sequence, self._clock(), finish=finish)])
 
     def _give_up_on_target(self, core: EngineCore) -> None:
@@ -262,7 +284,7 @@ class EngineLoop:
     def _wait(self, longest_s: float) -> None:
         """Until something is in the inbox, a deadline is due, or the time is over."""
         with self.changed:
-            if self._newcomers or self._endings or self.state is EngineState.CLOSED:
+            if self._newcomers or self._endings or self._compiling.has_news or self.state is EngineState.CLOSED:
                 return
             if self._deadlines:
                 longest_s = min(longest_s, max(self._deadlines[0][0] - self._clock(), 0.0))

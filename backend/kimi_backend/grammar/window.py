@@ -4,6 +4,7 @@ The matcher stands behind the tokens that count, always: it goes ahead over a wi
 their rows, and comes back at once.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,10 @@ import numpy as np
 from kimi_backend.grammar.matcher import CompiledGrammar, Matcher
 from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.plan import Int32Array
+
+SPARE_SECONDS, SECONDS_A_TOKEN = 0.5, 0.01
+"""Of processor time that a sequence's grammar may take of the engine's thread: one with many readings of a text takes
+more with every token, and everybody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class SequenceGrammar:
     stop_token_ids: frozenset[int]
     """Those that end the reply: never guessed, as nothing can follow."""
     is_begun: bool = field(init=False)
+    _left_s: float = field(default=SPARE_SECONDS, init=False)
 
     def __post_init__(self) -> None:
         self.is_begun = self.begins_after is None
@@ -52,9 +58,17 @@ class SequenceGrammar:
             before[begin // 32] |= np.uint32(1 << begin % 32).view(np.int32)
         return cls(begin, before, compiled.matcher(), len(text), stop_token_ids)
 
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether it has taken more time than it may."""
+        return self._left_s < 0
+
     def advance(self, token_ids: Iterable[int]) -> bool:
         """Go on behind tokens that count. False, where one may not come: it was drawn without its mask."""
-        return all(self._follow(token_id) for token_id in token_ids)
+        start_s, token_ids = time.thread_time(), list(token_ids)
+        fits = all(self._follow(token_id) for token_id in token_ids)
+        self._left_s += SECONDS_A_TOKEN * len(token_ids) - (time.thread_time() - start_s)
+        return fits
 
     def look_ahead(self, proposals: Sequence[int], most: int) -> Window:
         """The guesses that a verify should check: what is forced, else the draft's proposals while they fit.
@@ -63,6 +77,7 @@ class SequenceGrammar:
             proposals: the draft's, which hold as long as all guesses before one are its own.
             most: guesses at most.
         """
+        start_s = time.thread_time()
         guesses: list[int] = []
         masks: list[Int32Array | None] = []
         forced: list[int] = []
@@ -88,6 +103,7 @@ class SequenceGrammar:
             guesses.append(guess)
         self.matcher.rollback(num_followed)
         self.is_begun = was_begun
+        self._left_s -= time.thread_time() - start_s
         return Window(guesses, masks, num_forced)
 
     def _follow(self, token_id: int) -> bool:

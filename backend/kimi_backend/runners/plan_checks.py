@@ -95,8 +95,8 @@ class PlanChecker:
         self._check_sampling(plan.sampling, int(np.count_nonzero(sampled)))
         if plan.num_logprobs is not None and not 0 <= plan.num_logprobs <= self.vocab_size:
             raise InvalidRequestError(f"plan num_logprobs: {plan.num_logprobs} given, 0 to {self.vocab_size} allowed")
-        if plan.logit_mask is not None:
-            _expect_shape("logit_mask", plan.logit_mask, (int(sampled.sum()), -(-self.vocab_size // 32)))
+        if plan.logit_mask is not None or plan.masked_rows is not None:
+            self._check_masks(plan.logit_mask, plan.masked_rows, int(sampled.sum()))
         _expect_shape("num_given", plan.num_given, (num_seqs,))
         self._check_table_rows(plan, uses_table=plan.draft_step != 0 or bool((plan.num_given < rows.query_lens).any()))
         most = np.minimum(sampled, self.limits.max_speculative_tokens + 1)
@@ -138,6 +138,16 @@ class PlanChecker:
                 f" at least {expected[wrong[0]]} (seq_len + 1) is allowed"
             )
         self._check_sampling(plan.sampling, num_proposing)
+
+    def _check_masks(self, masks: Int32Array | None, rows: Int32Array | None, num_rows: int) -> None:
+        if masks is None or rows is None:
+            missing = "logit_mask" if masks is None else "masked_rows"
+            raise InvalidRequestError(f"plan {missing}: not given, logit_mask and masked_rows go together")
+        _expect_shape("masked_rows", rows, (rows.size,))
+        _expect_shape("logit_mask", masks, (len(rows), -(-self.vocab_size // 32)))
+        _expect_within("masked_rows", rows, 0, num_rows - 1)
+        if len(rows) > 1 and np.diff(rows).min() < 1:
+            raise InvalidRequestError(f"plan masked_rows: {rows[:8].tolist()} given, rows that rise are allowed")
 
     def _check_rows(self, rows: RowPlan, slots_needed: npt.NDArray[np.int32]) -> None:
         """slots_needed: [S] slots that the sequence's blocks must cover."""

@@ -105,6 +105,13 @@ class SampledRows:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+def mask_of_row(masked_rows: Int32Array, num_rows: int) -> Int32Array:
+    """[num_rows] which mask each sampled row has, -1 for none. masked_rows: [M] the row of each mask."""
+    places = np.full(num_rows, -1, np.int32)
+    places[masked_rows] = np.arange(len(masked_rows), dtype=np.int32)
+    return places
+
+
 def window_rows(plan: TargetPlan, width: int) -> Int64Array:
     """[B, width] row of the step that embeds each draft token under verification; -1 after a sequence's last."""
     counts = plan.num_sampled_rows[plan.num_sampled_rows > 0]

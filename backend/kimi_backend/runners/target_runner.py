@@ -16,7 +16,7 @@ from kimi_backend.runners.hand_over.token_table import TokenTable, share
 from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.sampled_rows import SampledRows
+from kimi_backend.runners.sampled_rows import SampledRows, mask_of_row
 from kimi_backend.runners.sampling_tensors import has_processors
 from kimi_backend.runners.step_runner import Launched, Options, StepRunner, Tensors
 from kimi_backend.runners.warm_up import idle_chunk
@@ -203,6 +203,7 @@ class TargetRunner(StepRunner):
             window_token_ids=window,
             window_len=tensors["window_len"],
             logit_mask=tensors.get("logit_mask"),
+            mask_of_row=tensors.get("mask_of_row"),
         )
         drawn = self._kernels.sample_tokens(
             logits, self._sampling.inputs(plan.sampling), sampling_rows, num_logprobs=plan.num_logprobs
@@ -252,14 +253,15 @@ def _sampling_arrays(plan: TargetPlan, sampled: SampledRows) -> Arrays:
     """What `_sample` reads, by name."""
     arrays = dict(sampled.arrays())
     arrays["sampling_table_rows"] = plan.table_rows[plan.num_sampled_rows > 0].astype(np.int64)
-    if plan.logit_mask is not None:
+    if plan.logit_mask is not None and plan.masked_rows is not None:
         arrays["logit_mask"] = plan.logit_mask
+        arrays["mask_of_row"] = mask_of_row(plan.masked_rows, sampled.num_rows)
     return arrays
 
 
 def _wants_more(plan: TargetPlan) -> bool:
     """Than a captured step's draws have."""
-    return plan.num_logprobs is not None or plan.logit_mask is not None or has_processors(plan.sampling)
+    return plan.num_logprobs is not None or has_processors(plan.sampling)
 
 
 def _logprobs_by_output(drawn: SampleOutput, verified: VerifyOutput, first_row: torch.Tensor) -> Tensors:

@@ -80,6 +80,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             )
     if params.logprobs is not None:
         _check_range("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+    if params.grammar is not None and params.ignore_eos:
+        raise InvalidRequestError(f"ignore_eos: true given, false is allowed beside {params.grammar.field}")
     _check_logit_bias(params.logit_bias, vocab_size)
     _check_bad_words(params.bad_words, vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)

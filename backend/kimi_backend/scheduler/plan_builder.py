@@ -50,6 +50,7 @@ class PlanBuilder:
                 num_sampled[index] = end == sequence.num_tokens
             sampling_sequences = [s for s, sampled in zip(sequences, num_sampled.tolist(), strict=True) if sampled]
             sampling_rows = rows[num_sampled > 0]
+        logit_mask, masked_rows = self._masks(sampling_sequences, num_sampled[num_sampled > 0])
         return TargetPlan(
             step_id=step_id,
             rows=RowPlan(
@@ -64,7 +65,8 @@ class PlanBuilder:
             sampling=self._target_sampling.build(sampling_rows, sampling_sequences),
             num_logprobs=_most_logprobs(sampling_sequences),
             wants_aux=np.array([s.uses_draft for s in sequences], np.bool_),
-            logit_mask=self._logit_mask(sampling_sequences, num_sampled[num_sampled > 0]),
+            logit_mask=logit_mask,
+            masked_rows=masked_rows,
             draft_step=draft_step,
         )
 
@@ -141,19 +143,26 @@ class PlanBuilder:
     def _block_table(self, blocks: Int32Array, rows: Int64Array, num_slots: int) -> Int32Array:
         return blocks[rows, : -(-num_slots // self._block_size)]
 
-    def _logit_mask(self, sequences: list[Sequence], num_sampled: Int32Array) -> Int32Array | None:
-        """[rows, words] the tokens that each sampled row may draw; None where all may draw all."""
+    def _masks(
+        self, sequences: list[Sequence], num_sampled: Int32Array
+    ) -> tuple[Int32Array, Int32Array] | tuple[None, None]:
+        """[M, words] masks and [M] the sampled rows that they are of: those that may not draw every token."""
+        masks: dict[int, Int32Array] = {}
         forced = self._forced_rows(sequences, num_sampled)
-        if not forced and not any(s.params.allowed_token_ids for s in sequences):
-            return None
-        masks = np.full((len(sequences), self._mask_words), -1, np.int32)
-        for index, sequence in enumerate(sequences):
-            if sequence.params.allowed_token_ids:
-                masks[index] = sequence.allowed_mask(self._mask_words)
-        masks = np.repeat(masks, num_sampled, axis=0)
-        for row, token_id in forced.items():
-            masks[row] = token_mask([token_id], self._mask_words)
-        return masks
+        first_rows = (np.cumsum(num_sampled) - num_sampled).tolist()
+        for first, sequence, count in zip(first_rows, sequences, num_sampled.tolist(), strict=True):
+            allowed = sequence.allowed_mask(self._mask_words) if sequence.params.allowed_token_ids else None
+            grammar = sequence.grammar_masks(count) if sequence.grammar is not None else [None] * count
+            for row, mask in enumerate(grammar, first):
+                if row in forced:
+                    masks[row] = token_mask([forced[row]], self._mask_words)
+                elif mask is not None:
+                    masks[row] = mask if allowed is None else mask & allowed
+                elif allowed is not None:
+                    masks[row] = allowed
+        if not masks:
+            return None, None
+        return np.stack(list(masks.values())), np.array(list(masks), np.int32)
 
     def _forced_rows(self, sequences: list[Sequence], num_sampled: Int32Array) -> dict[int, int]:
         """Sampled row -> the one token that it must draw, where a sequence's budget of thoughts is used up."""
@@ -187,7 +196,7 @@ def store_proposals(
     """
     rows = _int64([s.row for s in sequences])
     if reply.draft_token_ids is not None:
-        _check_wanted(reply.draft_token_ids, plan, reply, vocab_size)
+        _check_wanted(reply.draft_token_ids, plan, num_proposals, reply, vocab_size)
         proposing = rows[plan.num_proposals > 0]
         table.pending_token_ids[proposing, 1 : 1 + reply.draft_token_ids.shape[1]] = reply.draft_token_ids
     for sequence, count in zip(sequences, num_proposals.tolist(), strict=True):
@@ -196,12 +205,14 @@ def store_proposals(
             table.is_in_table[sequence.row] = reply.draft_token_ids is None
 
 
-def _check_wanted(proposals: Int64Array, plan: DraftPlan, reply: DraftReply, vocab_size: int) -> None:
+def _check_wanted(
+    proposals: Int64Array, plan: DraftPlan, num_proposals: Int32Array, reply: DraftReply, vocab_size: int
+) -> None:
     """Nobody looks at what is behind a sequence's last proposal, or at those of a sequence that failed."""
     if not proposals.size or (proposals.min() >= 0 and proposals.max() < vocab_size):
         return
     is_proposing = plan.num_proposals > 0
-    is_wanted = np.arange(proposals.shape[1]) < plan.num_wanted[is_proposing][:, None]
+    is_wanted = np.arange(proposals.shape[1]) < num_proposals[is_proposing][:, None]
     is_wanted &= reply.seq_status[is_proposing][:, None] == 0
     wrong = proposals[is_wanted & ((proposals < 0) | (proposals >= vocab_size))]
     if wrong.size:

@@ -8,6 +8,7 @@ import numpy as np
 
 from kimi_backend.cache.hash_chain import HashChain
 from kimi_backend.cache.kv_manager import SequenceBlocks
+from kimi_backend.grammar.window import SequenceGrammar, Window
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.types.plan import Int32Array
@@ -64,6 +65,7 @@ class Sequence:
         "draft_start",
         "finish",
         "first_scheduled_s",
+        "grammar",
         "last_token_id",
         "max_num_tokens",
         "num_cached_tokens",
@@ -81,6 +83,7 @@ class Sequence:
         "stop_token_ids",
         "target_len",
         "uid",
+        "window",
     )
 
     def __init__(
@@ -133,6 +136,10 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # at the first start
         self.finish: Finish | None = None
         self._allowed_mask: Int32Array | None = None
+        self.grammar: SequenceGrammar | None = None
+        """Its place in its grammar; set once that is compiled, before it is queued."""
+        self.window: Window | None = None
+        """What the next verify checks of a decoding sequence with a grammar."""
 
     @property
     def token_ids(self) -> Int32Array:
@@ -150,6 +157,11 @@ class Sequence:
         the next step is planned."""
         ends_at = self._thoughts_end_at
         return ends_at is not None and ends_at <= self.num_tokens + MOST_UNREAD_TOKENS
+
+    @property
+    def needs_proposals(self) -> bool:
+        """Whether the host must know the draft's proposals before the next step is planned."""
+        return self.grammar is not None or self.is_near_end_of_thoughts
 
     def forced_row(self, draft_token_ids: Int32Array) -> int | None:
         """The row of the next verify, if any, that must draw the end of the thoughts.
@@ -218,12 +230,40 @@ class Sequence:
         self.last_token_id = token_ids[kept - 1]
         if self.penalties is not None:
             self.penalties.add_output(token_ids[:kept])
+        self.window = None
+        if self.grammar is not None:
+            self._follow(self.grammar, token_ids[:kept])
         budget = self.params.thinking_budget
         if budget is not None and budget.end_token_id in token_ids[:kept]:
             self._thoughts_end_at = None
         if end == self.max_num_tokens and self.finish is None:
             self.finish = Finish(FinishReason.LENGTH)
         return kept
+
+    def _follow(self, grammar: SequenceGrammar, token_ids: list[int]) -> None:
+        if not grammar.advance(token_ids):
+            message = f"output token {self.num_output_tokens} does not follow the grammar"
+            self.finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.ENGINE_FAILED)
+        elif grammar.is_too_slow and self.finish is None:
+            assert self.params.grammar is not None
+            message = f"{self.params.grammar.field}: takes too long to match, at output token {self.num_output_tokens}"
+            self.finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.BAD_GRAMMAR)
+
+    def look_ahead(self, proposals: list[int]) -> list[int]:
+        """What the next verify of a decoding sequence with a grammar checks: `window`, made from its proposals.
+
+        A grammar's own guesses are no more than the request allows a draft.
+        """
+        assert self.grammar is not None
+        most = min(self.speculation.num_speculative_tokens, self.num_remaining_tokens - 1)
+        self.window = self.grammar.look_ahead(proposals, most)
+        return self.window.guesses
+
+    def grammar_masks(self, num_rows: int) -> list[Int32Array | None]:
+        """[num_rows] what each of the next verify's rows may draw; None: all."""
+        assert self.grammar is not None
+        window = self.window if self.is_decoding and self.window is not None else self.grammar.look_ahead([], 0)
+        return window.masks[:num_rows]
 
     def allowed_mask(self, num_words: int) -> Int32Array:
         """[num_words] int32: bit x % 32 of word x // 32 set for each x in `allowed_token_ids`."""

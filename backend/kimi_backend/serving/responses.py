@@ -128,7 +128,7 @@ class ResponseBuilder:
     def build_error(self, delta: TokenDelta) -> Any:
         """A response that ends a request by an error: its bans, the engine's failure, or CANCELLED by a shutdown."""
         code = "CANCELLED" if delta.finish_reason is FinishReason.CANCELLED else "INTERNAL"
-        if delta.cause is EndCause.NO_TOKEN_LEFT:
+        if delta.cause in (EndCause.NO_TOKEN_LEFT, EndCause.BAD_GRAMMAR):
             code = InvalidRequestError.code
         error = coded_error(self._pb, code, delta.error or "internal error")
         return self._pb.InferenceResponse(output_tensors=[], error=error)

@@ -132,7 +132,10 @@ class TargetPlan:
     wants_aux: BoolArray
     """[S] whether the draft will read this sequence's aux hidden states."""
     logit_mask: Int32Array | None = None
-    """[R, ceil(vocab_size / 32)] over all R sampled rows, see `SamplingRows.logit_mask`."""
+    """[M, ceil(vocab_size / 32)] what M of the sampled rows may draw, see `SamplingRows.logit_mask`; None where all may
+    draw all."""
+    masked_rows: Int32Array | None = None
+    """[M] which of the sampled rows those are, rising; there where `logit_mask` is."""
     draft_step: int = 0
     """`step_id` of the draft step that this one comes after, and whose proposals it reads; 0 where there is none."""
 

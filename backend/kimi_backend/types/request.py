@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from kimi_backend.types.grammar import Grammar
+
 MAX_SPECULATIVE_TOKENS = 7
 
 
@@ -48,6 +50,8 @@ class EndCause(str, Enum):
     """Its logits were not finite."""
     NO_TOKEN_LEFT = "no_token_left"
     """Its own bans left no token to draw."""
+    BAD_GRAMMAR = "bad_grammar"
+    """Its grammar is none, or takes too much to compile or to match."""
     ENGINE_FAILED = "engine_failed"
     TEXT_FAILED = "text_failed"
     """Its tokens could not be turned into text."""
@@ -93,6 +97,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    """What the text must look like; it ends where the grammar does."""
     logprobs: int | None = None
     """None: none; n: the drawn token's logprob and the n most likely."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.sampling.kernel_launch import SamplingCall
+from kimi_kernels.sampling.kernel_mask import mask_in_place
 from kimi_kernels.sampling.kernel_verify import verify_kernel
 from kimi_kernels.sampling.logprobs_reference import row_logprobs
 from kimi_kernels.sampling.processors_reference import ColumnOrder
@@ -49,6 +50,17 @@ def sample_tokens(
     if num_logprobs is None:
         return SampleOutput(token_ids=call.token_ids, status=call.status)
     return _with_logprobs(call, num_logprobs)
+
+
+def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None:
+    """`signatures.MaskLogits`.
+
+    Raises:
+        ValueError: `logits` are not of float32, or the arguments' shapes do not fit each other.
+    """
+    require_dtype("logits", logits, torch.float32)
+    if len(logits):
+        mask_in_place(logits, logit_mask, mask_of_row, keeps_bad=True)
 
 
 def _with_logprobs(call: SamplingCall, num_logprobs: int) -> SampleOutput:

@@ -8,10 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_shape
 from kimi_kernels.early_start import early_launch
 from kimi_kernels.sampling.kernel_check import check_kernel
 from kimi_kernels.sampling.kernel_draw import draw_kernel
+from kimi_kernels.sampling.kernel_mask import mask_in_place
 from kimi_kernels.sampling.kernel_process import copy_kernel, process_kernel
 from kimi_kernels.sampling.kernel_rows import CANDIDATES, LISTED
 from kimi_kernels.sampling.kernel_select import select_kernel
@@ -101,12 +101,6 @@ class SamplingCall:
         if not self.uses_work:
             return
         inputs, rows = self.inputs, self.rows
-        has_mask = rows.logit_mask is not None
-        logit_mask = self.status if rows.logit_mask is None else rows.logit_mask
-        if has_mask:
-            require_shape("rows.logit_mask", logit_mask, self.num_rows, None)
-            num_words = triton.cdiv(self.first_token + self._num_tokens, 32)
-            require(logit_mask.shape[1] >= num_words, "rows.logit_mask words", logit_mask.shape[1], f">= {num_words}")
         copy_kernel[(self.num_rows * self.splits.count,)](
             self.logits,
             self.work,
@@ -117,17 +111,13 @@ class SamplingCall:
             inputs.bias_offsets,
             inputs.ban_offsets,
             inputs.bad_word_offsets,
-            logit_mask,
-            self._token_of_column,
+            self.status if rows.mask_of_row is None else rows.mask_of_row,
             self.logits.stride(0),
             self.num_columns,
-            self.first_token,
-            logit_mask.stride(0),
             SPLITS=self.splits.count,
             SPLIT_COLUMNS=self.splits.columns,
             BLOCK=self.tuning.read_columns,
-            HAS_MAP=self.vocabulary_map is not None,
-            HAS_MASK=has_mask,
+            HAS_MASK=rows.mask_of_row is not None,
         )
         window_width = rows.window_token_ids.shape[1]
         process_kernel[(self.num_rows,)](
@@ -164,6 +154,16 @@ class SamplingCall:
             HAS_MAP=self.vocabulary_map is not None,
             enable_fp_fusion=False,
         )
+        if rows.logit_mask is not None and rows.mask_of_row is not None:
+            mask_in_place(
+                self.work,
+                rows.logit_mask,
+                rows.mask_of_row,
+                keeps_bad=False,  # noted when it was copied
+                token_of_column=None if self.vocabulary_map is None else self.vocabulary_map.token_id_of_column,
+                num_tokens=self._num_tokens,
+                first_token=self.first_token,
+            )
 
     def draw(self) -> None:
         inputs, rows = self.inputs, self.rows

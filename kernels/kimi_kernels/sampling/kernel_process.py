@@ -24,22 +24,18 @@ def copy_kernel(
     BIAS_OFFSETS,
     BAN_OFFSETS,
     BAD_WORD_OFFSETS,
-    LOGIT_MASK,
-    TOKEN_OF_COLUMN,
+    MASK_OF_ROW,
     row_stride,
     num_columns,
-    first_token,
-    mask_stride,
     SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_MAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):
-    """Copy one split of a row that uses a processor, masked tokens as -inf, which nothing later undoes.
+    """Copy one split of a row that uses a processor.
 
     Args:
-        as `draw_kernel`. LOGIT_MASK: [R, mask_stride] int32. WORK_BAD: [R] int32, zeros.
+        as `draw_kernel`. MASK_OF_ROW: [R] int32. WORK_BAD: [R] int32, zeros.
     """
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -47,7 +43,7 @@ def copy_kernel(
     uses = _has_entries(PENALTY_OFFSETS, sequence) | _has_entries(BIAS_OFFSETS, sequence)
     uses = uses | _has_entries(BAN_OFFSETS, sequence) | _has_entries(BAD_WORD_OFFSETS, sequence)
     if HAS_MASK:
-        uses = uses | (row >= 0)
+        uses = uses | (tl.load(MASK_OF_ROW + row) >= 0)
     if split == 0:
         tl.store(USES_WORK + row, uses.to(tl.int32))
     if uses:
@@ -59,12 +55,6 @@ def copy_kernel(
             mask = column < stop
             value = tl.load(LOGITS + row.to(tl.int64) * row_stride + column, mask=mask, other=0.0).to(tl.float32)
             bad |= is_not_finite(value).to(tl.int32)
-            if HAS_MASK:
-                token = first_token + column
-                if HAS_MAP:
-                    token = tl.load(TOKEN_OF_COLUMN + column, mask=mask, other=0).to(tl.int32)
-                word = tl.load(LOGIT_MASK + row.to(tl.int64) * mask_stride + token // 32, mask=mask, other=0)
-                value = tl.where(((word >> (token % 32)) & 1) == 1, value, -float("inf"))
             tl.store(WORK + row.to(tl.int64) * num_columns + column, value, mask=mask)
         tl.atomic_max(WORK_BAD + row, tl.max(bad))
 

@@ -56,7 +56,8 @@ def process_logits(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, o
     if inputs.bad_word_tokens.numel():
         _ban_bad_words(logits, inputs, rows, order)
     if rows.logit_mask is not None:
-        _apply_mask(logits, rows.logit_mask, order)
+        assert rows.mask_of_row is not None
+        logits.masked_fill_(_banned(logits, rows.logit_mask, rows.mask_of_row, order), NEGATIVE_INFINITY)
 
 
 def _entries_of_rows(offsets: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,9 +131,17 @@ def _ban_bad_words(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, o
     logits[row, column] = NEGATIVE_INFINITY
 
 
-def _apply_mask(logits: Tensor, logit_mask: Tensor, order: ColumnOrder) -> None:
+def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None:
+    """See `signatures.MaskLogits`."""
+    is_banned = _banned(logits, logit_mask, mask_of_row, ColumnOrder())
+    logits.masked_fill_(is_banned & (logits < float("inf")), NEGATIVE_INFINITY)
+
+
+def _banned(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor, order: ColumnOrder) -> Tensor:
+    """[R, C] bool: columns that a row's mask rules out."""
     token_ids = order.token_ids
     if token_ids is None:
         token_ids = torch.arange(logits.shape[1], device=logits.device)
-    bit = (logit_mask[:, token_ids // 32] >> (token_ids % 32).to(torch.int32)) & 1
-    logits.masked_fill_(bit == 0, NEGATIVE_INFINITY)
+    words = logit_mask[mask_of_row.clamp(min=0).long()]
+    is_banned = (words[:, token_ids // 32] >> (token_ids % 32).to(torch.int32)) & 1 == 0
+    return is_banned & (mask_of_row >= 0)[:, None]

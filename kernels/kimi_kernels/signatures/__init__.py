@@ -33,6 +33,7 @@ from kimi_kernels.signatures.experts import (
     RouteExperts,
 )
 from kimi_kernels.signatures.sampling import (
+    MaskLogits,
     SampleTokens,
     VerifyDraftTokens,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "ConcatRmsNorm",
     "Linear",
     "Logits",
+    "MaskLogits",
     "MhaAttention",
     "MlaDecode",
     "MlaPrefill",

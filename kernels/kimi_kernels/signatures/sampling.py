@@ -36,6 +36,19 @@ class SampleTokens(Protocol):
         ...
 
 
+class MaskLogits(Protocol):
+    """Rule tokens out, in place: a row's logits of tokens that it may not draw become -inf, but for NaN and +inf, so
+    that bad logits are noticed."""
+
+    def __call__(self, logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None:
+        """
+        Args:
+            logits: [R, vocab_size] float32, contiguous.
+            logit_mask, mask_of_row: see `SamplingRows`; rows without a mask cost next to nothing.
+        """
+        ...
+
+
 class VerifyDraftTokens(Protocol):
     """Accept draft tokens while they equal what the target drew."""
 

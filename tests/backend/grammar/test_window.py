@@ -8,7 +8,7 @@ import pytest
 from kimi_backend.grammar.compiler import GrammarCompiler
 from kimi_backend.grammar.window import SequenceGrammar
 from kimi_backend.text.tokenizer import Tokenizer
-from kimi_backend.types.grammar import Choice, Grammar
+from kimi_backend.types.grammar import Choice, Ebnf, Grammar
 from kimi_backend.types.plan import Int32Array
 from support.tiny_tokenizers import tempting_tokenizer
 
@@ -96,3 +96,18 @@ def test_it_begins_behind_its_token_and_once(compiler: GrammarCompiler, must_beg
     assert not grammar.is_begun
     assert grammar.advance([THINK_END, *letters(TOKENIZER, "a")])
     assert not grammar.advance([THINK_END])
+
+
+def test_one_that_takes_too_long_is_noticed(compiler: GrammarCompiler) -> None:
+    """Every token of such a text may be read in more ways than the one before it."""
+    grammar = Grammar(Ebnf('root ::= x*\nx ::= y y | ""\ny ::= x "a" x | "a"'), "f")
+    slow = SequenceGrammar.of(grammar, compiler.request(grammar, TOKENIZER.vocab_size).result(60), END)
+    quick = sequence_grammar(compiler, "a" * 400)
+    for _ in range(400):
+        for each in (slow, quick):
+            each.look_ahead([], 0)
+            assert each.advance(letters(TOKENIZER, "a"))
+        assert not quick.is_too_slow
+        if slow.is_too_slow:
+            return
+    raise AssertionError("nobody noticed")

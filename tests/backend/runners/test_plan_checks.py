@@ -48,7 +48,8 @@ DRAFT_PLAN = DraftPlan.given(
 
 def test_the_plans_that_the_cases_break_are_right() -> None:
     CHECKER.check_target(TARGET_PLAN)
-    CHECKER.check_target(replace(TARGET_PLAN, num_logprobs=5, logit_mask=np.zeros((5, 2), np.int32)))
+    masks = {"logit_mask": np.zeros((2, 2), np.int32), "masked_rows": int32(0, 4)}
+    CHECKER.check_target(replace(TARGET_PLAN, num_logprobs=5, **masks))
     CHECKER.check_draft(DRAFT_PLAN, NUM_AUX_ROWS)
     one_word = SamplingPlan.plain(
         2,
@@ -105,7 +106,20 @@ def test_more_rows_than_a_step_takes() -> None:
         ({"wants_aux": np.array([True])}, r"wants_aux: shape \[1\] given, \[2\] allowed"),
         ({"num_logprobs": -1}, "num_logprobs: -1 given, 0 to 50 allowed"),
         ({"num_logprobs": 51}, "num_logprobs: 51 given, 0 to 50 allowed"),
-        ({"logit_mask": np.zeros((4, 2), np.int32)}, r"logit_mask: shape \[4, 2\] given, \[5, 2\] allowed"),
+        ({"logit_mask": np.zeros((4, 2), np.int32)}, "masked_rows: not given, logit_mask and masked_rows go together"),
+        ({"masked_rows": int32(0)}, "logit_mask: not given"),
+        (
+            {"logit_mask": np.zeros((4, 2), np.int32), "masked_rows": int32(0, 1, 2)},
+            r"logit_mask: shape \[4, 2\] given, \[3, 2\] allowed",
+        ),
+        (
+            {"logit_mask": np.zeros((2, 2), np.int32), "masked_rows": int32(0, 5)},
+            r"masked_rows\[1\]: 5 given, 0 to 4 allowed",
+        ),
+        (
+            {"logit_mask": np.zeros((2, 2), np.int32), "masked_rows": int32(3, 3)},
+            r"masked_rows: \[3, 3\] given, rows that rise are allowed",
+        ),
         ({"sampling": SamplingPlan.plain(3)}, "sampling.temperature: 3 sequences given, 2 sample"),
         ({"sampling": SamplingPlan.plain(2, seed=np.zeros(1, np.int64))}, "sampling.seed: 1 sequences given, 2 sample"),
         (

@@ -122,21 +122,20 @@ def test_logprobs_stand_beside_output_tokens(owned: OwnedRunner, expected_logits
 
 
 def test_the_logit_mask_reaches_its_row(owned: OwnedRunner, expected_logits: list[torch.Tensor]) -> None:
-    mask = np.full((2, 3), -1, np.int32)
     only = 37
-    mask[1] = 0
-    mask[1, only // 32] = 1 << (only % 32)
-    reply = owned.runner.launch(plan([(0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)], logit_mask=mask)).wait()
+    mask = np.zeros((1, 3), np.int32)
+    mask[0, only // 32] = 1 << (only % 32)
+    chunks = [(0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)]
+    reply = owned.runner.launch(plan(chunks, logit_mask=mask, masked_rows=np.array([1], np.int32))).wait()
     assert reply.output_token_ids.tolist() == [[int(expected_logits[0][19].argmax())], [only]]
 
 
 def test_a_sequence_with_nothing_left_to_draw_fails_alone(
     owned: OwnedRunner, expected_logits: list[torch.Tensor]
 ) -> None:
-    mask = np.full((2, 3), -1, np.int32)
-    mask[0] = 0
+    mask = np.zeros((1, 3), np.int32)
     chunks = [(1, 0, TOKENS[1][:9], 0), (0, 0, TOKENS[0][:20], 1), (2, 0, TOKENS[2][:20], 1)]
-    reply = owned.runner.launch(plan(chunks, logit_mask=mask)).wait()
+    reply = owned.runner.launch(plan(chunks, logit_mask=mask, masked_rows=np.array([0], np.int32))).wait()
     assert reply.seq_status.tolist() == [0, STATUS_NO_TOKEN_LEFT, 0]
     assert reply.output_token_ids.tolist() == [[-1], [int(expected_logits[2][19].argmax())]]
 

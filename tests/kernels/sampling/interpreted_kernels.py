@@ -21,7 +21,13 @@ from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logi
 from kimi_kernels.sampling.weights_reference import token_weights
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
-from support.sampling_logits import assert_draws_as_reference, random_logits, random_mask, vocabulary_map
+from support.sampling_logits import (
+    assert_draws_as_reference,
+    assert_masks_as_reference,
+    random_logits,
+    random_mask,
+    vocabulary_map,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, where the device would make an infinity
@@ -126,6 +132,11 @@ def test_processed_logits_bit_for_bit(seed: int) -> None:
     process_logits(expected, inputs, rows, order)
     got = call.work if order.source_column is None else call.work[:, order.source_column]
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("vocab_size", [33, 130])
+def test_masks_in_place(vocab_size: int) -> None:
+    assert_masks_as_reference(kernel.mask_logits, vocab_size)
 
 
 def test_all_candidates_fall() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from support.sampling_logits import assert_draws_as_reference
+from support.sampling_logits import assert_draws_as_reference, assert_masks_as_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +23,13 @@ def test_full_vocabulary(seed: int) -> None:
     from kimi_kernels.sampling.kernel import sample_tokens
 
     assert_draws_as_reference(sample_tokens, seed, 163_840, num_sequences=2, device="cuda")
+
+
+@pytest.mark.parametrize("vocab_size", [33, 2049, 163_840])
+def test_masks_in_place(vocab_size: int) -> None:
+    from kimi_kernels.sampling.kernel import mask_logits
+
+    assert_masks_as_reference(mask_logits, vocab_size, device="cuda")
 
 
 def test_noise_bit_for_bit() -> None:

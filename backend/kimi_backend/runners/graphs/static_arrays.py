@@ -104,6 +104,36 @@ class StaticBlockTable:
         self.tensor[: shape[0], : shape[1]].copy_(source.view(shape))
 
 
+class StaticMasks:
+    """Masks of a step's rows, those that have one, and which row each belongs to."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        """num_rows: of the largest step."""
+        is_cuda, num_words = device.type == "cuda", -(-vocab_size // 32)
+        self.tensor = torch.zeros((num_rows, num_words), dtype=torch.int32, device=device)
+        """[num_rows, num_words] int32; the first `num_masked` are the step's."""
+        self.of_row = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+        """[num_rows] int32 which mask each row has, -1 for none."""
+        self.num_masked = 0
+        self._staged = torch.zeros((num_rows, num_words), dtype=torch.int32, pin_memory=is_cuda)
+        self._staged_rows = torch.full((num_rows,), -1, dtype=torch.int32, pin_memory=is_cuda)
+        self._uploaded = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def upload(self, masks: npt.NDArray[np.int32] | None, rows: npt.NDArray[np.int32] | None) -> None:
+        """Queue the copy of a step's masks, [M, num_words], and of their rows, [M]."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        self._staged_rows.fill_(-1)
+        self.num_masked = 0 if rows is None else len(rows)
+        if masks is not None and rows is not None:
+            self._staged.numpy()[: len(rows)] = masks
+            self._staged_rows.numpy()[rows] = np.arange(len(rows), dtype=np.int32)
+            self.tensor[: len(rows)].copy_(self._staged[: len(rows)], non_blocking=True)
+        self.of_row.copy_(self._staged_rows, non_blocking=True)
+        if self._uploaded is not None:
+            self._uploaded.record()
+
+
 class ArrivingWords:
     """Words on their way to the host."""
 

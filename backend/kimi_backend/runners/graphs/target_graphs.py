@@ -1,8 +1,9 @@
 """`TargetGraphs`: the target's verify steps, captured.
 
 A step is two graphs. The first runs the layers, leaves aux hidden states in the buffer and the normed hidden states in
-a tensor of their own; the second makes logits, draws and verifies. Between them nothing happens, except in a step whose
-draws want what no graph holds (penalties, bans, masks, log-probabilities): that step takes the first graph only.
+a tensor of their own; the second makes logits, rules out what masks do, draws and verifies. Between them the masks of
+the rows that have one are uploaded, if any row has. A step whose draws want what no graph holds (penalties, bans,
+log-probabilities) takes the first graph only.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from kimi_backend.runners.graphs.static_arrays import (
     ArrivingWords,
     StaticArrays,
     StaticBlockTable,
+    StaticMasks,
     StaticResults,
 )
 from kimi_backend.runners.graphs.target_inputs import (
@@ -92,6 +94,7 @@ class TargetGraphs:
         most_tokens = max(bucket.num_seqs * bucket.query_len for bucket in self._buckets)
         self._token_ids, self._window = torch.zeros((2, most_tokens), dtype=torch.int32, device=device)
         self._draft_status = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+        self._masks = StaticMasks(most_tokens, model.config.vocab_size, device)
         self._results = StaticResults(max(_num_words(bucket) for bucket in self._buckets), device)
         self._steps: dict[Bucket, _Step] = {}
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -153,6 +156,8 @@ class TargetGraphs:
 
     def sample(self, bucket: Bucket, plan: TargetPlan) -> Callable[[], Arrays]:
         """Queue the draws and the verification after `forward`; what it returns waits for them."""
+        if plan.logit_mask is not None or self._masks.num_masked:
+            self._masks.upload(plan.logit_mask, plan.masked_rows)
         self._steps[bucket].sample()
         return partial(_results, bucket, plan, self._results.send(_num_words(bucket)))
 
@@ -166,6 +171,7 @@ class TargetGraphs:
             window, draft_status = self.read(bucket)
             rows = SamplingRows(**{name: tensors[name] for name in _ROW_FIELDS}, window_token_ids=window)
             logits = self._model.compute_logits(self.hidden[: bucket.num_rows])
+            self._kernels.mask_logits(logits, self._masks.tensor, self._masks.of_row[: bucket.num_rows])
             drawn = self._kernels.sample_tokens(logits, inputs, rows)
             verified = self._kernels.verify_draft_tokens(
                 drawn.token_ids,

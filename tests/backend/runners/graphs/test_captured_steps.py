@@ -18,6 +18,7 @@ from kimi_backend.types.plan import AuxHandle, TargetPlan
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
+from support.masked_loop import MaskedLoop
 from support.speculative_loop import SpeculativeLoop, Step
 
 KINDS = ["mla31", "mla", "mha"]
@@ -209,6 +210,24 @@ def test_processors_and_logprobs_follow_the_captured_layers(monkeypatch: pytest.
         steps = [loop.step() for loop in loops]
         assert_equal_steps(*steps)
         assert steps[0].target_reply.logprobs is not None
+
+
+def test_masks_reach_the_captured_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that mask some rows, and steps behind them that mask none."""
+    texts = prompts(4)
+    loops = [
+        MaskedLoop(*runner_pair(SETTING, "mla31", recorder), texts, [3, 0, 7, 2], temperature=1.0)
+        for recorder in (None, EagerRecorder())
+    ]
+    assert_equal_steps(*(loop.step() for loop in loops))
+    for name in ("_launch_eagerly", "_sample"):
+        monkeypatch.setattr(loops[1]._target, name, None)
+    are_masked = set()
+    for _ in range(7):
+        steps = [loop.step() for loop in loops]
+        assert_equal_steps(*steps)
+        are_masked.add(steps[0].target_plan.logit_mask is not None)
+    assert are_masked == {True, False}
 
 
 def step_in_order(loop: SpeculativeLoop, order: list[int]) -> Step:

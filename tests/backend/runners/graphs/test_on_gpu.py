@@ -20,12 +20,13 @@ from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.policy import PolicyName
-from kimi_backend.types.plan import TargetPlan
+from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness, generate
+from support.masked_loop import MaskedLoop
 from support.nano_runs import nano_requests, nano_settings
 from support.random_policy import RandomPolicy
 from support.speculative_loop import SpeculativeLoop, Step
@@ -69,12 +70,17 @@ def setting(**fields: Any) -> Setting:
 
 
 def loop(
-    kind: str, recorder: Recorder | None, ks: list[int], where: Setting | None = None, **fields: Any
+    kind: str,
+    recorder: Recorder | None,
+    ks: list[int],
+    where: Setting | None = None,
+    make: type[SpeculativeLoop] = SpeculativeLoop,
+    **fields: Any,
 ) -> SpeculativeLoop:
     generator = np.random.default_rng(len(ks))
     prompts = [generator.integers(0, 96, generator.integers(3, 80)).tolist() for _ in ks]
     target, draft = runner_pair(where or setting(), kind, recorder, **WIDTHS)
-    return SpeculativeLoop(target, draft, prompts, list(ks), **fields)
+    return make(target, draft, prompts, list(ks), **fields)
 
 
 def graph_recorder() -> GraphRecorder:
@@ -104,6 +110,37 @@ def test_replays_equal_the_recorded_function(kind: str, temperature: float) -> N
         steps = [in_order(one, order) for one in loops]
         assert_equal_replies(*steps)
         assert not steps[0].target_reply.seq_status.any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masks_reach_the_captured_draws(temperature: float) -> None:
+    """Replayed, and as plain calls: steps that mask some rows, and steps behind them that mask none."""
+    loops = [
+        loop("mla31", recorder, KS, make=MaskedLoop, temperature=temperature, seed=3)
+        for recorder in (graph_recorder(), EagerRecorder())
+    ]
+    are_masked = set()
+    for _ in range(8):
+        steps = [one.step() for one in loops]
+        assert_equal_replies(*steps)
+        plan, reply = steps[0].target_plan, steps[0].target_reply
+        are_masked.add(plan.logit_mask is not None)
+        if plan.logit_mask is not None and plan.masked_rows is not None:
+            assert_fits_masks(plan, reply)
+    assert are_masked == {True, False}
+
+
+def assert_fits_masks(plan: TargetPlan, reply: TargetReply) -> None:
+    """Every token that counts is one that its row may draw."""
+    assert plan.logit_mask is not None and plan.masked_rows is not None
+    masks = dict(zip(plan.masked_rows.tolist(), plan.logit_mask, strict=True))
+    counts = plan.num_sampled_rows[plan.num_sampled_rows > 0]
+    for first, tokens, accepted in zip(
+        (np.cumsum(counts) - counts).tolist(), reply.output_token_ids.tolist(), reply.num_accepted_tokens, strict=True
+    ):
+        for place, token in enumerate(tokens[: accepted + 1]):
+            mask = masks.get(first + place)
+            assert mask is None or mask[token // 32] >> (token % 32) & 1
 
 
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
