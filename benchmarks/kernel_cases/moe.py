@@ -2,6 +2,7 @@
 8, 4 or 2 has 256, 512 or 1024."""
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,10 @@ from kernel_cases import Case, Prepared, num_input_sets, relative_error
 from kimi_kernels import KernelSet
 from kimi_kernels.moe_route import reference as route_reference
 from kimi_kernels.quantization.reference import dequantize, quantize_fp8
-from kimi_kernels.weights import ExpertWeights, Fp8Weight, Int4Weight, PackedExperts, Weight
+from kimi_kernels.weights import ExpertWeights, Fp8Weight, Int4Weight, Mxfp4Weight, PackedExperts, Weight
 
 HIDDEN, NUM_EXPERTS, TOP_K = 7168, 384, 8
-BYTES_A_WEIGHT = {"int4": 0.5 + 2 / 32, "fp8": 1 + 4 / 128**2, "bf16": 2}
+BYTES_A_WEIGHT = {"int4": 0.5 + 2 / 32, "mxfp4": 0.5 + 1 / 32, "fp8": 1 + 4 / 128**2, "bf16": 2}
 ERROR_LIMIT = 8e-3
 """bf16 activations between the products, bf16 products and result; scaled weights rounded to bf16 in large tiles."""
 CHECKED_TOKENS = 128
@@ -66,6 +67,9 @@ def cases(kernels: KernelSet) -> list[Case]:
     shapes = [
         Shape(kind="int4", width=width, tokens=tokens) for width, counts in WIDTH_TOKENS.items() for tokens in counts
     ]
+    shapes += [
+        Shape(kind="mxfp4", width=width, tokens=tokens) for width in (256, 2048) for tokens in (1, 16, 256, 2048)
+    ]
     shapes += [Shape(kind="fp8", width=256, tokens=tokens) for tokens in (1, 16, 256)]
     shapes += [Shape(kind="bf16", width=256, tokens=tokens) for tokens in (1, 16, 256)]
     found = [route_case(kernels, tokens) for tokens in (1, 64, 1024)]
@@ -96,6 +100,12 @@ def random_weight(kind: str, rows: int, columns: int) -> Weight:
             matrix.random_(-(2**31), 2**31 - 1)
         scales = torch.empty(NUM_EXPERTS, rows, columns // 32, dtype=torch.bfloat16, device="cuda")
         return Int4Weight(packed=packed, scales=scales.uniform_(0.5, 1.5).mul_(0.2 * columns**-0.5))
+    if kind == "mxfp4":
+        codes = torch.randint(0, 256, (*shape[:2], columns // 2), dtype=torch.uint8, device="cuda")
+        # A uniform code has a variance of 8.6.
+        exponent = round(math.log2(columns**-0.5 / 8.6**0.5))
+        scales = torch.randint(126 + exponent, 129 + exponent, (*shape[:2], columns // 32), device="cuda")
+        return Mxfp4Weight(codes=codes, scales=scales.to(torch.uint8))
     plain = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().mul_(columns**-0.5)
     if kind == "bf16":
         return plain
@@ -153,6 +163,8 @@ def one(weight: Weight, expert: int) -> Weight:
     """One expert's matrix."""
     if isinstance(weight, Int4Weight):
         return Int4Weight(packed=weight.packed[expert], scales=weight.scales[expert], group_size=weight.group_size)
+    if isinstance(weight, Mxfp4Weight):
+        return Mxfp4Weight(codes=weight.codes[expert], scales=weight.scales[expert])
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(values=weight.values[expert], scales=weight.scales[expert], block_size=weight.block_size)
     return weight[expert]

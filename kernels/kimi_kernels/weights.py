@@ -6,6 +6,7 @@ import torch
 
 INT4_GROUP_SIZE = 32
 FP8_BLOCK_SIZE = 128
+MXFP4_GROUP_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,24 @@ class Fp8Weight:
     block_size: int = FP8_BLOCK_SIZE
 
 
-Weight = torch.Tensor | Int4Weight | Fp8Weight
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mxfp4Weight:
+    """OCP's MXFP4: `weight = e2m1 code * 2 ** (scale - 127)`, a scale for each group of 32 columns.
+
+    The low nibble of a byte is the even one of its two columns. A code's top bit is its sign; the others stand for
+    0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+    """
+
+    codes: torch.Tensor
+    """[..., out_features, in_features / 2] uint8."""
+    scales: torch.Tensor
+    """[..., out_features, in_features / 32] uint8, the bits of e8m0."""
+
+
+LinearWeight = torch.Tensor | Int4Weight | Fp8Weight
+"""What a linear layer may be kept in."""
+Weight = LinearWeight | Mxfp4Weight
+"""What routed experts may be kept in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

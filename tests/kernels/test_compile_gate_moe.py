@@ -14,7 +14,14 @@ SPILLED_BYTES = {"down tall 128": 96}
 """Kernels that may spill, all of it outside the loop's critical path, and how much."""
 MMA_SYNC = ("gate_up choice", "down token", "linear 8", "gate_up sorted int4 8", "down resident 8")
 """Eight columns: too few for wgmma to be worth its waits; mma.sync takes them without padding."""
-WGMMA = ("gate_up sorted fp8 16", "gate_up sorted int4 64", "gate_up tall 64", "down tall 128")
+WGMMA = (
+    "gate_up sorted fp8 16",
+    "gate_up sorted mxfp4 16",
+    "gate_up sorted int4 64",
+    "gate_up tall 64",
+    "gate_up tall mxfp4 64",
+    "down tall 128",
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,19 @@ def test_dequantisation_is_packed(compiled: dict[str, dict[str, Any]]) -> None:
     assert instructions["HADD2"] == 64
     # One conversion, of the division that finds the program's tile; none of a weight.
     assert instructions.get("I2F", 0) + instructions.get("I2FP", 0) <= 2
+
+
+@pytest.mark.parametrize(
+    ("mxfp4", "int4"),
+    [("gate_up sorted mxfp4 16", "gate_up sorted int4 16"), ("gate_up tall mxfp4 64", "gate_up tall 64")],
+)
+def test_an_mxfp4_weight_costs_what_an_int4_one_does(
+    compiled: dict[str, dict[str, Any]], mxfp4: str, int4: str
+) -> None:
+    """A product that scales replaces the subtraction, and where int4 scales products, those too."""
+    counts = [sum(compiled[name]["instructions"].values()) for name in (mxfp4, int4)]
+    assert counts[0] <= 1.05 * counts[1]
+    assert compiled[mxfp4]["registers"] <= compiled[int4]["registers"]
 
 
 def test_blocks_share_a_multiprocessor(compiled: dict[str, dict[str, Any]]) -> None:

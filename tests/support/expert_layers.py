@@ -4,15 +4,18 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.moe_experts import reference
+from kimi_kernels.quantization.mxfp4 import quantize_mxfp4
 from kimi_kernels.quantization.reference import quantize_fp8, quantize_int4
 from kimi_kernels.weights import ExpertWeights, PackedExperts, Weight
 
 
 def random_weight(kind: str, *shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Weight:
-    """A weight of unit gain, int4, fp8 or plain."""
+    """A weight of unit gain, int4, mxfp4, fp8 or plain."""
     plain = torch.randn(*shape, device=device) * shape[-1] ** -0.5
     if kind == "int4":
         return quantize_int4(plain)
+    if kind == "mxfp4":
+        return quantize_mxfp4(plain)
     if kind == "fp8":
         return quantize_fp8(plain)
     return plain.to(dtype)

@@ -20,8 +20,13 @@ BF16 = ("X", "HIDDEN", "OUT", "PRODUCTS")
 FLOAT = ("PARTIALS", "TOPK_WEIGHTS")
 INTS = ("ARRIVALS", "TOPK_IDS", "TILE_ENTRIES", "TILE_CHOICES", "NUM_TILES", "COUNTS")
 TYPES = dict.fromkeys(BF16, "*bf16") | dict.fromkeys(FLOAT, "*fp32") | dict.fromkeys(INTS, "*i32")
-WEIGHT_TYPES = {"int4": ("*i16", "*i64"), "fp8": ("*i16", "*fp32"), "float": ("*bf16", "*fp32")}
-WORDS = {"int4": 32, "fp8": 64, "float": 64}
+WEIGHT_TYPES = {
+    "int4": ("*i16", "*i64"),
+    "mxfp4": ("*i16", "*i32"),
+    "fp8": ("*i16", "*fp32"),
+    "float": ("*bf16", "*fp32"),
+}
+WORDS = {"int4": 32, "mxfp4": 32, "fp8": 64, "float": 64}
 DIVISIBLE = {"x_stride", "in_features", "intermediate_size", "out_features", "num_columns"}
 
 
@@ -41,14 +46,16 @@ def main() -> None:
         "place": compile_case(place_kernel, "int4", 4, COLUMNS=16, CHUNK=512, BINS=512, SINGLE=True),
         "linear 8": compile_case(tiled_linear_kernel, "int4", 4, COLUMNS=8, STAGES=4, SCALE_WEIGHTS=False, SPLITS=1),
     }
-    for kind, columns, scale_weights in (("int4", 8, False), ("fp8", 16, False), ("int4", 64, True)):
-        constants = {"COLUMNS": columns, "STAGES": 3, "SCALE_WEIGHTS": scale_weights}
+    for kind, columns in (("int4", 8), ("int4", 16), ("mxfp4", 16), ("fp8", 16), ("int4", 64)):
+        constants = {"COLUMNS": columns, "STAGES": 3, "SCALE_WEIGHTS": columns == 64}
         results[f"gate_up sorted {kind} {columns}"] = compile_case(gate_up_sorted_kernel, kind, 4, **constants)
     results["down resident 8"] = compile_case(
         down_sorted_kernel, "int4", 4, COLUMNS=8, STAGES=3, SCALE_WEIGHTS=False, RESIDENT_STEPS=2
     )
-    results["gate_up tall 64"] = compile_case(gate_up_tall_kernel, "int4", 8, COLUMNS=64, ROWS=128, STAGES=4, WARPS=8)
-    results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, STAGES=4, WARPS=8)
+    tall = {"STAGES": 4, "WARPS": 8}
+    for kind, name in (("int4", "gate_up tall 64"), ("mxfp4", "gate_up tall mxfp4 64")):
+        results[name] = compile_case(gate_up_tall_kernel, kind, 8, COLUMNS=64, ROWS=128, **tall)
+    results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, **tall)
     for kind in ("int4", "fp8"):
         results[f"widen {kind}"] = compile_case(widen_kernel, kind, 4)
     sys.stdout.write(json.dumps(results))

@@ -11,7 +11,7 @@ from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.errors import ConfigError
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.quantization.reference import INT4_MAX, INT4_MIN, pack_nibbles, quantize_fp8
-from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, Fp8Weight, Int4Weight, PackedWeight, Weight
+from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, Fp8Weight, Int4Weight, LinearWeight, PackedWeight
 
 _ROWS_AT_ONCE = 8192
 """Rounding goes through float32 and int64; in slices, a head of 163,840 rows needs no ten times its own memory."""
@@ -20,7 +20,7 @@ _INT4_SCALE_SIZES = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 assert _ROWS_AT_ONCE % FP8_BLOCK_SIZE == 0, "a slice ends where a block ends"
 
 
-def quantize(weight: torch.Tensor, linear_format: LinearFormat) -> Weight:
+def quantize(weight: torch.Tensor, linear_format: LinearFormat) -> LinearWeight:
     """Round a weight [out_features, in_features] to the nearest values of a format.
 
     Raises:
@@ -79,7 +79,7 @@ def quantizing_kernels(kernels: KernelSet, linear_format: LinearFormat) -> Kerne
     if linear_format is LinearFormat.NONE:
         return kernels
 
-    def pack_linear(weight: Weight) -> PackedWeight:
+    def pack_linear(weight: LinearWeight) -> PackedWeight:
         return kernels.pack_linear(quantize(weight, linear_format) if isinstance(weight, torch.Tensor) else weight)
 
     return replace(kernels, pack_linear=pack_linear)

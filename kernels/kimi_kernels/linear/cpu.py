@@ -9,13 +9,13 @@ from kimi_kernels.linear import reference
 from kimi_kernels.quantization.reference import dequantize
 from kimi_kernels.row_products import aligned, keeps_rows_aligned, multiply_rows
 from kimi_kernels.row_tiles import ceil_to_width
-from kimi_kernels.weights import PackedWeight, Weight
+from kimi_kernels.weights import LinearWeight, PackedWeight
 
 HALF_KIND = "cpu.float16"
 FLOAT_KIND = "cpu.float32"
 
 
-def pack_linear(weight: Weight) -> PackedWeight:
+def pack_linear(weight: LinearWeight) -> PackedWeight:
     """`signatures.PackLinear`. A width that would misalign float32 rows goes to the reference."""
     plain = dequantize(weight)
     require_shape("weight", plain, None, None)

@@ -13,7 +13,7 @@ from kimi_kernels.linear.kernel_widen import widened_linear
 from kimi_kernels.linear.stream_launch import can_stream, new_arrivals, stream_launch
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
-from kimi_kernels.weights import Fp8Weight, Int4Weight, PackedWeight, Weight
+from kimi_kernels.weights import Fp8Weight, Int4Weight, LinearWeight, PackedWeight
 
 PACKED_KINDS = {"triton.int4": "int4", "triton.fp8": "fp8"}
 PLAIN_KIND = "triton.plain"
@@ -102,7 +102,7 @@ def tiled_linear_kernel(
             tl.store(target, total.to(OUT.dtype.element_ty), mask=mask)
 
 
-def pack_linear(weight: Weight) -> PackedWeight:
+def pack_linear(weight: LinearWeight) -> PackedWeight:
     """Cut a quantised weight into tiles; keep a plain one (`signatures.PackLinear`).
 
     Raises:
@@ -250,7 +250,7 @@ def _num_splits(num_programs: int, num_steps: int) -> int:
     return splits
 
 
-def _stacked(weight: Int4Weight | Fp8Weight) -> Weight:
+def _stacked(weight: Int4Weight | Fp8Weight) -> LinearWeight:
     if isinstance(weight, Int4Weight):
         return Int4Weight(
             packed=weight.packed.unsqueeze(0), scales=weight.scales.unsqueeze(0), group_size=weight.group_size

@@ -6,12 +6,12 @@ from torch import Tensor
 from kimi_kernels.argument_checks import require, require_float, require_shape
 from kimi_kernels.quantization.reference import dequantize
 from kimi_kernels.row_tiles import TILE_ROWS, multiply_tiles, tile_rows, tile_weight
-from kimi_kernels.weights import PackedWeight, Weight
+from kimi_kernels.weights import LinearWeight, PackedWeight
 
 PACKED_KIND = "reference.float32"
 
 
-def pack_linear(weight: Weight) -> PackedWeight:
+def pack_linear(weight: LinearWeight) -> PackedWeight:
     """Keep the weight's transpose in float32 (`signatures.PackLinear`)."""
     plain = dequantize(weight)
     require_shape("weight", plain, None, None)

@@ -16,7 +16,7 @@ from kimi_kernels.moe_experts.kernel_layer import (
 )
 from kimi_kernels.moe_experts.launch import FEW_CHOICES, few_launch, is_few, sorted_launch
 from kimi_kernels.quantization.tiles import cut_tiles, gate_up_rows, identity_rows
-from kimi_kernels.weights import ExpertWeights, Int4Weight, PackedExperts, Weight
+from kimi_kernels.weights import ExpertWeights, Int4Weight, Mxfp4Weight, PackedExperts, Weight
 
 MAX_EXPERTS = 1 << 15
 
@@ -86,6 +86,8 @@ def _shape(weight: Weight) -> tuple[int, int, int]:
         tensor = weight
     elif isinstance(weight, Int4Weight):
         tensor, columns_a_word = weight.packed, 8
+    elif isinstance(weight, Mxfp4Weight):
+        tensor, columns_a_word = weight.codes, 2
     else:
         tensor = weight.values
     require(tensor.ndim == 3, "weights", f"{tensor.ndim} dimensions", "[E, out_features, in_features]")

@@ -14,7 +14,7 @@ from kimi_kernels.moe_experts.launch import MAX_CHUNK, FewLaunch, SortedLaunch, 
 from kimi_kernels.quantization.tiles import TILE_ROWS, step_columns
 from kimi_kernels.weights import PackedExperts
 
-PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "fp8", "float")}
+PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "mxfp4", "fp8", "float")}
 FEW_COLUMNS = 8
 SUM_BLOCK = 1024
 TALL_STAGES = 4
@@ -52,13 +52,13 @@ class Layer:
         self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
 
     def tall_shapes(self) -> TallShapes:
-        """Which products have int4 weights, bf16 arithmetic, and whole groups of rows and of steps."""
-        is_int4 = self.gate_up_flags["KIND"] == "int4" and not self.gate_up_flags["PORTABLE"]
+        """Which products have weights of four bits, bf16 arithmetic, and whole groups of rows and of steps."""
+        has_four_bits = self.gate_up_flags["KIND"] in ("int4", "mxfp4") and not self.gate_up_flags["PORTABLE"]
         has_groups = [
             bool(flags["EVEN"]) and tiles.shape[1] % 2 == 0 and tiles.shape[2] % TALL_STAGES == 0
             for tiles, flags in ((self.gate_up, self.gate_up_flags), (self.down, self.down_flags))
         ]
-        return TallShapes(gate_up=is_int4 and has_groups[0], down=is_int4 and has_groups[1])
+        return TallShapes(gate_up=has_four_bits and has_groups[0], down=has_four_bits and has_groups[1])
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.x.dtype, device=self.x.device)
@@ -196,6 +196,7 @@ def _gate_up_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tens
         layer.intermediate_size,
         layer.gate_up_row_tiles,
         layer.gate_up_steps,
+        KIND=layer.gate_up_flags["KIND"],
         COLUMNS=launch.columns,
         ROWS=launch.gate_up_tall_rows,
         STAGES=TALL_STAGES,
@@ -248,6 +249,7 @@ def _down_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor,
         layer.hidden_size,
         layer.down_row_tiles,
         layer.down_steps,
+        KIND=layer.gate_up_flags["KIND"],
         COLUMNS=launch.columns,
         ROWS=launch.down_tall_rows,
         STAGES=TALL_STAGES,

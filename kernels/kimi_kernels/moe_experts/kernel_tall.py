@@ -30,6 +30,7 @@ def _gate_up_tile(
     intermediate_size,
     row_group,
     num_steps,
+    KIND: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -38,7 +39,7 @@ def _gate_up_tile(
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
     choice, is_valid = _load_choices(choices, 0, count, COLUMNS, copy)
     acc = multiply_overlapped(
-        tiles, scales, X + choice // top_k * x_stride, is_valid, num_steps, COLUMNS, ROWS, STAGES, WARPS
+        tiles, scales, X + choice // top_k * x_stride, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
     )
     gate, up = acc.reshape([ROWS // (2 * STRIPE), 2, STRIPE, COLUMNS]).permute((0, 2, 3, 1)).split()
     hidden = (gate / (1.0 + gl.exp(-gate)) * up).reshape([ROWS // 2, COLUMNS])
@@ -64,12 +65,13 @@ def gate_up_tall_kernel(
     intermediate_size,
     num_row_tiles,
     num_steps,
+    KIND: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """`gate_up_sorted_kernel` for int4 and whole steps; a tile that is at most half full takes half the columns."""
+    """`gate_up_sorted_kernel` for 4-bit weights and whole steps; a tile at most half full takes half the columns."""
     program = gl.program_id(0)
     num_groups = num_row_tiles // (ROWS // TILE_ROWS)
     row_group = program % num_groups
@@ -95,6 +97,7 @@ def gate_up_tall_kernel(
             intermediate_size,
             row_group,
             num_steps,
+            KIND,
             COLUMNS,
             ROWS,
             STAGES,
@@ -113,6 +116,7 @@ def gate_up_tall_kernel(
             intermediate_size,
             row_group,
             num_steps,
+            KIND,
             COLUMNS // 2,
             ROWS,
             STAGES,
@@ -132,6 +136,7 @@ def _down_tile(
     out_features,
     row_group,
     num_steps,
+    KIND: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -140,7 +145,7 @@ def _down_tile(
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
     choice, is_valid = _load_choices(choices, 0, count, COLUMNS, copy)
     acc = multiply_overlapped(
-        tiles, scales, HIDDEN + choice * intermediate_size, is_valid, num_steps, COLUMNS, ROWS, STAGES, WARPS
+        tiles, scales, HIDDEN + choice * intermediate_size, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
     )
     store: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])
     product = gl.convert_layout(acc, store).to(OUT.dtype.element_ty)
@@ -163,12 +168,13 @@ def down_tall_kernel(
     out_features,
     num_row_tiles,
     num_steps,
+    KIND: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """`down_sorted_kernel` for int4 and whole steps; a tile that is at most half full takes half the columns."""
+    """`down_sorted_kernel` for 4-bit weights and whole steps; a tile at most half full takes half the columns."""
     program = gl.program_id(0)
     num_groups = num_row_tiles // (ROWS // TILE_ROWS)
     row_group = program % num_groups
@@ -193,6 +199,7 @@ def down_tall_kernel(
             out_features,
             row_group,
             num_steps,
+            KIND,
             COLUMNS,
             ROWS,
             STAGES,
@@ -210,6 +217,7 @@ def down_tall_kernel(
             out_features,
             row_group,
             num_steps,
+            KIND,
             COLUMNS // 2,
             ROWS,
             STAGES,

@@ -1,4 +1,4 @@
-"""`kernel_tiles`' int4 product where tensor cores run while the next weights are dequantised (Gluon, Hopper only).
+"""`kernel_tiles`' int4 and mxfp4 products where tensor cores run while the next weights are widened (Gluon on Hopper).
 
 In Triton-language a product whose weights come from registers is waited for before the next one is prepared, so that
 tensor cores and arithmetic take turns. Here a step's four planes are four asynchronous products, and each is prepared
@@ -10,7 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from kimi_kernels.quantization.kernel_tiles import INT4_ASM_0, INT4_ASM_1, INT4_ASM_2, INT4_ASM_3
+from kimi_kernels.quantization.kernel_tiles import (
+    INT4_ASM_0,
+    INT4_ASM_1,
+    INT4_ASM_2,
+    INT4_ASM_3,
+    MXFP4_ASM_0,
+    MXFP4_ASM_1,
+    MXFP4_ASM_2,
+    MXFP4_ASM_3,
+)
 
 TILE_ROWS = gl.constexpr(128)
 WORDS = gl.constexpr(32)
@@ -19,16 +28,21 @@ STEP = gl.constexpr(128)
 
 
 @gluon.jit
-def _int4_plane(words, P: gl.constexpr):
-    if P == 0:
-        values = gl.inline_asm_elementwise(INT4_ASM_0, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-    elif P == 1:
-        values = gl.inline_asm_elementwise(INT4_ASM_1, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-    elif P == 2:
-        values = gl.inline_asm_elementwise(INT4_ASM_2, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
+def _widen(words, ASM: gl.constexpr):
+    return gl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _plane(words, packed, P: gl.constexpr, KIND: gl.constexpr):
+    """Weights of plane P, scaled: `kernel_tiles.int4_plane` with its scales, or `mxfp4_plane`."""
+    if KIND == "mxfp4":
+        ASM: gl.constexpr = MXFP4_ASM_0 if P == 0 else MXFP4_ASM_1 if P == 1 else MXFP4_ASM_2 if P == 2 else MXFP4_ASM_3
+        exponent = packed << 7 if P == 0 else packed >> (8 * P - 7)
+        bits = exponent & 0x7F80
     else:
-        values = gl.inline_asm_elementwise(INT4_ASM_3, "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2)
-    return values
+        ASM: gl.constexpr = INT4_ASM_0 if P == 0 else INT4_ASM_1 if P == 1 else INT4_ASM_2 if P == 2 else INT4_ASM_3
+        bits = packed >> (16 * P)
+    return _widen(words, ASM) * bits.to(gl.int16).to(gl.bfloat16, bitcast=True).expand_dims(1)
 
 
 @gluon.jit
@@ -51,6 +65,7 @@ def multiply_overlapped(
     x_rows,
     is_valid,
     num_steps,
+    KIND: gl.constexpr,
     COLUMNS: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -75,7 +90,7 @@ def multiply_overlapped(
     for _ in gl.static_range(STAGES):
         words_buffers = words_buffers + (gl.allocate_shared_memory(gl.int16, [ROWS, WORDS], words_shared),)
         scales_buffers = scales_buffers + (
-            gl.allocate_shared_memory(gl.int64, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+            gl.allocate_shared_memory(scales.dtype.element_ty, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         )
         x_buffers = x_buffers + (
             (
@@ -120,8 +135,7 @@ def multiply_overlapped(
             words = words_buffers[i].load(weights_layout)
             packed = scales_buffers[i].load(gl.SliceLayout(1, weights_layout))
             for p in gl.static_range(4):
-                scale = (packed >> (16 * p)).to(gl.int16).to(gl.bfloat16, bitcast=True)
-                weights = _int4_plane(words, p) * scale.expand_dims(1)
+                weights = _plane(words, packed, p, KIND)
                 acc = warpgroup_mma(weights, x_buffers[i][p].permute((1, 0)), acc, is_async=True)
                 # One product may still run, so its weights' registers must not be used again: they wait with it.
                 acc, weights = warpgroup_mma_wait(1, deps=[acc, weights])

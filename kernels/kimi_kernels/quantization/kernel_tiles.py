@@ -33,10 +33,22 @@ def _fp8_asm(sign: str, magnitude: str) -> tl.constexpr:
     )
 
 
+def _mxfp4_asm(code: str) -> tl.constexpr:
+    """PTX: the codes of two words at one place, as two bf16 that are 2^126 too small."""
+    return tl.constexpr("{ .reg .b32 s, t; " + code + " }")
+
+
 INT4_ASM_0 = _int4_asm("")
 INT4_ASM_1 = _int4_asm("shr.u32 t, t, 4; ")
 INT4_ASM_2 = _int4_asm("shr.u32 t, t, 8; ")
 INT4_ASM_3 = _int4_asm("shr.u32 t, t, 12; ")
+MXFP4_ASM_0 = _mxfp4_asm("and.b32 $0, $1, 0x81c081c0;")
+MXFP4_ASM_1 = _mxfp4_asm("shl.b32 t, $1, 3; and.b32 $0, t, 0x81c081c0;")
+# 68 shifts by 6 and by 2: what overlaps is masked out, and no carry reaches what is not.
+MXFP4_ASM_2 = _mxfp4_asm("and.b32 t, $1, 0x20072007; mul.lo.u32 t, t, 68; and.b32 $0, t, 0x81c081c0;")
+MXFP4_ASM_3 = _mxfp4_asm(
+    "shl.b32 s, $1, 1; and.b32 s, s, 0x80008000; shr.u32 t, $1, 3; lop3.b32 $0, t, 0x01c001c0, s, 0xea;"
+)
 FP8_ASM_0 = _fp8_asm("shl.b32 s, s, 8; ", "shl.b32 t, $1, 4; ")
 FP8_ASM_1 = _fp8_asm("", "shr.u32 t, $1, 4; ")
 
@@ -58,6 +70,35 @@ def int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
     else:
         values = tl.inline_asm_elementwise(INT4_ASM_3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     return values
+
+
+@triton.jit
+def mxfp4_plane(words, packed, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
+    """Weights of plane PLANE, scaled, exact: powers of two only move a code's exponent.
+
+    Args:
+        words: [ROWS, 32]. packed: [ROWS], a step's scales, 2^126 too large (`tiles`).
+    """
+    if PORTABLE:
+        SIGN: tl.constexpr = 15 if PLANE == 0 else 11 + PLANE
+        LOW: tl.constexpr = 9 if PLANE == 3 else 6 - 3 * PLANE
+        code = (words >> LOW).to(tl.int32) & 7
+        halves = tl.where(code < 2, code, (2 + (code & 1)) << (tl.maximum(code >> 1, 1) - 1))
+        halves = tl.where((words >> SIGN) & 1 == 1, -halves, halves)
+        exponent = ((packed >> (8 * PLANE)) & 255) - 126
+        weights = halves.to(tl.float32) * 0.5 * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
+    else:
+        if PLANE == 0:
+            tiny = tl.inline_asm_elementwise(MXFP4_ASM_0, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+        elif PLANE == 1:
+            tiny = tl.inline_asm_elementwise(MXFP4_ASM_1, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+        elif PLANE == 2:
+            tiny = tl.inline_asm_elementwise(MXFP4_ASM_2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            tiny = tl.inline_asm_elementwise(MXFP4_ASM_3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+        exponent = packed << 7 if PLANE == 0 else packed >> (8 * PLANE - 7)
+        weights = tiny * (exponent & 0x7F80).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+    return weights
 
 
 @triton.jit
@@ -106,7 +147,7 @@ def load_columns(x_rows, is_valid, first, in_features, WIDTH: tl.constexpr, EVEN
 @triton.jit
 def load_planes(x_rows, is_valid, step, in_features, KIND: tl.constexpr, EVEN: tl.constexpr):
     """The activations that a step's planes multiply: a tuple, one [COLUMNS, plane width] each."""
-    if KIND == "int4":
+    if KIND == "int4" or KIND == "mxfp4":
         first = step * (4 * INT4_WORDS)
         planes = (
             load_columns(x_rows, is_valid, first, in_features, INT4_WORDS, EVEN),
@@ -144,7 +185,8 @@ def multiply_tile(
         acc: [ROWS, COLUMNS] float32.
         tiles: the first tile of this row tile (or of its lower half). scales: its scales.
         SCALE_WEIGHTS: scale the int4 weights, which rounds them to bf16, rather than the products of a group; pays when
-            there are more columns than a group's 32 products. Allows no factor.
+            there are more columns than a group's 32 products. mxfp4 weights are always scaled, which rounds nothing.
+            Allows no factor.
     """
     row = tl.arange(0, ROWS)
     if KIND == "int4":
@@ -160,6 +202,14 @@ def multiply_tile(
             else:
                 product = _dot(weights, planes[p], tl.zeros_like(acc))
                 acc += product * (scale * factor)[:, None]
+    elif KIND == "mxfp4":
+        word = tl.arange(0, INT4_WORDS)
+        words = tl.load(tiles + step * (TILE_ROWS * INT4_WORDS) + row[:, None] * INT4_WORDS + word[None, :])
+        packed = tl.load(scales + step * TILE_ROWS + row)
+        product = acc if SCALE_WEIGHTS else tl.zeros_like(acc)
+        for p in tl.static_range(4):
+            product = _dot(mxfp4_plane(words, packed, p, PORTABLE), planes[p], product)
+        acc = product if SCALE_WEIGHTS else acc + product * factor
     elif KIND == "fp8":
         word = tl.arange(0, FP8_WORDS)
         words = tl.load(tiles + step * (TILE_ROWS * FP8_WORDS) + row[:, None] * FP8_WORDS + word[None, :])
@@ -200,7 +250,9 @@ def multiply_steps(
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in tl.range(first_step, end_step, num_stages=STAGES):
         planes = load_planes(x_rows, is_valid, step, in_features, KIND, EVEN)
-        acc = multiply_tile(acc, tiles, scales, step, planes, 1.0, KIND, ROWS, SCALE_WEIGHTS, PORTABLE)
+        acc = multiply_tile(
+            acc, tiles, scales, step, planes, 1.0, KIND, ROWS, SCALE_WEIGHTS or KIND == "mxfp4", PORTABLE
+        )
     return acc
 
 

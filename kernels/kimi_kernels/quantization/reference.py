@@ -1,4 +1,4 @@
-"""Formulas of the weight formats: int4 in groups and float8 in blocks, both ways.
+"""Formulas of the weight formats: int4 in groups and float8 in blocks, both ways (MXFP4: `mxfp4`).
 
 `quantize_*` round to the nearest code; they serve the writer of test checkpoints, the drafts' tools and the tests.
 """
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float
-from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, Fp8Weight, Int4Weight, Weight
+from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4
+from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, Fp8Weight, Int4Weight, Mxfp4Weight, Weight
 
 NIBBLES_PER_WORD = 8
 INT4_OFFSET = 8
@@ -23,6 +24,8 @@ def dequantize(weight: Weight) -> Tensor:
         return dequantize_int4(weight)
     if isinstance(weight, Fp8Weight):
         return dequantize_fp8(weight)
+    if isinstance(weight, Mxfp4Weight):
+        return dequantize_mxfp4(weight)
     require_float("weight", weight)
     return weight
 

@@ -6,10 +6,12 @@ plane is taken out of a register of two words by one mask and never has to be in
 | kind  | columns | word [row, j] of a tile                                   | scales of a step       |
 | ----- | ------- | --------------------------------------------------------- | ---------------------- |
 | int4  | 128     | [128, 32] int16: nibble p is column 32 p + j, as code + 8 | [128] int64: four bf16 |
+| mxfp4 | 128     | [128, 32] int16: bits as `MXFP4_BITS`; columns as int4    | [128] int32: four e8m0 |
 | fp8   | 128     | [128, 64] int16: byte p is column 64 p + j, float8_e4m3fn | [128] float32          |
 | float | 64      | [128, 64] in the weight's own dtype                       | none                   |
 
-An int4 plane is one scale group. Rows past the weight and columns past a whole step hold zeros.
+An int4 or mxfp4 plane is one scale group. Rows past the weight and columns past a whole step hold zeros. An mxfp4 scale
+is kept 2^126 too large, as the code's bits, seen as a bf16, are 2^126 too small.
 """
 
 from dataclasses import dataclass
@@ -18,11 +20,18 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float
-from kimi_kernels.weights import Fp8Weight, Int4Weight, Weight
+from kimi_kernels.quantization.mxfp4 import SCALE_BIAS, check_mxfp4
+from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
 
 TILE_ROWS = 128
 INT4_PLANE_COLUMNS = 32
 INT4_STEP_COLUMNS = 4 * INT4_PLANE_COLUMNS
+MXFP4_BITS = ((15, 6), (12, 3), (13, 0), (14, 9))
+"""Of each plane's code, in a word: the bit of its sign, the lowest of its three bits of magnitude. A bf16 has them at
+bits 15 and 6: one shift and one mask take a code of the first two planes out, the others need more."""
+MXFP4_SCALE_OFFSET = 126
+MXFP4_MAX_SCALE = SCALE_BIAS + 1
+"""Scales of at most 2, weights of at most 12: what keeps a scale that is 2^126 too large finite."""
 FP8_PLANE_COLUMNS = 64
 FP8_STEP_COLUMNS = 2 * FP8_PLANE_COLUMNS
 FLOAT_STEP_COLUMNS = 64
@@ -37,7 +46,7 @@ class WeightTiles:
     """Stacked weights in tiles; E matrices, padded to whole tiles."""
 
     kind: str
-    """int4, fp8 or float."""
+    """int4, mxfp4, fp8 or float."""
     tiles: Tensor
     """[E, row tiles, steps, 128, words a row]."""
     scales: Tensor
@@ -46,7 +55,8 @@ class WeightTiles:
 
 def step_columns(kind: str) -> int:
     """Columns of the weight that one tile covers."""
-    return {"int4": INT4_STEP_COLUMNS, "fp8": FP8_STEP_COLUMNS, "float": FLOAT_STEP_COLUMNS}[kind]
+    four_bits = dict.fromkeys(("int4", "mxfp4"), INT4_STEP_COLUMNS)
+    return (four_bits | {"fp8": FP8_STEP_COLUMNS, "float": FLOAT_STEP_COLUMNS})[kind]
 
 
 def identity_rows(num_rows: int, device: torch.device) -> Tensor:
@@ -73,7 +83,8 @@ def cut_tiles(weight: Weight, rows: Tensor) -> WeightTiles:
         weight: [E, out_features, in_features].
         rows: [a multiple of 128] int64, rows of the weight; -1 is a row of zeros.
     Raises:
-        ValueError: a shape does not fit, an int4 group is not a multiple of 32, or fp8 blocks are not of 128 columns.
+        ValueError: a shape does not fit, an int4 group is not a multiple of 32, fp8 blocks are not of 128 columns,
+            or an mxfp4 scale is above 2.
     """
     if isinstance(weight, Int4Weight):
         _check_int4(weight)
@@ -83,6 +94,10 @@ def cut_tiles(weight: Weight, rows: Tensor) -> WeightTiles:
         _check_fp8(weight)
         parts = [_fp8_tiles(values, scales, rows, weight.block_size) for values, scales in _fp8_parts(weight)]
         return WeightTiles(kind="fp8", tiles=_stack([t for t, _ in parts]), scales=_stack([s for _, s in parts]))
+    if isinstance(weight, Mxfp4Weight):
+        _check_mxfp4(weight)
+        parts = [_mxfp4_tiles(codes, scales, rows) for codes, scales in zip(weight.codes, weight.scales, strict=True)]
+        return WeightTiles(kind="mxfp4", tiles=_stack([t for t, _ in parts]), scales=_stack([s for _, s in parts]))
     require_float("weight", weight)
     require(weight.ndim == 3, "weight", f"{weight.ndim} dimensions", "3")
     tiles = _stack([_float_tiles(matrix, rows) for matrix in weight])
@@ -114,16 +129,41 @@ def _int4_parts(weight: Int4Weight) -> tuple[Tensor, Tensor]:
 def _int4_tiles(packed: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """packed: [rows, columns / 8] int32; scales: [rows, columns / 32]."""
     # A little-endian word's bytes hold columns (0, 1), (2, 3), ...: low nibble first.
-    pairs = _gather(packed.contiguous().view(torch.uint8), rows, INT4_STEP_COLUMNS // 2, ZERO_NIBBLES)
-    nibbles = torch.stack([pairs & 0xF, pairs >> 4], dim=-1)
-    planes = nibbles.view(-1, TILE_ROWS, pairs.shape[1] * 2 // INT4_STEP_COLUMNS, 4, INT4_PLANE_COLUMNS)
-    planes = planes.transpose(1, 2)
+    planes = _nibble_planes(packed.contiguous().view(torch.uint8), rows, ZERO_NIBBLES)
     low = planes[..., 0, :] | planes[..., 1, :] << 4
     high = planes[..., 2, :] | planes[..., 3, :] << 4
     words = torch.stack([low, high], dim=-1).view(torch.int16).squeeze(-1)
     padded = _gather(scales.to(torch.bfloat16), rows, 4, 0)
     groups = padded.view(-1, TILE_ROWS, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
     return words, groups.view(torch.int64).squeeze(-1)
+
+
+def _nibble_planes(pairs: Tensor, rows: Tensor, zeros: int) -> Tensor:
+    """pairs: [rows, columns / 2] uint8, low nibble first; zeros: two of them -> [row tiles, steps, 128, 4, 32]."""
+    padded = _gather(pairs, rows, INT4_STEP_COLUMNS // 2, zeros)
+    nibbles = torch.stack([padded & 0xF, padded >> 4], dim=-1)
+    num_steps = padded.shape[1] * 2 // INT4_STEP_COLUMNS
+    return nibbles.view(-1, TILE_ROWS, num_steps, 4, INT4_PLANE_COLUMNS).transpose(1, 2)
+
+
+def _check_mxfp4(weight: Mxfp4Weight) -> None:
+    check_mxfp4(weight)
+    require(weight.codes.ndim == 3, "codes", f"{weight.codes.ndim} dimensions", "3")
+    largest = int(weight.scales.max()) if weight.scales.numel() else 0
+    require(largest <= MXFP4_MAX_SCALE, "scales", f"2 ** {largest - SCALE_BIAS} or NaN", "at most 2")
+
+
+def _mxfp4_tiles(codes: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """codes: [rows, columns / 2] uint8; scales: [rows, columns / 32] uint8."""
+    planes = _nibble_planes(codes, rows, 0).to(torch.int32)
+    parts = [
+        (planes[..., p, :] >> 3) << sign | (planes[..., p, :] & 7) << magnitude
+        for p, (sign, magnitude) in enumerate(MXFP4_BITS)
+    ]
+    words = parts[0] | parts[1] | parts[2] | parts[3]
+    padded = _gather(scales + MXFP4_SCALE_OFFSET, rows, 4, MXFP4_SCALE_OFFSET)
+    groups = padded.view(-1, TILE_ROWS, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
+    return (words << 16 >> 16).to(torch.int16), groups.view(torch.int32).squeeze(-1)
 
 
 def _check_fp8(weight: Fp8Weight) -> None:

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kimi_kernels.weights import PackedWeight, Weight
+from kimi_kernels.weights import LinearWeight, PackedWeight
 
 
 class PackLinear(Protocol):
     """Lay a linear layer's weight out for `Linear`, at load."""
 
-    def __call__(self, weight: Weight) -> PackedWeight:
+    def __call__(self, weight: LinearWeight) -> PackedWeight:
         """weight: [out_features, in_features]."""
         ...
 

@@ -51,7 +51,7 @@ def test_it_equals_the_reference(
     assert all(map(torch.equal, before, (x, ids, scale)))
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8"])
 def test_quantised_experts_equal_the_reference(kind: str) -> None:
     torch.manual_seed(0)
     weights = random_experts(kind, 6, 128, 128)

@@ -7,15 +7,19 @@ import torch
 
 from kimi_kernels.moe_experts import kernel, kernel_layer, reference
 from kimi_kernels.moe_experts.launch import sorted_launch
+from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4
+from kimi_kernels.weights import ExpertWeights, Mxfp4Weight
 from support.expert_layers import expected_experts, random_choices, random_experts
 from support.row_errors import worst_row_error
 
 pytestmark = pytest.mark.gpu
+MXFP4_TOLERANCE = 5e-3
+"""bf16 activations between the products, bf16 products and result."""
 TOLERANCE = 6e-3
 """bf16 activations between the products, bf16 products and result; from 32 columns on, scaled weights in bf16."""
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8", "float"])
 @pytest.mark.parametrize("intermediate", [256, 512, 96])
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 9, 33, 130, 513, 1100])
 def test_against_reference(kind: str, intermediate: int, num_tokens: int) -> None:
@@ -30,11 +34,12 @@ def test_against_reference(kind: str, intermediate: int, num_tokens: int) -> Non
     assert torch.equal(out, kernel.moe_experts(x, ids, topk_weights, packed, first_expert=2))
 
 
+@pytest.mark.parametrize("kind", ["int4", "mxfp4"])
 @pytest.mark.parametrize("columns", [64, 128])
 @pytest.mark.parametrize("rows", [128, 256])
-def test_overlapped_products_have_the_bits_of_the_plain_ones(columns: int, rows: int) -> None:
+def test_overlapped_products_have_the_bits_of_the_plain_ones(kind: str, columns: int, rows: int) -> None:
     torch.manual_seed(0)
-    packed = kernel.pack_experts(random_experts("int4", 6, 1024, 512, "cuda"))
+    packed = kernel.pack_experts(random_experts(kind, 6, 1024, 512, "cuda"))
     x = torch.randn(700, 1024, device="cuda", dtype=torch.bfloat16)
     ids, weights = random_choices(700, 6, 3, "cuda")
     layer = kernel_layer.Layer(x, ids, weights, packed, 0)
@@ -53,6 +58,30 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(columns: int, rows:
     assert torch.equal(
         kernel_layer.down_sorted(layer, tall, order, hidden), kernel_layer.down_sorted(layer, plain, order, hidden)
     )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 48, 256, 2000])
+def test_mxfp4_against_a_float64_widening(num_tokens: int) -> None:
+    """Every code, scales from 2^-33 to 2: nothing is rounded but activations, sums and results."""
+    torch.manual_seed(num_tokens)
+    weights = []
+    for rows, columns in ((1024, 1024), (1024, 512)):
+        codes = torch.randint(0, 256, (16, rows, columns // 2), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(117, 124, (16, rows, columns // 32), dtype=torch.uint8, device="cuda")
+        scales[:, :, 0] = torch.randint(94, 129, (16, rows), dtype=torch.uint8, device="cuda")
+        weights.append(Mxfp4Weight(codes=codes, scales=scales))
+    x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    ids, topk_weights = random_choices(num_tokens, 16, 4, "cuda")
+    packed = kernel.pack_experts(ExpertWeights(gate_up=weights[0], down=weights[1]))
+    out = kernel.moe_experts(x, ids, topk_weights, packed)
+    gate_up, down = (dequantize_mxfp4(weight).double() for weight in weights)
+    expected = torch.zeros(num_tokens, 1024, dtype=torch.float64, device="cuda")
+    for expert in range(16):
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[token].double() @ gate_up[expert].T).chunk(2, dim=1)
+        product = (torch.nn.functional.silu(gate) * up) @ down[expert].T
+        expected.index_add_(0, token, product * topk_weights[token, choice].double().unsqueeze(1))
+    assert worst_row_error(out, expected) < MXFP4_TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [2, 200])

@@ -12,7 +12,7 @@ from support.interpreted import INTERPRETED
 from support.row_errors import worst_row_error
 
 pytestmark = INTERPRETED
-KINDS = ["int4", "fp8", "float"]
+KINDS = ["int4", "mxfp4", "fp8", "float"]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 """Order of sums; the rounding of activations, products and result to float16."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
+from kimi_kernels.quantization.mxfp4 import quantize_mxfp4
 from kimi_kernels.quantization.reference import dequantize, quantize_fp8, quantize_int4
 from kimi_kernels.weights import ExpertWeights, Weight
 
@@ -53,6 +54,7 @@ def test_experts(num_tokens: int, num_experts: int, top_k: int, hidden: int, int
 QUANTIZERS: dict[str, Callable[[Tensor], Weight]] = {
     "int4": quantize_int4,
     "int4 group 64": lambda weight: quantize_int4(weight, 64),
+    "mxfp4": quantize_mxfp4,
     "fp8": quantize_fp8,
     "bf16": lambda weight: weight.bfloat16(),
 }

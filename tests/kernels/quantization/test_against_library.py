@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from kimi_kernels.quantization.reference import dequantize_fp8, dequantize_int4, pack_nibbles, unpack_nibbles
-from kimi_kernels.weights import Fp8Weight, Int4Weight
+from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight
 
 compressors = pytest.importorskip("compressed_tensors.compressors")
 quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -55,3 +56,39 @@ def test_fp8_dequantises_as_the_library_does(shape: tuple[int, int], block_size:
     weight = Fp8Weight(values=values, scales=scales, block_size=block_size)
     form = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [block_size] * 2}
     assert torch.equal(dequantize_fp8(weight), dequantize(weight.values, weight.scales, **form))
+
+
+MXFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "group",
+    "symmetric": True,
+    "dynamic": False,
+    "group_size": 32,
+    "scale_dtype": "torch.uint8",
+}
+
+
+def mxfp4_scheme() -> Any:
+    return quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**MXFP4))
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (63, 160)])
+def test_mxfp4_dequantises_as_the_library_does(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8)
+    scales = torch.randint(90, 140, (shape[0], shape[1] // 32), dtype=torch.uint8)
+    stored = {"weight_packed": codes, "weight_scale": scales}
+    expected = compressors.MXFP4PackedCompressor.decompress(stored, mxfp4_scheme())["weight"]
+    got = dequantize_mxfp4(Mxfp4Weight(codes=codes, scales=scales))
+    assert torch.equal(got.to(expected.dtype), expected)
+
+
+def test_mxfp4_rounds_as_the_library_does() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 160)
+    ours = quantize_mxfp4(weight)
+    scale = torch.exp2(ours.scales.float() - 127)
+    library = compressors.MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, mxfp4_scheme())
+    assert torch.equal(ours.codes, library["weight_packed"])
+    assert torch.equal(ours.scales, library["weight_scale"])

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kimi_kernels.quantization.mxfp4 import quantize_mxfp4
 from kimi_kernels.quantization.reference import dequantize, quantize_fp8, quantize_int4
-from kimi_kernels.quantization.tiles import WeightTiles, cut_tiles, gate_up_rows, identity_rows
-from kimi_kernels.weights import Int4Weight, Weight
+from kimi_kernels.quantization.tiles import MXFP4_BITS, WeightTiles, cut_tiles, gate_up_rows, identity_rows
+from kimi_kernels.weights import Int4Weight, Mxfp4Weight, Weight
 
 
 def read_back(cut: WeightTiles) -> Tensor:
@@ -18,6 +19,12 @@ def read_back(cut: WeightTiles) -> Tensor:
         nibbles = torch.stack([words.int() >> 4 * plane & 15 for plane in range(4)], dim=-2) - 8
         scales = cut.scales.unsqueeze(-1).view(torch.bfloat16).float()
         values = (nibbles * scales.unsqueeze(-1)).flatten(-2)
+    elif cut.kind == "mxfp4":
+        halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+        planes = [(1 - 2 * (words >> sign & 1)) * halves[(words >> low & 7).int()] for sign, low in MXFP4_BITS]
+        # The bytes hold exponents that are 126 too large.
+        scales = cut.scales.unsqueeze(-1).view(torch.uint8).int() - 127 - 126
+        values = torch.ldexp(torch.stack(planes, dim=-2) / 2, scales.unsqueeze(-1)).flatten(-2)
     else:
         planes = torch.stack([(words.int() >> 8 * plane & 255).to(torch.uint8) for plane in range(2)], dim=-2)
         values = planes.view(torch.float8_e4m3fn).float().flatten(-2) * cut.scales.unsqueeze(-1)
@@ -27,10 +34,11 @@ def read_back(cut: WeightTiles) -> Tensor:
 def weight_of(kind: str, *shape: int) -> Weight:
     torch.manual_seed(0)
     plain = torch.randn(shape)
-    return {"int4": quantize_int4, "fp8": quantize_fp8, "float": lambda weight: weight}[kind](plain)
+    formats = {"int4": quantize_int4, "mxfp4": quantize_mxfp4, "fp8": quantize_fp8, "float": lambda weight: weight}
+    return formats[kind](plain)
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8", "float"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8", "float"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (128, 128), (130, 320), (256, 96)])
 def test_rows_in_order(kind: str, rows: int, columns: int) -> None:
     weight = weight_of(kind, 2, rows, columns)
@@ -39,7 +47,7 @@ def test_rows_in_order(kind: str, rows: int, columns: int) -> None:
     assert not values[:, rows:].any() and not values[:, :, columns:].any()
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8"])
 @pytest.mark.parametrize("intermediate", [64, 20, 136])
 def test_gate_and_up_alternate_in_stripes_of_eight(kind: str, intermediate: int) -> None:
     weight = weight_of(kind, 1, 2 * intermediate, 64)
@@ -66,3 +74,13 @@ def test_wrong_scales_are_refused() -> None:
         cut_tiles(
             Int4Weight(packed=weight.packed, scales=weight.scales[..., :1]), identity_rows(128, torch.device("cpu"))
         )
+
+
+def test_mxfp4_scales_beyond_the_kernels_range_are_refused() -> None:
+    codes = torch.ones(1, 128, 16, dtype=torch.uint8)
+    largest = Mxfp4Weight(codes=codes, scales=torch.full((1, 128, 1), 128, dtype=torch.uint8))
+    rows = identity_rows(128, torch.device("cpu"))
+    assert torch.equal(read_back(cut_tiles(largest, rows))[..., :32], dequantize(largest))
+    beyond = Mxfp4Weight(codes=codes, scales=torch.full((1, 128, 1), 129, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"scales: got 2 \*\* 2 or NaN, expected at most 2"):
+        cut_tiles(beyond, rows)
