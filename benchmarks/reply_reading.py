@@ -110,7 +110,7 @@ REPLIES = {
 
 class InstantStream(AsyncStream):
     def __init__(self, reply: Reply, is_streamed: bool) -> None:
-        super().__init__("r", None)
+        super().__init__("r", lambda again: None)
         self._reply = reply
         self._piece_chars = 4 * PIECE_CHARS if is_streamed else len(reply[0])
 

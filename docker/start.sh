@@ -6,7 +6,7 @@
 #   KIMI_ADMIN_SECRET       opens the admin APIs to requests with the header `kimi-admin`; default: a random one, nobody's
 #   KIMI_SHM_REGION_BYTES   first size of each model's shared-memory region
 #   KIMI_CUDA_POOL_BYTES    Triton Server's pool for GPU tensors, when KIMI_DEVICE is cuda
-#   KIMI_EXIT_TIMEOUT_S     seconds that a stopping server waits for what is still open
+#   KIMI_EXIT_TIMEOUT_S     seconds, after the drain, that a stopping server waits for what it still counts as open
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -70,7 +70,7 @@ command=(
   --disable-auto-complete-config
   --exit-on-error=true
   --strict-readiness=true
-  --exit-timeout-secs="${KIMI_EXIT_TIMEOUT_S:-10}"
+  --exit-timeout-secs="${KIMI_EXIT_TIMEOUT_S:-5}"
   --log-format=ISO8601
 )
 if [ "${KIMI_DEVICE:-auto}" = cuda ]; then
@@ -78,15 +78,17 @@ if [ "${KIMI_DEVICE:-auto}" = cuda ]; then
 fi
 
 is_stopping=
-# Triton Server does not tell a model that it is about to stop, and would wait for every stream. The drain file makes the
-# orchestrator end them, each with CANCELLED, and refuse new ones; then nothing is left to wait for.
+drainer=
+# Triton Server does not tell a model that it is about to stop: kimi_backend.hosting.drain says how it is told.
 # shellcheck disable=SC2329 # called by the trap
 drain() {
-  trap '' TERM INT
+  if [ -n "$is_stopping" ]; then # asked again: live requests are cut off now
+    echo 0 >"$KIMI_DRAIN_FILE"
+    return
+  fi
   is_stopping=1
-  touch "$KIMI_DRAIN_FILE"
-  sleep 1
-  kill -TERM "$server" 2>/dev/null || true
+  KIMI_ADMIN_SECRET=$secret python3 -m kimi_backend.hosting.drain "127.0.0.1:$http_port" &
+  drainer=$!
 }
 trap drain TERM INT
 
@@ -98,8 +100,12 @@ KIMI_ADMIN_SECRET=$secret python3 -m kimi_backend.hosting.watchdog "$server" $$ 
 watchdog=$!
 code=0
 while true; do
-  wait "$server" && code=0 || code=$?
-  # A signal ends `wait`, not the server.
+  # A signal ends `wait`, not what it waits for.
+  wait ${drainer:-"$server"} && code=0 || code=$?
+  if [ -n "$drainer" ] && ! kill -0 "$drainer" 2>/dev/null; then
+    drainer=
+    kill -TERM "$server" 2>/dev/null || true
+  fi
   kill -0 "$server" 2>/dev/null || break
 done
 # It has seen that too, and ends what is left of the server.

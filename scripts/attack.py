@@ -75,7 +75,6 @@ def main() -> int:
         server = make_server(
             settings,
             log_file=log,
-            drain_folder=Path(folder),
             ends_with_parent=True,
             options=("--trace-config=mode=triton", f"--trace-config=triton,file={traces}"),
         )

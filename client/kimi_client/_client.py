@@ -1,7 +1,8 @@
 """The blocking client."""
 
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import grpc
 
 from kimi_client._errors import KimiClientError, RequestCancelled, RequestTimedOut
 from kimi_client._fields import RequestFields
+from kimi_client._retries import may_retry, retry_pauses
 from kimi_client._tensors import build_inputs
 from kimi_client._transport import (
     Call,
@@ -28,10 +30,17 @@ if TYPE_CHECKING:
 class Stream:
     """One running request: iterate over its chunks; leave the `with` block or call `cancel` to stop it early."""
 
-    def __init__(self, request_id: str, call: Call) -> None:
+    def __init__(self, request_id: str, send: Callable[[bool], Call], pauses: Iterable[float] = ()) -> None:
+        """
+        Args:
+            send: sends the request, over a new connection if it is given True.
+            pauses: seconds before each time that it is sent again if it is refused.
+        """
         self.request_id = request_id
         self.chunks: list[Chunk] = []
-        self._call = call
+        self._send = send
+        self._pauses = iter(pauses)
+        self._call = send(False)
         self._is_open = True
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -47,15 +56,29 @@ class Stream:
             except StopIteration:
                 self._is_open = False
                 return
-            except grpc.RpcError as error:
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error)
+                if self._sends_again(error):
+                    continue
                 self._is_open = False
-                raise from_rpc_error(error) from None
-            except KimiClientError:
+                raise error from None
+            except KimiClientError as error:
+                if self._sends_again(error):
+                    continue
                 self.cancel()
                 raise
             self.chunks.append(chunk)
             self._is_open = not is_last
             yield chunk
+
+    def _sends_again(self, error: KimiClientError) -> bool:
+        pause_s = next(self._pauses, None) if may_retry(error) and not self.chunks else None
+        if pause_s is None:
+            return False
+        self._call.cancel()
+        time.sleep(pause_s)
+        self._call = self._send(True)
+        return True
 
     def result(self) -> Completion:
         """Wait for the end and join all chunks. Raises as iterating does."""
@@ -89,12 +112,19 @@ class KimiClient:
     """
 
     def __init__(
-        self, url: str = "localhost:8001", *, timeout_s: float | None = None, transport: Transport | None = None
+        self,
+        url: str = "localhost:8001",
+        *,
+        timeout_s: float | None = None,
+        max_retries: int = 0,
+        transport: Transport | None = None,
     ) -> None:
         """
         Args:
             url: host:port of the server's gRPC endpoint.
             timeout_s: longest that a request may take, unless it says otherwise.
+            max_retries: how often a request that was refused (ServerBusy, ServerUnreachable) is sent again, each time
+                over a new connection and after a longer pause, up to two seconds.
             transport: another connection than gRPC to `url`.
 
         Raises:
@@ -102,6 +132,7 @@ class KimiClient:
         """
         self.url = url
         self.timeout_s = timeout_s
+        self.max_retries = max_retries
         self._transport = GrpcTransport(url) if transport is None else transport
 
     def is_ready(self) -> bool:
@@ -121,7 +152,13 @@ class KimiClient:
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
         request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
-        return Stream(request_id, self._transport.stream(request, deadline(limit)))
+
+        def send(again: bool) -> Call:
+            if again:
+                self._transport.reconnect()
+            return self._transport.stream(request, deadline(limit))
+
+        return Stream(request_id, send, retry_pauses(self.max_retries))
 
     def generate(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> Completion:
         """Run a request to its end. Arguments and errors as for `stream` and its iteration.

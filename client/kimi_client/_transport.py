@@ -22,6 +22,8 @@ CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 2**31 - 1),
     # gRPC's own limit is two minutes: so long after a server's return would a client that lives on not find it.
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # Channels to one address share a connection otherwise, and `reconnect` would make none.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 # The server ends a request at its deadline; the stream's own one covers a server that never answers.
 DEADLINE_GRACE_S = 5.0
@@ -48,6 +50,10 @@ class Transport(Protocol):
         """Send a `ModelInferRequest`; the call ends after `timeout_s` with a grpc.RpcError."""
         ...
 
+    def reconnect(self) -> None:
+        """Later streams go over a new connection; those that run keep theirs."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -66,6 +72,8 @@ class AsyncTransport(Protocol):
 
     def stream(self, request: Any, timeout_s: float | None) -> AsyncCall: ...
 
+    def reconnect(self) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -73,7 +81,11 @@ class GrpcTransport:
     """gRPC, blocking."""
 
     def __init__(self, url: str) -> None:
-        self._channel = grpc.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
+        self._url = checked_url(url)
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self._channel = grpc.insecure_channel(self._url, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def is_ready(self) -> bool:
@@ -94,7 +106,11 @@ class GrpcAsyncTransport:
     """gRPC on asyncio."""
 
     def __init__(self, url: str) -> None:
-        self._channel = grpc.aio.insecure_channel(checked_url(url), options=CHANNEL_OPTIONS)
+        self._url = checked_url(url)
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self._channel = grpc.aio.insecure_channel(self._url, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def is_ready(self) -> bool:

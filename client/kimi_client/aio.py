@@ -1,7 +1,8 @@
 """The asyncio client: the same surface as `KimiClient`."""
 
+import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import grpc.aio
 from kimi_client._client import check_time
 from kimi_client._errors import KimiClientError, RequestCancelled
 from kimi_client._fields import RequestFields
+from kimi_client._retries import may_retry, retry_pauses
 from kimi_client._tensors import build_inputs
 from kimi_client._transport import (
     AsyncCall,
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 class AsyncStream:
     """One running request: `async for` over its chunks."""
 
-    def __init__(self, request_id: str, call: AsyncCall) -> None:
+    def __init__(self, request_id: str, send: Callable[[bool], AsyncCall], pauses: Iterable[float] = ()) -> None:
         self.request_id = request_id
         self.chunks: list[Chunk] = []
-        self._call = call
+        self._send = send
+        self._pauses = iter(pauses)
+        self._call = send(False)
         self._is_open = True
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -45,15 +49,29 @@ class AsyncStream:
                     self._is_open = False
                     return
                 chunk, is_last = parse_response(response)
-            except grpc.RpcError as error:
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error)
+                if await self._sends_again(error):
+                    continue
                 self._is_open = False
-                raise from_rpc_error(error) from None
-            except KimiClientError:
+                raise error from None
+            except KimiClientError as error:
+                if await self._sends_again(error):
+                    continue
                 self.cancel()
                 raise
             self.chunks.append(chunk)
             self._is_open = not is_last
             yield chunk
+
+    async def _sends_again(self, error: KimiClientError) -> bool:
+        pause_s = next(self._pauses, None) if may_retry(error) and not self.chunks else None
+        if pause_s is None:
+            return False
+        self._call.cancel()
+        await asyncio.sleep(pause_s)
+        self._call = self._send(True)
+        return True
 
     async def result(self) -> Completion:
         """Wait for the end and join all chunks. Raises as iterating does."""
@@ -82,10 +100,16 @@ class AsyncKimiClient:
     """As `KimiClient`, for asyncio. Close it, or use `async with`."""
 
     def __init__(
-        self, url: str = "localhost:8001", *, timeout_s: float | None = None, transport: AsyncTransport | None = None
+        self,
+        url: str = "localhost:8001",
+        *,
+        timeout_s: float | None = None,
+        max_retries: int = 0,
+        transport: AsyncTransport | None = None,
     ) -> None:
         self.url = url
         self.timeout_s = timeout_s
+        self.max_retries = max_retries
         self._transport = GrpcAsyncTransport(url) if transport is None else transport
 
     async def is_ready(self) -> bool:
@@ -97,7 +121,13 @@ class AsyncKimiClient:
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
         request = build_request(request_id, build_inputs({"stream": True, "timeout_s": limit, **fields}))
-        return AsyncStream(request_id, self._transport.stream(request, deadline(limit)))
+
+        def send(again: bool) -> AsyncCall:
+            if again:
+                self._transport.reconnect()
+            return self._transport.stream(request, deadline(limit))
+
+        return AsyncStream(request_id, send, retry_pauses(self.max_retries))
 
     async def generate(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> Completion:
         """Run a request to its end. Raises as `KimiClient.generate` does."""

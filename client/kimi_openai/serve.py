@@ -18,8 +18,6 @@ from kimi_openai.settings import EndpointSettings
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
-STOP_WITHIN_S = 35
-"""Streams that are still open then are cut; the server's own drain ends them long before."""
 
 
 def serve(settings: EndpointSettings, *, host: str, port: int, say: Callable[[str], None]) -> None:
@@ -85,7 +83,7 @@ def make_server(settings: EndpointSettings) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         lifespan="on",
-        timeout_graceful_shutdown=STOP_WITHIN_S,
+        timeout_graceful_shutdown=settings.stop_within_s,
     )
     return _Server(config)
 

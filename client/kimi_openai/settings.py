@@ -19,5 +19,7 @@ class EndpointSettings:
     """Thoughts are sent as `reasoning_content`; False leaves them in `content`, as the model wrote them."""
     has_chat_page: bool = True
     """`/` answers with a chat page for browsers."""
+    stop_within_s: int = 35
+    """Seconds after which a stopping endpoint cuts what is still open; the server's own drain is to end it before."""
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     """What clients may take of it."""

@@ -69,19 +69,23 @@ class AsyncCall(Call):
 
 
 class Transport:
-    """Answers every request with the same replies."""
+    """Answers every request with the same replies, or the first ones with `refusals` of one message each."""
 
     call_class = Call
 
-    def __init__(self, *replies):
+    def __init__(self, *replies, refusals=()):
         self.replies, self.requests, self.calls = replies, [], []
+        self.refusals, self.num_reconnects = list(refusals), 0
+
+    def reconnect(self):
+        self.num_reconnects += 1
 
     def is_ready(self):
         return True
 
     def stream(self, request, timeout_s):
         self.requests.append((request, timeout_s))
-        self.calls.append(self.call_class(self.replies))
+        self.calls.append(self.call_class([self.refusals.pop(0)] if self.refusals else self.replies))
         return self.calls[-1]
 
     def close(self):
@@ -98,17 +102,17 @@ class AsyncTransport(Transport):
         self.replies = None
 
 
-def blocking(*replies, timeout_s=None, **fields):
-    transport = Transport(*replies)
-    with KimiClient(transport=transport, timeout_s=timeout_s) as client:
+def blocking(*replies, timeout_s=None, refusals=(), max_retries=0, **fields):
+    transport = Transport(*replies, refusals=refusals)
+    with KimiClient(transport=transport, timeout_s=timeout_s, max_retries=max_retries) as client:
         assert client.is_ready()
         return client.generate(**fields), transport
 
 
-def on_asyncio(*replies, timeout_s=None, **fields):
+def on_asyncio(*replies, timeout_s=None, refusals=(), max_retries=0, **fields):
     async def run():
-        transport = AsyncTransport(*replies)
-        async with AsyncKimiClient(transport=transport, timeout_s=timeout_s) as client:
+        transport = AsyncTransport(*replies, refusals=refusals)
+        async with AsyncKimiClient(transport=transport, timeout_s=timeout_s, max_retries=max_retries) as client:
             assert await client.is_ready()
             return await client.generate(**fields), transport
 
@@ -138,6 +142,33 @@ def test_a_time_limit_goes_to_the_server_and_holds_here(run):
     assert "timeout_s" in [entry.name for entry in request.inputs]
     with pytest.raises(RequestTimedOut, match="after 3 s with 2 tokens"):
         run(message("a", 2, "cancelled", {"seed": 1}, final=True), timeout_s=3.0, text_input="x")
+
+
+REFUSALS = (
+    failure("UNAVAILABLE: the server is shutting down"),
+    failure("Request for unknown model: 'spec_ensemble' has no available versions"),
+    RpcFailure(grpc.StatusCode.UNAVAILABLE, "Connection refused"),
+)
+
+
+@both
+def test_a_refused_request_is_sent_again_over_a_new_connection(run, monkeypatch):
+    monkeypatch.setattr("kimi_client._retries.FIRST_PAUSE_S", 1e-3)
+    completion, transport = run(*ENDED, refusals=REFUSALS, max_retries=3, text_input="x")
+    assert (completion.text, transport.num_reconnects) == ("def f", 3)
+    assert len({request.id for request, _ in transport.requests}) == 1
+    with pytest.raises(ServerUnreachable, match="Connection refused"):
+        run(*ENDED, refusals=REFUSALS, max_retries=2, text_input="x")
+
+
+@both
+@pytest.mark.parametrize(
+    "replies",
+    [(message("a"), RpcFailure(grpc.StatusCode.UNAVAILABLE, "Socket closed")), (failure("INVALID_ARG: top_p"),)],
+)
+def test_what_has_begun_or_is_wrong_is_not_sent_again(run, replies):
+    with pytest.raises((ServerUnreachable, InvalidRequest), match="Socket closed|top_p"):
+        run(*replies, refusals=[], max_retries=9, text_input="x")
 
 
 @both

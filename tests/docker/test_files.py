@@ -17,6 +17,7 @@ from kimi_backend.cli.main import app
 from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, NAMES_VARIABLE
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
+from kimi_backend.hosting.drain import LAST_RESPONSES_S
 from kimi_backend.hosting.embedded_server import MODELS
 from kimi_backend.hosting.server_installation import find_installation
 from kimi_backend.serving.metric_table import METRICS
@@ -186,15 +187,17 @@ def test_the_openai_endpoint_finds_the_server_and_needs_no_more_than_its_extra(c
     assert {word.split("=")[0] for word in (*entry[2:], *command)} <= options
     assert service["ports"][0].endswith(":9000")
     assert "--port=9000" in entry
-    assert set(service["environment"]) == {API_KEY_VARIABLE, NAMES_VARIABLE}
+    assert set(service["environment"]) == {API_KEY_VARIABLE, NAMES_VARIABLE, "KIMI_DRAIN_TIMEOUT_S"}
     assert dockerfile.rindex("\nFROM ") > dockerfile.index(stage), "the server's image stays the last, the default"
 
 
 def test_stopping_takes_less_time_than_it_is_given(compose):
     exit_timeout_s = int(example_variables()["KIMI_EXIT_TIMEOUT_S"])
     drain_s = ServingSettings().drain_timeout_s
+    grace_s = int(example_variables()["KIMI_STOP_GRACE_PERIOD"].removesuffix("s"))
+    assert grace_s > exit_timeout_s + drain_s + LAST_RESPONSES_S
     for service in servers(compose).values():
-        assert int(service["stop_grace_period"].removesuffix("s")) > exit_timeout_s + drain_s
+        assert service["stop_grace_period"] == f"${{KIMI_STOP_GRACE_PERIOD:-{grace_s}s}}"
 
 
 def test_all_three_models_are_named(start_script):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kimi_backend.hosting.embedded_server import free_port
-from kimi_client import KimiClient, RequestCancelled, ServerUnreachable
+from kimi_client import KimiClient, RequestCancelled, ServerBusy, ServerUnreachable
 from support.openai_endpoint import RunningEndpoint, read_events
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S
 
@@ -33,7 +33,8 @@ def processes_of_group(group):
 
 
 @pytest.fixture
-def serve(checkpoint, tmp_path):
+def serve(checkpoint, tmp_path, request):
+    """`kimi serve`; a parameter is its drain_timeout_s."""
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
     command = [
         sys.executable,
@@ -47,7 +48,8 @@ def serve(checkpoint, tmp_path):
         f"--log-file={tmp_path / 'server.log'}",
         *(f"--{name}-port={port}" for name, port in ports.items()),
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    environment = {**os.environ, "KIMI_DRAIN_TIMEOUT_S": str(getattr(request, "param", 10))}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     yield process, ports
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -65,8 +67,8 @@ def wait_until_ready(process, ports):
     return client
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_under_load_leaves_nothing_behind(serve, number):
+@pytest.mark.parametrize("serve", [0.2], indirect=True)
+def test_what_runs_at_the_end_of_a_drain_is_cut_off_and_nothing_is_left_behind(serve):
     process, ports = serve
     client = wait_until_ready(process, ports)
     server_group = group_of_server(ports)
@@ -79,9 +81,9 @@ def test_a_signal_under_load_leaves_nothing_behind(serve, number):
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **fields}))
     reply = connection.getresponse()
     start = time.monotonic()
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     for stream in streams:
-        with pytest.raises(RequestCancelled, match="shutting down"):
+        with pytest.raises(RequestCancelled, match="shutting down; send the request again"):
             stream.result()
     assert "shutting down" in read_events(reply.read())[-1]["error"]["message"]
     connection.close()
@@ -93,6 +95,37 @@ def test_a_signal_under_load_leaves_nothing_behind(serve, number):
     assert list(Path("/dev/shm").glob(f"kimi_{ports['http']}_*")) == []
     with pytest.raises(ServerUnreachable):
         client.generate(text_input="x", max_tokens=1)
+
+
+@pytest.mark.parametrize("serve", [60], indirect=True)
+def test_a_drain_lets_streams_end_and_takes_no_more_until_it_is_hurried(serve):
+    process, ports = serve
+    client = wait_until_ready(process, ports)
+    endpoint = wait_for_endpoint(ports)
+    whole = [client.stream(text_input=f"tell {i}", max_tokens=60, ignore_eos=True) for i in range(6)]
+    cut = client.stream(text_input="tell", max_tokens=MAX_MODEL_LEN - 16, ignore_eos=True)
+    for stream in (*whole, cut):
+        next(iter(stream))
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: not client.is_ready())
+    with pytest.raises(ServerBusy):
+        client.generate(text_input="x", max_tokens=1)
+    status, headers, _ = endpoint.send("POST", "/v1/completions", {"prompt": "x"})
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert endpoint.send("GET", "/health")[0] == 503
+    assert [stream.result().num_output_tokens for stream in whole] == [60] * 6
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(RequestCancelled, match="shutting down"):
+        cut.result()
+    assert process.wait(ENDS_WITHIN_S) == 0
+    assert "draining: no new requests, live ones have 60 s" in process.stderr.read()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_kill_under_load_leaves_no_process_behind(serve):

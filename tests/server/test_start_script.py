@@ -34,6 +34,7 @@ def variables(checkpoint):
         "KIMI_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
         "KIMI_KV_TOKENS": str(KV_TOKENS),
         "KIMI_ADMIN_SECRET": SECRET,
+        "KIMI_DRAIN_TIMEOUT_S": "2",
     }
 
 
@@ -146,10 +147,12 @@ def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):
     assert "eagle3_draft" in done.stderr
     with KimiClient(f"localhost:{running.grpc}") as client:
         fields = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
-        streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(4)]
+        streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(16)]
+        short = client.stream(text_input="tell", max_tokens=8, ignore_eos=True)
         for stream in streams:
             next(iter(stream))
         running.process.send_signal(signal.SIGTERM)
+        assert short.result().num_output_tokens == 8
         for stream in streams:
             with pytest.raises(RequestCancelled, match="shutting down"):
                 stream.result()

@@ -58,7 +58,6 @@ def running_server(
     server = make_server(
         settings,
         log_file=folder / "server.log",
-        drain_folder=folder,
         model_repository=model_repository,
     )
     server.start()

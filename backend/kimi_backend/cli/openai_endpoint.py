@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.hosting import with_parent
 from kimi_backend.hosting.embedded_server import EVERY_HOST, LOCAL_HOST
@@ -15,6 +16,8 @@ API_KEY_VARIABLE = "KIMI_API_KEY"
 """Not an option: a command line is no place for a secret."""
 NAMES_VARIABLE = "KIMI_OPENAI_NAMES"
 """Names of the endpoint, separated by commas (`kimi_openai.own_names`)."""
+_STOP_SLACK_S = 25
+"""The endpoint waits so much longer for its streams than the server drains."""
 
 
 def run_endpoint(
@@ -41,6 +44,7 @@ def run_endpoint(
         names=tuple(name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(",") if name.strip()),
         splits_thinking=splits_thinking,
         has_chat_page=has_chat_page,
+        stop_within_s=_STOP_SLACK_S + round(ServingSettings.from_parameters({}, os.environ).drain_timeout_s),
     )
     with client_errors():
         kimi_openai.serve(settings, host=host, port=port, say=Console(stderr=True, highlight=False).print)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import signal
-import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import EmbeddedServer, ServerPorts, free_port
 from kimi_backend.hosting.kept_process import KeptProcess
 from kimi_backend.hosting.ports import check_ports
-from kimi_backend.hosting.settings_to_server import DRAIN_FILE_NAME, make_server, settings_as_environment
+from kimi_backend.hosting.settings_to_server import make_server, settings_as_environment
 
 _WATCH_S = 0.2
 
@@ -45,7 +44,7 @@ def serve(
     console = Console(stderr=True)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: stop.set())  # for as long as nobody is served
     ports = ServerPorts(
         http=http_port or free_port(), grpc=grpc_port or free_port(), metrics=metrics_port or free_port()
     )
@@ -54,34 +53,35 @@ def serve(
     with console.status("checking settings and checkpoints ..."):
         check_quickly(settings)
         check_beside(settings_as_environment(settings))
-    with tempfile.TemporaryDirectory(prefix="kimi_serve_") as folder:
-        server = make_server(
-            settings,
-            ports=ports,
-            host=host,
-            model_repository=model_repository,
-            log_file=log_file,
-            drain_folder=Path(folder),
-            ends_with_parent=True,
-        )
-        server.start()
-        beside = [KeptProcess("watchdog", server.start_watchdog, console.print)]
-        try:
-            with console.status("loading the models ..."):
-                server.wait_until_ready(stop_waiting=stop)
-            if not stop.is_set():
-                _say_where(console, settings, ports)
-                if openai_port is not None:
-                    start = partial(start_beside, grpc_port=ports.grpc, host=host, port=openai_port)
-                    beside.append(KeptProcess("OpenAI endpoint", start, console.print))
-            return _watch(server, beside, stop, console)
-        finally:
-            if server.process.poll() is None:
-                (Path(folder) / DRAIN_FILE_NAME).touch()
-                console.print(f"draining, up to {settings.drain_timeout_s:g} s ...")
-            server.stop(drain_s=settings.drain_timeout_s)
-            for kept in reversed(beside):
-                kept.stop()
+    server = make_server(
+        settings,
+        ports=ports,
+        host=host,
+        model_repository=model_repository,
+        log_file=log_file,
+        ends_with_parent=True,
+    )
+    server.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.cut_drain_short() if stop.is_set() else stop.set())
+    beside = [KeptProcess("watchdog", server.start_watchdog, console.print)]
+    try:
+        with console.status("loading the models ..."):
+            server.wait_until_ready(stop_waiting=stop)
+        if not stop.is_set():
+            _say_where(console, settings, ports)
+            if openai_port is not None:
+                start = partial(start_beside, grpc_port=ports.grpc, host=host, port=openai_port)
+                beside.append(KeptProcess("OpenAI endpoint", start, console.print))
+        return _watch(server, beside, stop, console)
+    finally:
+        if server.process.poll() is None:
+            console.print(
+                f"draining: no new requests, live ones have {settings.drain_timeout_s:g} s; again, and they are cut off"
+            )
+        server.stop(drain_s=settings.drain_timeout_s, say=console.print)
+        for kept in reversed(beside):
+            kept.stop()
 
 
 def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) -> None:

@@ -111,7 +111,9 @@ class ServingSettings:
         0.1, "Seconds that live requests wait for a lost target before they end with an error.", minimum=0
     )
     drain_timeout_s: float = _setting(10.0, "Seconds that a shutdown waits for live requests to end.", minimum=0)
-    drain_file: str = _setting("", "When this file appears, live requests are cancelled and new ones refused.")
+    drain_file: str = _setting(
+        "", "When this file appears, new requests are refused; live ones have the seconds that it holds, or none."
+    )
     aux_layer_ids: str = _setting("", "Comma-separated R(j) to capture; empty reads the draft's config.")
     draft_rope_theta: float = _setting(0.0, "Overrides the draft's rope_theta; 0 reads its config.", minimum=0)
     draft_beta_fast: float = _setting(0.0, "Overrides the draft's yarn beta_fast; 0 reads its config.", minimum=0)

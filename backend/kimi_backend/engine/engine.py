@@ -143,11 +143,15 @@ class Engine:
         finish = Finish(FinishReason.ERROR, error=problem, cause=EndCause.TARGET_LOST)
         self._loop.emitter.finish_all(finish, tells_engine=True)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Take no more requests, wait for the live ones, then stop. False if some had to be cancelled."""
+    def begin_drain(self) -> None:
+        """Take no more requests; the live ones go on."""
         with self._loop.changed:
             if self._loop.state is not EngineState.CLOSED:
                 self._loop.state = EngineState.DRAINING
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no more requests, wait for the live ones, then stop. False if some had to be cancelled."""
+        self.begin_drain()
         end_s = time.monotonic() + timeout_s
         while self._loop.emitter.num_live and time.monotonic() < end_s:
             time.sleep(DRAIN_POLL_S)

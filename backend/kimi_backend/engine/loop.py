@@ -26,6 +26,7 @@ from kimi_backend.types.request import EndCause, FinishReason
 
 logger = logging.getLogger("kimi_backend.engine")
 
+SHUTTING_DOWN = "the server is shutting down; send the request again"
 LONGEST_WAIT_S = 0.05
 """An idle engine thread looks around at least this often; anything in the inbox wakes it at once."""
 SWITCH_INTERVAL_S = 0.0005
@@ -125,7 +126,7 @@ class EngineLoop:
         if self.failure is not None:
             raise ModelUnavailableError(f"the engine has stopped: {self.failure}")
         if self.state in (EngineState.DRAINING, EngineState.CLOSED):
-            raise CapacityError("the engine is shutting down and takes no more requests")
+            raise CapacityError("the server is shutting down and takes no more requests; send it again")
         if core is None or not self._target_link.is_up:
             raise ModelUnavailableError(self.problem or "the engine is starting")
         return core
@@ -166,7 +167,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-        finish = Finish(FinishReason.CANCELLED, error="the server is shutting down", cause=EndCause.SHUTDOWN)
+        finish = Finish(FinishReason.CANCELLED, error=SHUTTING_DOWN, cause=EndCause.SHUTDOWN)
         try:
             core = self._connect()
             while core is not None and self.state is not EngineState.CLOSED:

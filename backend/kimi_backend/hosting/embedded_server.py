@@ -10,17 +10,20 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.hosting import with_parent
-from kimi_backend.hosting.admin_access import SECRET_VARIABLE, admin_headers, choose_secret, restricting_options
+from kimi_backend.hosting.admin_access import SECRET_VARIABLE, choose_secret, restricting_options
+from kimi_backend.hosting.drain import ORCHESTRATOR, drain
 from kimi_backend.hosting.ports import check_host, check_ports
+from kimi_backend.hosting.server_api import ServerApi
 from kimi_backend.hosting.server_installation import find_installation
 from kimi_backend.hosting.shared_memory import REGION_BYTES, check_shared_memory, sweep_regions
 from kimi_backend.hosting.watchdog import watch_command
+from kimi_backend.serving.drain_file import DRAIN_FILE_VARIABLE, DrainFile
 from kimi_backend.serving.runner_secret import SECRET_FILE_VARIABLE, write_secret
 
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
@@ -84,6 +87,7 @@ class EmbeddedServer:
         self._ends_with_parent = ends_with_parent
         self._process: subprocess.Popen[bytes] | None = None
         self._secrets: tempfile.TemporaryDirectory[str] | None = None
+        self._drain_file: DrainFile | None = None
         self.runner_secret_file: Path | None = None
         """While it runs (`serving.runner_secret`)."""
         self.admin_secret = choose_secret({**os.environ, **self._environment})
@@ -115,6 +119,9 @@ class EmbeddedServer:
         self._secrets = tempfile.TemporaryDirectory(prefix="kimi_secrets_")
         self.runner_secret_file = write_secret(Path(self._secrets.name))
         environment[SECRET_FILE_VARIABLE] = str(self.runner_secret_file)
+        drain_file = Path(environment.get(DRAIN_FILE_VARIABLE) or f"{self._secrets.name}/drain")
+        environment[DRAIN_FILE_VARIABLE] = str(drain_file)
+        self._drain_file = DrainFile(drain_file)
         folders = [str(folder) for folder in self._installation.library_folders]
         environment["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(":")
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
@@ -151,17 +158,28 @@ class EmbeddedServer:
                 raise ModelUnavailableError(f"the server was not ready within {timeout_s:g} s{self._log_end()}")
             time.sleep(_POLL_S)
 
-    def stop(self, drain_s: float = 5) -> None:
-        """Unload the models, end the server, kill what is left of its process group, sweep its regions.
+    def cut_drain_short(self) -> None:
+        """Live requests of a `stop` that drains are cancelled now; from any thread."""
+        if self._drain_file is not None:
+            self._drain_file.order(0)
 
-        An idle client connection keeps a server that was asked to end waiting; the models are gone by then, so it is
-        killed after a few seconds.
+    def stop(self, drain_s: float = 5, say: Callable[[str], None] = lambda line: None) -> None:
+        """Drain, unload the models, end the server, kill what is left of its process group, sweep its regions.
+
+        An idle client connection keeps a server that was asked to end waiting, and so does a stream that 24.10 has not
+        forgotten; nobody waits for an answer by then, so it is killed after a few seconds.
 
         Args:
-            drain_s: how long an unloading model may wait for its live requests.
+            drain_s: how long live requests may go on (`hosting.drain`).
+            say: gets lines of progress.
         """
         if self.process.poll() is None:
-            self._unload_models(drain_s)
+            api = ServerApi(f"{LOCAL_HOST}:{self.ports.http}", self.admin_secret)
+            if self._drain_file is not None and ORCHESTRATOR in self._models:
+                drain(api, self._drain_file, drain_s, say)
+            for name in reversed(self._models):
+                with contextlib.suppress(OSError):
+                    api.unload(name)
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_EXIT_S)
@@ -170,14 +188,6 @@ class EmbeddedServer:
         sweep_regions(self.shm_prefix)
         if self._secrets is not None:
             self._secrets.cleanup()
-
-    def _unload_models(self, timeout_s: float) -> None:
-        for name in reversed(self._models):
-            url = f"{self._base_url}/repository/models/{name}/unload"
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                headers = admin_headers(self.admin_secret)
-                request = urllib.request.Request(url, data=b"{}", method="POST", headers=headers)
-                urllib.request.urlopen(request, timeout=timeout_s).close()
 
     def _kill_group(self) -> None:
         try:

@@ -8,8 +8,6 @@ from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import LOCAL_HOST, MODELS, EmbeddedServer, ServerPorts
 
-DRAIN_FILE_NAME = "drain"
-
 
 def find_model_repository() -> Path:
     """The model repository: inside the installed package, or beside it in a checkout.
@@ -41,7 +39,6 @@ def make_server(
     host: str = LOCAL_HOST,
     model_repository: Path | None = None,
     log_file: Path | None = None,
-    drain_folder: Path | None = None,
     ends_with_parent: bool = False,
     options: tuple[str, ...] = (),
 ) -> EmbeddedServer:
@@ -55,8 +52,6 @@ def make_server(
     """
     if not settings.checkpoint:
         raise ConfigError("setting checkpoint: empty, a checkpoint's folder is needed (--checkpoint)")
-    if drain_folder is not None:
-        settings = dataclasses.replace(settings, drain_file=str(drain_folder / DRAIN_FILE_NAME))
     return EmbeddedServer(
         model_repository or find_model_repository(),
         ports=ports,

@@ -13,11 +13,11 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
-from kimi_backend.hosting.admin_access import SECRET_VARIABLE, admin_headers
+from kimi_backend.hosting.admin_access import SECRET_VARIABLE
+from kimi_backend.hosting.drain import ORCHESTRATOR
+from kimi_backend.hosting.server_api import ServerApi
 from kimi_backend.hosting.shared_memory import SharedMemoryWatch, sweep_regions
 from kimi_backend.hosting.stubs import Stub, find_stubs
 from kimi_backend.processes import is_alive
@@ -35,44 +35,6 @@ ORPHAN_ENDS_WITHIN_S = 30.0
 """For a server that was asked to end as its starter has died."""
 RELOAD_PAUSES_S = (0.0, 5.0, 30.0, 120.0)
 """Before the first, second, … reload of a model; the last again and again."""
-ORCHESTRATOR = "spec_ensemble"
-_ANSWER_S = 5.0
-_LOAD_S = 3600.0
-
-
-class ServerApi:
-    """What the watchdog asks of the server."""
-
-    def __init__(self, address: str, secret: str) -> None:
-        self._base = f"http://{address}/v2"
-        self._secret = secret
-
-    def is_ready(self, model: str) -> bool | None:
-        """None: the server does not answer."""
-        try:
-            urllib.request.urlopen(f"{self._base}/models/{model}/ready", timeout=_ANSWER_S).close()
-        except urllib.error.HTTPError:
-            return False
-        except OSError:
-            return None
-        return True
-
-    def reload(self, model: str) -> None:
-        """Unload, wait until it is gone, load.
-
-        Raises:
-            OSError: the server refused or does not answer.
-        """
-        self._control(model, "unload")
-        deadline = time.monotonic() + _LOAD_S
-        while self.is_ready(model) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        self._control(model, "load")
-
-    def _control(self, model: str, action: str) -> None:
-        url = f"{self._base}/repository/models/{model}/{action}"
-        request = urllib.request.Request(url, data=b"{}", method="POST", headers=admin_headers(self._secret))
-        urllib.request.urlopen(request, timeout=_LOAD_S).close()
 
 
 class Watchdog:

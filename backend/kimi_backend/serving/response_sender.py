@@ -15,7 +15,7 @@ from typing import Any
 from kimi_backend.serving.boundary import error_response
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.responses import ResponseBuilder, merge_deltas
-from kimi_backend.types.request import FinishReason, TokenDelta
+from kimi_backend.types.request import EndCause, FinishReason, TokenDelta
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -55,8 +55,6 @@ class ResponseSender:
         self._ready: dict[str, None] = {}
         self._changed = threading.Condition()
         self._is_closing = False
-        self.is_draining = False
-        """Set before a shutdown cancels what is live."""
         self._next_poll_s = 0.0
         self._num_asked = 0
         self._thread = threading.Thread(target=self._run, name="response-sender", daemon=True)
@@ -151,7 +149,7 @@ class ResponseSender:
     def _ends_by_error(self, delta: TokenDelta) -> bool:
         """A deadline or a client's own cancellation is a normal end; a failure or a shutdown is not."""
         if delta.finish_reason is FinishReason.CANCELLED:
-            return self.is_draining
+            return delta.cause is EndCause.SHUTDOWN
         return delta.finish_reason is FinishReason.ERROR
 
     def _send(self, sender: Any, response: Any, is_final: bool) -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
+from kimi_backend.serving.drain_file import DrainFile
 from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
@@ -33,6 +35,8 @@ logger = logging.getLogger("kimi_backend.serving")
 HANDSHAKE_PATIENCE_S = 5.0
 """A request that comes right after the server's start waits so long for the first answer of the runners."""
 WATCH_S = 0.1
+LAST_RESPONSES_S = 2.0
+"""The responses of requests that are cut off are sent within it."""
 
 
 def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
@@ -92,6 +96,8 @@ class SpecEnsembleServer:
             patience=Patience(target_s=settings.target_patience_s),
         )
         self._metrics = MetricsPublisher(pb_utils, self._engine.statistics, settings.metrics_interval_s)
+        self._drain_file = DrainFile(Path(settings.drain_file)) if settings.drain_file else None
+        self._drains_since: float | None = None
         self._has_started = False
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="kimi-watch", daemon=True).start()
@@ -125,10 +131,14 @@ class SpecEnsembleServer:
     def close(self) -> None:
         """Cancel what is live, send every final response, end the threads."""
         self._closed.set()
-        self._sender.is_draining = True
+        self._end()
+
+    def _end(self) -> None:
         self._engine.stop()
-        self._sender.close(self._settings.drain_timeout_s)
+        self._sender.close(LAST_RESPONSES_S)
         self._leave()
+        if self._drain_file is not None and self._drain_file.limit_s is not None:
+            self._drain_file.report(self._sender.num_live)
 
     def _leave(self) -> None:
         """Hand over to another engine. The metrics go first: they have the same names there, and one that is deleted
@@ -156,6 +166,20 @@ class SpecEnsembleServer:
             self._metrics.finished(delta.stats)
         self._sender.put(delta)
 
+    def _has_drained(self) -> bool:
+        """Whether a drain was ordered, and no request is left or their time is over."""
+        limit_s = None if self._drain_file is None else self._drain_file.limit_s
+        if self._drain_file is None or limit_s is None:
+            return False
+        if self._drains_since is None:
+            self._drains_since = time.monotonic()
+            logger.info("draining: new requests are refused, live ones have %g s", limit_s)
+            self._engine.begin_drain()
+        num_left = self._sender.num_live
+        if num_left:  # none is reported when their last responses have been sent
+            self._drain_file.report(num_left)
+        return not num_left or time.monotonic() - self._drains_since >= limit_s
+
     def _cancel(self, request_id: str) -> None:
         with self._handles_lock:
             handle = self._handles.get(request_id)
@@ -168,16 +192,12 @@ class SpecEnsembleServer:
         The server itself takes a second to answer a call to a stub that has died; clients need not wait for that. And
         the draft may not be called for long, where drafting does not pay.
         """
-        drain_file = Path(self._settings.drain_file) if self._settings.drain_file else None
         dead_target: int | None = None
         while not self._closed.wait(WATCH_S):
-            is_replaced = self._seat.is_wanted
-            if is_replaced or (drain_file is not None and drain_file.exists()):
-                why = "another spec_ensemble takes over" if is_replaced else "draining"
-                logger.info("%s: live requests are cancelled, new ones refused", why)
-                self._sender.is_draining = True
-                self._engine.stop()
-                self._leave()
+            if self._seat.is_wanted:
+                logger.info("another spec_ensemble takes over: live requests are cancelled, new ones refused")
+            if self._seat.is_wanted or self._has_drained():
+                self._end()
                 return
             target, draft = self._engine.target_process_id, self._engine.draft_process_id
             if target is not None and target != dead_target and not is_alive(target):

@@ -14,7 +14,7 @@ from kimi_client._client import Stream
 
 class ScriptedStream(Stream):
     def __init__(self, chunks: list[Chunk]) -> None:
-        super().__init__("r1", None)
+        super().__init__("r1", lambda again: None)
         self._scripted = chunks
 
     def __iter__(self) -> Any:

@@ -256,7 +256,7 @@ def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
     for client in (running, waiting):
         final = client.wait(0.1)
         assert final.finish_reason is FinishReason.CANCELLED
-        assert final.error == "the server is shutting down"
+        assert final.error == "the server is shutting down; send the request again"
     engine.stop()
 
 

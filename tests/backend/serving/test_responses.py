@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.response_sender import MOST_POLLED_AT_ONCE, POLLS_A_ROUND, ResponseSender
 from kimi_backend.serving.responses import MOST_KEPT, ResponseBuilder, logprobs_json, merge_deltas, statistics_json
-from kimi_backend.types.request import FinishReason, GenerateRequest, RequestStats, TokenDelta, TokenLogprobs
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, RequestStats, TokenDelta, TokenLogprobs
 from support import fake_pb_utils as pb
 
 
@@ -21,8 +21,10 @@ def parsed(stream=True):
     )
 
 
-def delta(i, finish=None, error=None, request_id="r"):
-    return TokenDelta(request_id=request_id, token_ids=(i,), text=f"<{i}>", finish_reason=finish, error=error)
+def delta(i, finish=None, error=None, request_id="r", cause=None):
+    return TokenDelta(
+        request_id=request_id, token_ids=(i,), text=f"<{i}>", finish_reason=finish, error=error, cause=cause
+    )
 
 
 @pytest.fixture
@@ -85,16 +87,15 @@ def test_a_failure_ends_with_an_error_and_keeps_what_was_said(sender):
     assert (last.error().code(), last.error().message()) == ("INTERNAL", "INTERNAL: the row is not finite")
 
 
-@pytest.mark.parametrize("is_draining", [False, True])
-def test_a_cancellation_is_an_error_only_in_a_shutdown(sender, is_draining):
+@pytest.mark.parametrize("cause", [EndCause.CLIENT, EndCause.DEADLINE, EndCause.SHUTDOWN])
+def test_a_cancellation_is_an_error_only_in_a_shutdown(sender, cause):
     out = pb.RecordingSender()
-    sender.is_draining = is_draining
     sender.register("r", out, parsed())
-    sender.put(delta(0, FinishReason.CANCELLED, error="why"))
+    sender.put(delta(0, FinishReason.CANCELLED, error="why", cause=cause))
     wait_for(lambda: out.finals == 1)
     last = out.sent[-1][0]
-    assert last.has_error() == is_draining
-    if is_draining:
+    assert last.has_error() == (cause is EndCause.SHUTDOWN)
+    if last.has_error():
         assert last.error().code() == "CANCELLED"
     else:
         assert out.outputs("stop_reason") == [b"why"]

@@ -35,7 +35,7 @@ class ScriptedStream(AsyncStream):
     """Says what the last message asks for; `slow` goes on until it is cancelled."""
 
     def __init__(self, message):
-        super().__init__("r1", None)
+        super().__init__("r1", lambda again: None)
         self._message = message
         self.is_cancelled = False
 

@@ -34,7 +34,7 @@ class Script:
 
 class ScriptedStream(AsyncStream):
     def __init__(self, size):
-        super().__init__("r1", None)
+        super().__init__("r1", lambda again: None)
         text, self._offsets = place_controls(Script.marked)
         self._pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
 
