@@ -1,6 +1,7 @@
 """The bodies and chunks of /v1/chat/completions."""
 
 import asyncio
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from kimi_openai.logprobs import ChatLogprobs
 from kimi_openai.replies import shown_token_ids
 
 SLICE_CHARS = 256
-"""A whole reply is read in slices of so many characters, at most a twentieth of a millisecond each; after each, other
-requests have their turn, and each of those needs several."""
+"""Characters of a whole reply that are read at once: of markers alone a twentieth of a millisecond."""
+READ_S, PAUSE_S = 0.0002, 0.001
+"""A reply that takes longer to read is read for so long, then leaves the loop to other requests for so long: each of
+those needs many turns of the loop, and would meet a slice in every one."""
 
 MakeReader = Callable[[bool], ReplyReader]
 """make_reader(begins_thinking) -> the reader of one reply."""
@@ -55,10 +58,13 @@ class ChatWriter:
     async def whole(self, completion: Completion) -> dict[str, Any]:
         reader, text, parts = self._reader_for(completion), completion.text, _Parts()
         offsets: Sequence[int] = completion.control_offsets
+        end_s = time.perf_counter() + READ_S
         for start in range(0, len(text), SLICE_CHARS):
             parts.add(self._counted(reader.feed(text[start : start + SLICE_CHARS], offsets)))
             offsets = ()
-            await asyncio.sleep(0)
+            if time.perf_counter() > end_s:
+                await asyncio.sleep(PAUSE_S)
+                end_s = time.perf_counter() + READ_S
         parts.add(self._counted(reader.feed("", is_last=True)))
         message = parts.message(self._begun)
         extras = self._extras(completion, reader, is_last=True) | self._shown_origins(completion, parts.texts)
