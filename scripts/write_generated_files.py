@@ -96,7 +96,7 @@ def client_fields(_: str) -> str:
         kind = f.kind.data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
         lines.append(f'    "{f.name}": "{kind}",')
     json_fields = ", ".join(f'"{f.name}"' for f in fields if f.kind is Kind.JSON)
-    lines += ["}", f"JSON_INPUTS = frozenset({{{json_fields}}})"]
+    lines += ["}", "JSON_INPUTS = frozenset(", f"    {{{json_fields}}}", ")"]
     return CLIENT_HEADER + "\n".join(lines) + "\n"
 
 

@@ -66,8 +66,16 @@ class RequestFields(TypedDict, total=False):
     """Higher runs first and is preempted last (default 0)."""
     cache_salt: str | None
     """Requests share cached prefixes only with requests of the same salt."""
+    response_format: Mapping[str, Any] | str | None
+    """What the reply is: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}} or "text"."""
+    structured_outputs: Mapping[str, Any] | str | None
+    """The same as vLLM says it: a JSON object with one of json, regex, choice, grammar, json_object."""
     tools: Sequence[Mapping[str, Any]] | str | None
     """JSON list of tools for the chat template."""
+    tool_choice: Mapping[str, Any] | str | None
+    """auto (default), none, required, or {"type": "function", "function": {"name": …}}: the reply is calls then."""
+    parallel_tool_calls: bool | None
+    """Whether forced calls may be several (default true)."""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """JSON object for the chat template, such as {"thinking": false}."""
     thinking_token_budget: int | None
@@ -110,11 +118,17 @@ INPUT_TYPES = {
     "priority": "INT32",
     "timeout_s": "FP32",
     "cache_salt": "BYTES",
+    "response_format": "BYTES",
+    "structured_outputs": "BYTES",
     "tools": "BYTES",
+    "tool_choice": "BYTES",
+    "parallel_tool_calls": "BOOL",
     "chat_template_kwargs": "BYTES",
     "thinking_token_budget": "INT32",
     "return_token_ids": "BOOL",
     "return_token_origins": "BOOL",
     "return_control_offsets": "BOOL",
 }
-JSON_INPUTS = frozenset({"messages", "logit_bias", "tools", "chat_template_kwargs"})
+JSON_INPUTS = frozenset(
+    {"messages", "logit_bias", "response_format", "structured_outputs", "tools", "tool_choice", "chat_template_kwargs"}
+)

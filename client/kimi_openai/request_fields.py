@@ -57,6 +57,9 @@ class GenerationRequest(BaseModel):
     presence_penalty: Number | None = _taken("-2 to 2 (default 0).")
     frequency_penalty: Number | None = _taken("-2 to 2 (default 0).")
     logit_bias: dict[str, Number] | None = _taken("Token id -> number from -100 to 100.")
+    response_format: dict[str, Any] | None = _taken(
+        '{"type": "json_object"}, or "json_schema" with a schema that the reply then fits; "text" is anything.'
+    )
     stream: bool | None = _taken("Server-sent events instead of one body (default false).")
     stream_options: StreamOptions | None = _taken("`include_usage`: one more chunk with the usage.")
 
@@ -70,6 +73,9 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = _extension("Do not stop at the end-of-sequence token.")
     include_stop_str_in_output: bool | None = _extension("Keep the stop text.")
     skip_special_tokens: bool | None = _extension("Leave special tokens out of the text (default true).")
+    structured_outputs: dict[str, Any] | None = _extension(
+        "One of json, regex, choice, grammar (EBNF) and json_object: what the reply follows."
+    )
     num_speculative_tokens: Int | None = _extension("Draft tokens a step, 0 to 7.")
     draft_sampling: str | None = _extension("How the draft guesses: coupled, greedy or auto.")
     cache_salt: str | None = _extension("Cached prefixes are shared only with requests of the same salt.")
@@ -89,8 +95,10 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = _taken("Log-probabilities of the tokens.")
     top_logprobs: Int | None = _taken("And of this many most likely ones, 0 to 20; needs `logprobs`.")
     tools: list[Any] | None = _taken("Declared to the model by the chat template; its calls come as `tool_calls`.")
-    tool_choice: Any = _taken('"auto", or "none", which declares no tools. Others cannot be enforced and are refused.')
-    parallel_tool_calls: bool | None = _taken("false: the reply ends behind its first call (default true).")
+    tool_choice: Any = _taken(
+        '"auto", "none", which declares no tools, "required", or a tool\'s name in an object: the reply is calls then.'
+    )
+    parallel_tool_calls: bool | None = _taken("false: the reply has one call at most (default true).")
     reasoning_effort: Literal["none", "low", "medium", "high"] | None = _taken(
         '"none" turns thinking off; "low" and "medium" are a `thinking_token_budget` of 1,024 and 8,192.'
     )
@@ -124,7 +132,6 @@ REFUSED: dict[str, Any] = {
     "best_of": 1,
     "echo": False,
     "suffix": "",
-    "response_format": {"type": "text"},
     "modalities": ["text"],
     "audio": NO_VALUE,
     "functions": NO_VALUE,
@@ -134,7 +141,6 @@ REFUSED: dict[str, Any] = {
     "web_search_options": NO_VALUE,
     "prompt_logprobs": NO_VALUE,
     "use_beam_search": False,
-    "structured_outputs": NO_VALUE,
 }
 """Known, not served: name -> the only value that is accepted, beside null."""
 

@@ -17,7 +17,15 @@ SAME_NAME = (
     *("max_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "num_speculative_tokens", "draft_sampling"),
-    *("cache_salt", "priority", "timeout_s", "return_token_ids", "return_token_origins"),
+    *(
+        "response_format",
+        "structured_outputs",
+        "cache_salt",
+        "priority",
+        "timeout_s",
+        "return_token_ids",
+        "return_token_origins",
+    ),
 )
 
 
@@ -32,7 +40,7 @@ class ServerRequest:
 def chat_fields(request: ChatRequest) -> ServerRequest:
     """
     Raises:
-        ApiError: fields that contradict each other, or a tool choice that cannot be enforced.
+        ApiError: fields that contradict each other, or a tool choice that is none.
     """
     fields = _common_fields(request)
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -48,7 +56,12 @@ def chat_fields(request: ChatRequest) -> ServerRequest:
         raise bad_field("top_logprobs", f"{request.top_logprobs} given, it needs logprobs: true")
     if declares_tools(request):
         fields["tools"] = request.tools
-        if request.parallel_tool_calls is False:
+        is_forced = request.tool_choice not in (None, "auto")
+        if is_forced:
+            fields["tool_choice"] = request.tool_choice
+        if request.parallel_tool_calls is False and is_forced:
+            fields["parallel_tool_calls"] = False
+        elif request.parallel_tool_calls is False:
             fields["stop_control_tokens"] = [CALL_END]
             names["stop_control_tokens"] = "parallel_tool_calls"
     if (kwargs := _template_kwargs(request)) is not None:
@@ -87,8 +100,11 @@ def declares_tools(request: ChatRequest) -> bool:
     Raises:
         ApiError: see `chat_fields`.
     """
-    if request.tool_choice not in (None, "auto", "none"):
-        raise bad_field("tool_choice", f'{shown(request.tool_choice)} given, "auto" or "none" is allowed')
+    choice = request.tool_choice
+    if not isinstance(choice, dict) and choice not in (None, "auto", "none", "required"):
+        raise bad_field("tool_choice", f'{shown(choice)} given, "auto", "none", "required" or an object is allowed')
+    if not request.tools and choice not in (None, "auto", "none"):
+        raise bad_field("tool_choice", f"{shown(choice)} given, it needs tools")
     return bool(request.tools) and request.tool_choice != "none"
 
 

@@ -4,7 +4,7 @@ import re
 from functools import singledispatch
 
 from kimi_backend.grammar.library import GrammarText
-from kimi_backend.types.grammar import Choice, Ebnf, JsonSchema, Regex, Tool, ToolCalls
+from kimi_backend.types.grammar import Choice, Ebnf, Either, JsonSchema, Regex, ToolCalls
 
 ROOT = "root"
 _SEPARATORS = [", ", ": "]
@@ -58,7 +58,7 @@ def _(form: ToolCalls) -> str:
     """A rule a call, since each has its own number; a rule a tool's arguments, which all calls share."""
     tokens, parts, rules = form.tokens, [], []
     for index, tool in enumerate(form.tools):
-        rules.append(_arguments(index, tool))
+        rules.append(_renamed(ebnf_of(JsonSchema(tool.schema)), _prefix(index)))
     for place in range(form.most_calls):
         number = form.first_number + place
         calls = " | ".join(
@@ -72,15 +72,20 @@ def _(form: ToolCalls) -> str:
     return "\n".join([f"{ROOT} ::= {begin}call_0 Token({tokens.section_end})", *parts, *rules])
 
 
+@ebnf_of.register
+def _(form: Either) -> str:
+    texts = [_renamed(ebnf_of(inner), _prefix(index)) for index, inner in enumerate(form.forms)]
+    return "\n".join([f"{ROOT} ::= {' | '.join(f'{_prefix(index)}{ROOT}' for index in range(len(texts)))}", *texts])
+
+
 def _prefix(index: int) -> str:
-    return f"tool_{index}_"
+    return f"part_{index}_"
 
 
-def _arguments(index: int, tool: Tool) -> str:
-    """The grammar of a tool's arguments, its rules renamed so that they stand beside other tools'."""
-    text = ebnf_of(JsonSchema(tool.schema))
+def _renamed(text: str, prefix: str) -> str:
+    """A grammar whose rules stand beside those of others."""
     names = set(_RULE.findall(text))
-    return _LEXEME.sub(lambda found: f"{_prefix(index)}{found[0]}" if found[0] in names else found[0], text)
+    return _LEXEME.sub(lambda found: f"{prefix}{found[0]}" if found[0] in names else found[0], text)
 
 
 def quoted(text: str) -> str:

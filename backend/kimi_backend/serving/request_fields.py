@@ -74,7 +74,23 @@ INPUT_FIELDS = (
     RequestField("priority", Kind.INT, "Higher runs first and is preempted last (default 0)."),
     RequestField("timeout_s", Kind.FLOAT, "Seconds after which the request is cancelled."),
     RequestField("cache_salt", Kind.TEXT, "Requests share cached prefixes only with requests of the same salt."),
+    RequestField(
+        "response_format",
+        Kind.JSON,
+        'What the reply is: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}} or "text".',
+    ),
+    RequestField(
+        "structured_outputs",
+        Kind.JSON,
+        "The same as vLLM says it: a JSON object with one of json, regex, choice, grammar, json_object.",
+    ),
     RequestField("tools", Kind.JSON, "JSON list of tools for the chat template."),
+    RequestField(
+        "tool_choice",
+        Kind.JSON,
+        'auto (default), none, required, or {"type": "function", "function": {"name": …}}: the reply is calls then.',
+    ),
+    RequestField("parallel_tool_calls", Kind.BOOL, "Whether forced calls may be several (default true)."),
     RequestField("chat_template_kwargs", Kind.JSON, 'JSON object for the chat template, such as {"thinking": false}.'),
     RequestField(
         "thinking_token_budget",

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving.grammar_fields import grammar_of
 from kimi_backend.serving.request_values import collect_values, is_number, is_token_id, shown
 from kimi_backend.text.tokenizer import Tokenizer
+from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams, ThinkingBudget
 
 PROMPT_FIELDS = ("text_input", "messages", "input_ids")
@@ -60,7 +62,7 @@ class RequestParser:
         generate = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=self._sampling(values, self._thinking_budget(values, prompt)),
+            sampling=self._sampling(values, self._thinking_budget(values, prompt), self._grammar(values, prompt)),
             num_speculative_tokens=values.get("num_speculative_tokens"),
             draft_sampling=_draft_sampling(values.get("draft_sampling", "auto")),
             priority=values.get("priority", 0),
@@ -89,7 +91,7 @@ class RequestParser:
             what = "none was given" if not given else f"{' and '.join(given)} were given"
             raise InvalidRequestError(f"prompt: exactly one of {', '.join(PROMPT_FIELDS)} is needed, {what}")
         if given[0] != "messages":
-            for name in ("tools", "chat_template_kwargs"):
+            for name in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"):
                 if name in values:
                     raise InvalidRequestError(f"{name}: goes with messages only, {given[0]} was given")
         if given[0] == "input_ids":
@@ -119,7 +121,12 @@ class RequestParser:
         kwargs = values.get("chat_template_kwargs") or {}
         if not isinstance(kwargs, dict):
             raise InvalidRequestError(f"chat_template_kwargs: {shown(kwargs)} given, a JSON object is allowed")
-        return self._encode_chat(values["messages"], tools=values.get("tools"), template_kwargs=kwargs)
+        tools = None if values.get("tool_choice") == "none" else values.get("tools")
+        return self._encode_chat(values["messages"], tools=tools, template_kwargs=kwargs)
+
+    def _grammar(self, values: dict[str, Any], prompt: list[int]) -> Grammar | None:
+        controls = self._tokenizer.control_tokens
+        return grammar_of(values, controls, controls.get(THINK_END) if self._ends_thinking(prompt) else None)
 
     def _thinking_budget(self, values: dict[str, Any], prompt: list[int]) -> ThinkingBudget | None:
         num_tokens = values.get("thinking_token_budget")
@@ -131,7 +138,9 @@ class RequestParser:
             raise InvalidRequestError(f"thinking_token_budget: {num_tokens} given, {allowed}")
         return ThinkingBudget(num_tokens, end_token_id) if self._ends_thinking(prompt) else None
 
-    def _sampling(self, values: dict[str, Any], thinking_budget: ThinkingBudget | None) -> SamplingParams:
+    def _sampling(
+        self, values: dict[str, Any], thinking_budget: ThinkingBudget | None, grammar: Grammar | None
+    ) -> SamplingParams:
         if values.get("allowed_token_ids") == []:
             raise InvalidRequestError("allowed_token_ids: [] given, at least one token must be allowed")
         names = (
@@ -153,6 +162,7 @@ class RequestParser:
             top_k=0 if values.get("top_k") == -1 else values.get("top_k", 0),
             max_tokens=values.get("max_tokens", self._default_max_tokens or None),
             thinking_budget=thinking_budget,
+            grammar=grammar,
             stop=tuple(values.get("stop", ())),
             stop_token_ids=(*values.get("stop_token_ids", ()), *self._control_ids(values)),
             allowed_token_ids=tuple(values.get("allowed_token_ids", ())),

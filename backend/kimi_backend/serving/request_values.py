@@ -123,7 +123,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+_PLAIN_WORDS = {"tool_choice": ("auto", "none", "required")}
+"""Values of a JSON field that need no quotes."""
+
+
 def _json_value(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value in _PLAIN_WORDS.get(name, ()):
+        return value
     if isinstance(value, str):
         check_bytes(name, [value])
         value = _parse_json(name, value)

@@ -14,6 +14,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine, RequestHandle
 from kimi_backend.engine.loop import Patience
 from kimi_backend.errors import InvalidRequestError, KimiError
+from kimi_backend.grammar.compiler import GrammarCompiler
 from kimi_backend.processes import freeze_what_is_loaded, is_alive
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
@@ -94,6 +95,7 @@ class SpecEnsembleServer:
             eos_token_ids=tokenizer.eos_token_ids,
             tokenizer=tokenizer,
             patience=Patience(target_s=settings.target_patience_s),
+            grammars=GrammarCompiler(tokenizer),
         )
         self._metrics = MetricsPublisher(pb_utils, self._engine.statistics, settings.metrics_interval_s)
         self._drain_file = DrainFile(Path(settings.drain_file)) if settings.drain_file else None

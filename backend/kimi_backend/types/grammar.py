@@ -81,7 +81,14 @@ class ToolCalls:
     """Whether the token that begins the section stands before the text already."""
 
 
-Form = JsonSchema | Regex | Choice | Ebnf | ToolCalls
+@dataclass(frozen=True, slots=True)
+class Either:
+    """One of some forms."""
+
+    forms: "tuple[Form, ...]"
+
+
+Form = JsonSchema | Regex | Choice | Ebnf | ToolCalls | Either
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,8 @@ BAD_COMPLETIONS = [
     ({"best_of": 3}, "best_of"),
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"structured_outputs": []}, "structured_outputs"),
     ({"messages": MESSAGES}, "messages"),
     ({"temprature": 1}, "temprature"),
     ({"x" * 500: 1}, "x" * 77 + "..."),
@@ -82,8 +83,9 @@ BAD_CHATS = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
     ({"tools": "f"}, "tools"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": TOOL}, "tool_choice"),
     ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
     ({"thinking": "off"}, "thinking"),
     ({"thinking": {"type": "maybe"}}, "thinking.type"),
@@ -142,7 +144,7 @@ def test_null_is_as_good_as_not_given():
 def test_what_changes_nothing_is_accepted():
     harmless = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "user": "me", "metadata": {"a": "b"}, "store": True}
     assert complete(**harmless) == complete() == {"text_input": "a", "max_tokens": 16}
-    assert chat(response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True) == chat()
+    assert chat(modalities=["text"], parallel_tool_calls=True) == chat()
 
 
 def test_prompts():
@@ -185,6 +187,21 @@ def test_a_single_call_ends_the_reply():
         assert "stop_control_tokens" not in chat(tools=[TOOL], **more)
 
 
+def test_a_forced_call_is_the_servers_to_force():
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        fields = chat(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
+        assert (fields["tool_choice"], fields["parallel_tool_calls"]) == (choice, False)
+        assert "stop_control_tokens" not in fields
+        assert "parallel_tool_calls" not in chat(tools=[TOOL], tool_choice=choice)
+    assert "tool_choice" not in chat(tools=[TOOL], tool_choice="auto")
+
+
+def test_what_a_reply_must_look_like_goes_to_the_server():
+    for field in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "a"}}):
+        assert chat(**field).items() >= field.items()
+        assert complete(**field).items() >= field.items()
+
+
 def test_small_things_as_openai_takes_them():
     assert complete(seed=-1)["seed"] == 2**64 - 1
     assert complete(stream=True, stream_options={"include_usage": None}) == complete()
@@ -200,6 +217,7 @@ def test_every_field_has_a_way_to_the_server_and_every_input_a_field():
     assert set(GenerationRequest.model_fields) == {*SAME_NAME} | elsewhere
     reached = {*SAME_NAME, "stream", "text_input", "input_ids", "messages", "logprobs", "tools", "chat_template_kwargs"}
     reached |= {"return_control_offsets", "stop_control_tokens", "thinking_token_budget"}
+    reached |= {"tool_choice", "parallel_tool_calls"}
     assert reached == set(INPUT_TYPES)
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
     assert not known & IGNORED
