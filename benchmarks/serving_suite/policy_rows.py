@@ -9,7 +9,7 @@ from serving_suite.side_by_side import in_turn
 
 BAR = 0.97
 """The adaptive server must give at least this part of the better of "no draft" and the best fixed k."""
-MOST_DRAFT_TOKENS = 3
+MOST_DRAFT_TOKENS = 7
 
 
 class MeasuredCase(Protocol):
@@ -71,7 +71,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         *names,
         "adaptive / no draft",
         "adaptive / best fixed",
-        "verifies with k = 0, 1, 2, 3",
+        "verifies with k = 0, 1, …",
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for run in runs:

@@ -1,6 +1,5 @@
 """The policy's measurement: neighbours in time are compared, and a bar that is missed is named."""
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from serving_suite import policy_rows
 from speculation_policy import Case
-from speculation_policy_in_process import NUM_LENGTHS, EngineCase
 
 
 def case(*rates: float) -> Case:
@@ -48,11 +46,3 @@ def test_what_is_missed_is_named() -> None:
     said = policy_rows.verdict([run(), run(meets_bar=False, streams=8, texts_equal=False)])
     assert "MISSES the bar of 0.97 at temperature 1 x 8" in said
     assert "TEXTS DIFFER at temperature 1 x 8" in said
-
-
-def test_requests_end_one_after_another_in_process() -> None:
-    own = EngineCase("x", None, 0, [(1,)])  # type: ignore[arg-type]
-    lengths = [own._request(number, 0.0, 512).sampling.max_tokens or 0 for number in range(NUM_LENGTHS)]
-    assert len(set(lengths)) == NUM_LENGTHS
-    assert sum(lengths) / NUM_LENGTHS == pytest.approx(512, rel=0.05)
-    assert min(abs(a - b) for a, b in itertools.pairwise(lengths)) >= 512 // 8

@@ -3,6 +3,7 @@
 import random
 
 from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.spec_decode.round_times import Round
 
 
 class RandomPolicy:
@@ -15,13 +16,19 @@ class RandomPolicy:
         self._restlessness = restlessness
 
     def admit(
-        self, controller: SpeculationController, running: list[SpeculationController], num_sequences: int
+        self,
+        controller: SpeculationController,
+        running: list[SpeculationController],
+        num_sequences: int,
+        num_context_tokens: int,
     ) -> None:
-        assert num_sequences > len(running)
+        assert num_context_tokens > len(running) < num_sequences
         self._change(controller)
 
-    def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
-        assert len(controllers) <= num_sequences
+    def begin_round(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> None:
+        assert num_context_tokens >= num_sequences >= len(controllers)
         for controller in controllers:
             if self._rng.random() < self._restlessness:
                 used = controller.uses_draft
@@ -29,12 +36,9 @@ class RandomPolicy:
                 self.num_begins += controller.uses_draft and not used
                 self.num_ends += used and not controller.uses_draft
 
-    def think(self) -> None:
-        """It never does."""
-
-    def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
-        assert draft_s >= 0
-        assert target_s > 0
+    def end_round(self, done: Round) -> None:
+        assert done.total_s >= done.draft_wait_s >= done.draft_s >= 0
+        assert done.target.num_rows >= done.target.num_seqs
 
     def _change(self, controller: SpeculationController) -> None:
         controller.uses_draft = self._rng.random() < 0.6

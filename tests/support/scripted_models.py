@@ -23,9 +23,11 @@ from kimi_backend.types.plan import (
     TargetPlan,
     TargetReply,
 )
+from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
 from support.check_errors import AuxMismatchError, StaleSlotError
+from support.made_up_costs import linear_costs
 from support.scripted_logits import Hashes, LogitScript, mix
 from support.slot_store import SlotKind, SlotStore
 
@@ -58,7 +60,8 @@ class ScriptedRunner:
     def __init__(self, description: RunnerDescription, script: LogitScript) -> None:
         self.description = description
         self.script = script
-        self.num_steps = 0
+        self.num_steps = self.num_measured = 0
+        self.costs = linear_costs(1000, 100) if description.role == "target" else linear_costs(100, 10, 10)
         self.unavailable = False
         self.fail_at_steps: set[int] = set()
         self.checks_slots = True
@@ -74,6 +77,12 @@ class ScriptedRunner:
             raise ModelUnavailableError("not there")
         self._is_known = True
         return self.description
+
+    def measure_costs(self) -> StepCosts:
+        if self.unavailable:
+            raise ModelUnavailableError("not there")
+        self.num_measured += 1
+        return self.costs
 
     def restart(self, num_blocks: int | None = None) -> None:
         """Lose all KV and come back under a new epoch. Steps are answered with garbage until somebody asks who is

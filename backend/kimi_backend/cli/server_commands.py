@@ -21,7 +21,7 @@ def serve_command(
     tokenizer: Annotated[str | None, typer.Option(help="Folder of the tokenizer, if not the checkpoint's.")] = None,
     num_speculative_tokens: K_OPTION = None,
     speculation_policy: Annotated[
-        str | None, typer.Option(help="adaptive: as many draft tokens as is fastest; fixed: as asked for; auto.")
+        str | None, typer.Option(help="adaptive: as many draft tokens as is fastest; fixed: as asked for.")
     ] = None,
     draft_vocab: Annotated[int | None, typer.Option(help="Most frequent tokens that the draft keeps.")] = None,
     draft_quantization: Annotated[str | None, typer.Option(help="Rounds the draft at load: none, fp8, int4.")] = None,

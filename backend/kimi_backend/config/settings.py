@@ -60,16 +60,20 @@ class ServingSettings:
         1, "GPUs that share both models, each GPU in a process of its own. On a CPU: processes.", minimum=1
     )
     num_speculative_tokens: int = _setting(
-        3, "Draft tokens a step where a request names no number.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
+        3,
+        "Draft tokens a step where a request names no number; `adaptive` goes up to max_speculative_tokens then,"
+        " but not from 0.",
+        minimum=0,
+        maximum=MAX_SPECULATIVE_TOKENS,
     )
     max_speculative_tokens: int = _setting(
         MAX_SPECULATIVE_TOKENS, "Most draft tokens a request may ask for.", minimum=0, maximum=MAX_SPECULATIVE_TOKENS
     )
     speculation_policy: str = _setting(
-        "auto",
-        "`adaptive` drafts as many tokens as is fastest, at most what the request asks for, none where that is fastest;"
-        " `fixed` drafts what it asks for; `auto` is adaptive on a CPU, fixed on a GPU.",
-        choices=("auto", "adaptive", "fixed"),
+        "adaptive",
+        "`adaptive` drafts as many tokens as is fastest by what steps cost and how often the draft is right, at most"
+        " what the request asks for, none where that is fastest; `fixed` drafts what it asks for.",
+        choices=("adaptive", "fixed"),
     )
     block_size: int = _setting(64, "Tokens in a KV block, of both pools.", choices=(16, 32, 64, 128))
     kv_tokens: int = _setting(0, "Tokens that the KV pools hold; 0 takes what the memory plan allows.", minimum=0)

@@ -4,8 +4,9 @@ import logging
 
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.engine.handshake import Geometry, check_limits, check_pair, check_runner, check_same_model
+from kimi_backend.engine.policy_maker import PolicyMaker
 from kimi_backend.engine.runner_link import RunnerLink
-from kimi_backend.errors import ConfigError
+from kimi_backend.errors import ConfigError, ModelUnavailableError
 from kimi_backend.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -15,10 +16,24 @@ class Availability:
     """Whether each runner is there."""
 
     def __init__(
-        self, target: RunnerLink, draft: RunnerLink | None, kv: KvManager, scheduler: Scheduler, geometry: Geometry
+        self,
+        target: RunnerLink,
+        draft: RunnerLink | None,
+        kv: KvManager,
+        scheduler: Scheduler,
+        geometry: Geometry,
+        policies: PolicyMaker,
     ) -> None:
+        """
+        Raises:
+            ModelUnavailableError: a runner is gone while it times its steps.
+        """
         self.target, self.draft = target, draft
+        self._policies = policies
         self._kv, self._scheduler, self._geometry = kv, scheduler, geometry
+        policies.measure_target()
+        if draft is not None and draft.is_up:
+            scheduler.policy = policies.make()
 
     def reach_target(self) -> bool:
         """Meet the target if it is away. Returns whether it is there."""
@@ -52,7 +67,9 @@ class Availability:
             check_runner(description, "draft")
             check_pair(self.target.description, description)
             check_limits(description, self._geometry.settings)
-        except ConfigError as error:
+            if link.description is None:  # it comes for the first time
+                self._scheduler.policy = self._policies.make()
+        except (ConfigError, ModelUnavailableError) as error:
             link.lose(str(error))
             return
         for sequence in self._scheduler.running.copy():

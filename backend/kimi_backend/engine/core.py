@@ -15,6 +15,7 @@ from kimi_backend.engine.commit import StepOutput, commit_step
 from kimi_backend.engine.handshake import Geometry
 from kimi_backend.engine.held_outputs import HeldOutputs
 from kimi_backend.engine.in_flight import DraftStep, Step, StepPlanner
+from kimi_backend.engine.policy_maker import PolicyMaker
 from kimi_backend.engine.runner_link import RunnerLink
 from kimi_backend.engine.step_times import StepTimes
 from kimi_backend.errors import KimiError, ModelUnavailableError
@@ -71,7 +72,8 @@ class EngineCore:
             enable_prefix_cache=geometry.settings.enable_prefix_cache,
         )
         self.scheduler = Scheduler(geometry.settings, self.kv, geometry.max_model_len, clock)
-        self.runners = Availability(target_link, draft_link, self.kv, self.scheduler, geometry)
+        policies = PolicyMaker(target, draft, geometry.settings)
+        self.runners = Availability(target_link, draft_link, self.kv, self.scheduler, geometry, policies)
         self._plans = PlanBuilder(self.scheduler.table, geometry.block_size, geometry.vocab_size)
         self._planner = StepPlanner(target, draft, self.scheduler, self._plans, overlaps=geometry.settings.launch_ahead)
 
@@ -134,28 +136,31 @@ class EngineCore:
 
     def _finish(self, step: Step) -> None:
         """Wait for the oldest step in flight, and let it count."""
-        if self._flight or step.draft is not None:
-            self.scheduler.policy.think()
+        is_overlapped = bool(self._flight) or step.draft is not None
         reply = self._wait(step)
-        self.times.lap("target")
+        target_s = self.times.lap("target")
         if reply is None:
             return
-        target_s = 1e-6 * reply.runner_us or self.times.since_queued
         self._settle_draft_step(step, reply)
         still_there = step.still_there
         outputs = commit_step(step.batch, step.plan, reply, self._clock(), still_there)
         self._settle(outputs)
-        if step.draft is not None:
+        if is_overlapped:
             self._outputs.hold(outputs)
         else:
-            self._launch_draft_after(step, reply, still_there, outputs)
+            self._outputs.put(outputs)  # before the draft's call, so that the emitter works while the draft does
         self.times.lap("commit")
-        self._keep_proposals(step, reply)
-        draft_s = self.times.lap("draft")
+        if not is_overlapped:
+            self._launch_draft_after(step, reply, still_there)
+        answer = self._keep_proposals(step, reply)
+        draft_wait_s = self.times.lap("draft")
         self._publish(step.batch.sequences)
         self.times.lap("publish")
-        is_pure_decode = step.batch.num_decodes == len(step.batch.sequences)
-        self.scheduler.policy.end_round(is_pure_decode=is_pure_decode, draft_s=draft_s, target_s=target_s)
+        if step.batch.num_decodes == len(step.batch.sequences):
+            draft_s = 0.0 if answer is None else 1e-6 * answer.runner_us or draft_wait_s
+            target_s = 1e-6 * reply.runner_us or target_s
+            done = step.round(self.times.since_start, target_s, draft_s, draft_wait_s, is_overlapped=is_overlapped)
+            self.scheduler.policy.end_round(done)
 
     def _wait(self, step: Step) -> TargetReply | None:
         """The target's reply; None when the target was lost, its KV with it."""
@@ -198,16 +203,13 @@ class EngineCore:
             self.scheduler.finish(sequence)
         self.scheduler.table.set_last_tokens([output.sequence for output in outputs if output.finish is None])
 
-    def _launch_draft_after(
-        self, step: Step, reply: TargetReply, still_there: list[bool], outputs: list[StepOutput]
-    ) -> None:
-        """Plan the draft's step with what the verify has accepted, emit while it is on its way."""
+    def _launch_draft_after(self, step: Step, reply: TargetReply, still_there: list[bool]) -> None:
+        """Plan the draft's step with what the verify has accepted."""
         index = [
             i
             for i, (sequence, is_there) in enumerate(zip(step.batch.sequences, still_there, strict=True))
             if is_there and sequence.finish is None and sequence.uses_draft
         ]
-        self._outputs.put(outputs)  # before the call, so that the emitter works while the draft does
         self._launch_draft(step, index, reply)
 
     def _launch_draft(self, step: Step, index: list[int], reply: TargetReply | None) -> None:
@@ -230,33 +232,32 @@ class EngineCore:
                 plan = plan.resolved(drawn[index], accepted[index])
             elif not plan.num_proposals.any():
                 return
-            else:
-                self.times.note_queued()
             step.draft = DraftStep(plan, index, [step.batch.sequences[i] for i in index], draft.launch(plan))
         except Exception as error:
             self._lose_draft(f"{type(error).__name__}: {error}")
 
-    def _keep_proposals(self, step: Step, reply: TargetReply) -> None:
-        """Take the draft's answer: its proposals, or that they will be in the token table."""
+    def _keep_proposals(self, step: Step, reply: TargetReply) -> DraftReply | None:
+        """Take the draft's answer: its proposals, or that they will be in the token table. None where there is none."""
         draft, link = step.draft, self.runners.draft
         if draft is None or link is None or not link.is_up:
-            return
+            return None
         try:
             answer = draft.pending.wait()
             if not self._is_known_draft(answer):
-                return
+                return None
             self.times.note_runner("draft", answer.runner_us)
             counts = draft.count(drawn_by_sequence(step.plan, reply)[1][draft.index])
             store_proposals(self.scheduler.table, draft.sequences, draft.plan, counts, answer, self.geometry.vocab_size)
         except Exception as error:
             self._lose_draft(f"{type(error).__name__}: {error}")
-            return
+            return None
         link.note_success()
         if answer.draft_token_ids is None:
             self._unread = draft
-            return
+            return answer
         for index, sequence in draft.still_there():
             self._settle_draft(sequence, draft.num_rows[index], int(answer.seq_status[index]))
+        return answer
 
     def _is_known_draft(self, reply: DraftReply) -> bool:
         """Whether the draft is the one that was met; it is lost otherwise."""

@@ -25,6 +25,7 @@ from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
 SEED_BITS = 53
 """Of a seed that the engine picks: it is reported in JSON, where larger integers lose their low bits."""
 DRAIN_POLL_S = 0.005
+READY_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,15 @@ class Engine:
         self._loop.start()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Block until requests are taken.
+        """Block until requests are taken. While the runners time their steps, which ends by itself, the time stands.
 
         Raises:
             ModelUnavailableError: not within the time, or the runners do not fit; says why.
         """
+        end_s = time.monotonic() + timeout_s
         with self._loop.changed:
-            self._loop.changed.wait_for(lambda: self._loop.state is not EngineState.STARTING, timeout_s)
+            while self._loop.state is EngineState.STARTING and (time.monotonic() < end_s or self._loop.is_timing_steps):
+                self._loop.changed.wait(READY_POLL_S)
         self._loop.require_ready()
 
     def submit(self, request: GenerateRequest, sink: DeltaSink) -> RequestHandle:
@@ -189,7 +192,7 @@ class Engine:
             uid=next(self._uids),
             seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
             arrival_s=time.monotonic(),
-            num_speculative_tokens=self._settings.num_speculative_tokens if k is None else k,
+            num_speculative_tokens=self._settings.largest_k if k is None else k,
             max_num_tokens=min(max_num_tokens, max_model_len),
             eos_token_ids=self._eos_token_ids,
         )

@@ -1,6 +1,6 @@
 """What the two runners say of themselves, whether they fit together, and the limits that follow."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.scheduler.settings import SchedulerSettings
@@ -22,7 +22,7 @@ class Geometry:
     num_draft_blocks: int | None
     """None while there is no draft."""
     settings: SchedulerSettings
-    """As given, lowered to what the runners can take in one step, and with the policy that their device gets."""
+    """As given, lowered to what the runners can take in one step."""
     pretences: tuple[str, ...] = ()
     """Of either runner."""
 
@@ -116,8 +116,6 @@ def resolve(target: RunnerDescription, draft: RunnerDescription | None, settings
         max_model_len=target.max_model_len,
         num_target_blocks=target.num_blocks,
         num_draft_blocks=None if draft is None else draft.num_blocks,
-        settings=replace(
-            settings.lowered_to(max_seqs, max_rows), speculation_policy=settings.speculation_policy.on(target.device)
-        ),
+        settings=settings.lowered_to(max_seqs, max_rows),
         pretences=tuple(dict.fromkeys(pretence for runner in runners for pretence in runner.pretences)),
     )

@@ -16,6 +16,8 @@ from kimi_backend.scheduler.plan_builder import PlanBuilder
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.spec_decode.protocols import Draft, Pending, Target
+from kimi_backend.spec_decode.round_times import Round
+from kimi_backend.spec_decode.step_times import StepShape
 from kimi_backend.types.plan import DraftPlan, DraftReply, Int32Array, TargetPlan, TargetReply
 
 
@@ -81,6 +83,22 @@ class Step:
         in the step before, or was cancelled or preempted since, started again or not."""
         pairs = zip(self.batch.sequences, self.blocks, strict=True)
         return [blocks is not None and sequence.blocks is blocks for sequence, blocks in pairs]
+
+    def round(
+        self, total_s: float, target_s: float, draft_s: float, draft_wait_s: float, *, is_overlapped: bool
+    ) -> Round:
+        """What the step and the draft's beside it took. Where they overlap, the device has run the draft's step that
+        this one reads in the same time, and not the one behind it."""
+        draft = self.read if is_overlapped else self.draft
+        return Round(
+            target=StepShape.of(self.plan.rows),
+            draft=None if draft is None else StepShape.of(draft.plan.rows, int(draft.plan.num_wanted.max())),
+            total_s=total_s,
+            target_s=target_s,
+            draft_s=draft_s,
+            draft_wait_s=draft_wait_s,
+            is_overlapped=is_overlapped,
+        )
 
 
 class StepPlanner:

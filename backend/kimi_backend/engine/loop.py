@@ -73,6 +73,8 @@ class EngineLoop:
         self.core: EngineCore | None = None
         """Set by the handshake."""
         self.state = EngineState.STARTING
+        self.is_timing_steps = False
+        """Whether the runners are there and find out what their steps cost."""
         self.failure: str | None = None
         """Why the thread has ended before it was told to."""
         self.changed = threading.Condition()
@@ -128,7 +130,7 @@ class EngineLoop:
         if self.state in (EngineState.DRAINING, EngineState.CLOSED):
             raise CapacityError("the server is shutting down and takes no more requests; send it again")
         if core is None or not self._target_link.is_up:
-            raise ModelUnavailableError(self.problem or "the engine is starting")
+            raise ModelUnavailableError(self.problem or "the engine is starting: its runners time their steps")
         return core
 
     def add(self, sequence: Sequence, compiled: Compiled | None = None) -> None:
@@ -202,9 +204,18 @@ class EngineLoop:
                 now = self._clock()
                 draft_deadline_s = now + self._patience.draft_s if draft_deadline_s is None else draft_deadline_s
                 if draft is not None or self._draft_link is None or now >= draft_deadline_s:
-                    return self._make_core(target, draft)
+                    try:
+                        return self._make_core(target, draft)
+                    except ModelUnavailableError as error:  # which of them, asking again will tell
+                        self._forget_runners(str(error))
             self._wait(LONGEST_WAIT_S)
         return None
+
+    def _forget_runners(self, problem: str) -> None:
+        for link in (self._target_link, self._draft_link):
+            if link is not None:
+                link.lose(problem)
+                link.description = None
 
     def _describe(self, link: RunnerLink) -> RunnerDescription | None:
         """An earlier answer, or a new one that is checked."""
@@ -218,16 +229,20 @@ class EngineLoop:
             check_pair(target, draft)
         elif self._draft_link is not None:
             logger.warning("speculation is off: %s", self._draft_link.problem)
-        core = EngineCore(
-            self._target,
-            self._draft,
-            self._target_link,
-            self._draft_link,
-            resolve(target, draft, self._settings),
-            self.emitter.put,
-            self._clock,
-            last_step_id=time.time_ns() // 1000,
-        )
+        self.is_timing_steps = True
+        try:
+            core = EngineCore(
+                self._target,
+                self._draft,
+                self._target_link,
+                self._draft_link,
+                resolve(target, draft, self._settings),
+                self.emitter.put,
+                self._clock,
+                last_step_id=time.time_ns() // 1000,
+            )
+        finally:
+            self.is_timing_steps = False
         with self.changed:
             self.core = core
             if self.state is EngineState.STARTING:

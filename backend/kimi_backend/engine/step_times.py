@@ -10,20 +10,16 @@ class StepTimes:
         self.seconds: dict[str, float] = dict.fromkeys(("schedule", "target", "commit", "draft", "publish"), 0.0)
         self.runner_seconds: dict[str, float] = {"target": 0.0, "draft": 0.0}
         """What runners of other processes say they took of the phases of these names; the rest is the way there."""
-        self._last = self._queued = perf_counter()
+        self._start = self._last = perf_counter()
 
     def start(self) -> None:
         """A step begins."""
-        self._last = self._queued = perf_counter()
-
-    def note_queued(self) -> None:
-        """The target's step has just been queued."""
-        self._queued = perf_counter()
+        self._start = self._last = perf_counter()
 
     @property
-    def since_queued(self) -> float:
-        """Seconds from then to the end of the last lap; from the step's beginning where nobody said so."""
-        return self._last - self._queued
+    def since_start(self) -> float:
+        """Seconds from the step's beginning to the end of the last lap."""
+        return self._last - self._start
 
     def lap(self, phase: str) -> float:
         """The phase ends now; returns its seconds."""

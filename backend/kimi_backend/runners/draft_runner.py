@@ -20,8 +20,9 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.sampling_tensors import has_processors
 from kimi_backend.runners.step_runner import Launched, Options, StepRunner, Tensors
+from kimi_backend.runners.step_timing import draft_plan
 from kimi_backend.runners.warm_up import idle_chunk
-from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, DraftPlan, DraftReply
+from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, AuxHandle, DraftPlan, DraftReply, RowPlan
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import STATUS_NOT_FINITE, STATUS_OK
 from kimi_kernels.token_table import PROPOSALS, STATUS, stamp_of
@@ -52,6 +53,8 @@ class DraftRunner(StepRunner):
         )
         self._aux_width = config.num_aux_hidden_states * config.target_hidden_size
         self._proposer = EagerProposer(model, kernels, pool, self._builder)
+        self.timing_aux: AuxHandle | None = None
+        """The buffer of another process that steps are timed with, where one is open."""
         self._graphs: DraftGraphs | None = None
         if self._recorder is None or self.table is None:
             return
@@ -96,6 +99,15 @@ class DraftRunner(StepRunner):
         token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows, self._limits.max_model_len)
         hidden = self._model.combine_aux(self._graph_aux.all_rows[:num_rows])
         self._model.forward(token_ids, hidden, metadata, self._pool.tensor, self._pool.scale)
+
+    def _launch_timed(self, rows: RowPlan, num_proposals: int) -> Launched[DraftReply]:
+        aux = self.timing_aux
+        if aux is None and self.aux_buffer is not None:
+            aux = AuxHandle(region=0)
+        elif aux is None:
+            shape = len(rows.token_ids), self._aux_width
+            aux = AuxHandle(tensor=torch.zeros(shape, dtype=self._dtype, device=self.device))
+        return self.launch(draft_plan(rows, num_proposals, aux, in_table=self._graphs is not None))
 
     def _aux_for_peers(self, plan: DraftPlan, aux: torch.Tensor) -> torch.Tensor | None:
         """What the step reads of aux hidden states that came as a tensor; in a buffer, every rank has them."""

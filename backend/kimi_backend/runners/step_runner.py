@@ -4,15 +4,16 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import torch
 
-from kimi_backend.checkpoint.progress import no_progress
+from kimi_backend.checkpoint.progress import count_progress, no_progress
 from kimi_backend.config.draft_config import Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.cost_file import CostFile
 from kimi_backend.runners.device_name import device_name
 from kimi_backend.runners.graphs.recorder import Recorder
 from kimi_backend.runners.hand_over.token_table import TokenTable
@@ -21,8 +22,11 @@ from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.sampling_tensors import SamplingUpload
+from kimi_backend.runners.step_timing import Sequences, StepTimer, num_timed_steps, time_steps
 from kimi_backend.runners.warm_up import prefill_lengths
-from kimi_backend.types.plan import RunnerDescription
+from kimi_backend.spec_decode.protocols import Pending
+from kimi_backend.types.plan import RowPlan, RunnerDescription
+from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.token_table import token_table_ops
 
@@ -67,6 +71,8 @@ class Options(TypedDict, total=False):
     """Of rank 0, the others."""
     table: TokenTable | None
     """Shared by both runners of a process; one that captures makes one of its own without it."""
+    cost_file: CostFile | None
+    """Where step costs are kept from one start to the next; None keeps them nowhere."""
 
 
 class StepRunner:
@@ -116,6 +122,9 @@ class StepRunner:
             block_size=pool.block_size,
             has_table=table is not None,
         )
+        self._vocab_size = config.vocab_size
+        self._cost_file = options.get("cost_file")
+        self._costs: StepCosts | None = None
         self._sampling, self._ops = SamplingUpload(self.device), token_table_ops(kernels)
         self._description = RunnerDescription(
             role="",
@@ -162,6 +171,29 @@ class StepRunner:
         """How often `warm_up` advances."""
         graphs = self._captured()
         return graphs.num_buckets + len(prefill_lengths(self._limits)) if graphs is not None else 0
+
+    @torch.inference_mode()
+    def measure_costs(self) -> StepCosts:
+        """See `spec_decode.protocols`. All ranks run the steps."""
+        if self._costs is None and self._cost_file is not None:
+            self._costs = self._cost_file.read()
+        if self._costs is None:
+            self._costs = self._time_steps()
+            if self._cost_file is not None:
+                self._cost_file.write(self._costs)
+        return self._costs
+
+    def _time_steps(self) -> StepCosts:
+        role = self._description.role
+        shapes = {"is_captured": self._captured() is not None, "is_draft": role == "draft"}
+        with count_progress(f"timing steps of the {role}", num_timed_steps(self._limits, **shapes)) as advance:
+            sequences = Sequences(pool=self._pool, limits=self._limits, vocab_size=self._vocab_size)
+            timer = StepTimer(device=self.device, advance=advance)
+            return time_steps(sequences, timer, self._launch_timed, **shapes)
+
+    def _launch_timed(self, rows: RowPlan, num_proposals: int) -> Pending[Any]:
+        """Queue a step over made-up sequences."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End the other ranks and drop what is captured."""

@@ -19,8 +19,9 @@ from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.sampled_rows import SampledRows, mask_of_row
 from kimi_backend.runners.sampling_tensors import has_processors
 from kimi_backend.runners.step_runner import Launched, Options, StepRunner, Tensors
+from kimi_backend.runners.step_timing import target_plan
 from kimi_backend.runners.warm_up import idle_chunk
-from kimi_backend.types.plan import AuxHandle, TargetPlan, TargetReply
+from kimi_backend.types.plan import AuxHandle, RowPlan, TargetPlan, TargetReply
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import (
     PLACEHOLDER_TOKEN_ID,
@@ -96,6 +97,9 @@ class TargetRunner(StepRunner):
     def _run_idle_chunk(self, num_rows: int) -> None:
         token_ids, metadata = idle_chunk(self._builder, self._pool, num_rows, self._limits.max_model_len)
         self._model.forward(token_ids, metadata, self._pool.tensor, self._pool.scale, self._aux_layer_ids)
+
+    def _launch_timed(self, rows: RowPlan, num_proposals: int) -> Launched[TargetReply]:
+        return self.launch(target_plan(rows, wants_aux=bool(self._aux_layer_ids)))
 
     def _launch_captured(self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan) -> Launched[TargetReply]:
         region = self.aux_buffer.take_region() if self.aux_buffer is not None else 0

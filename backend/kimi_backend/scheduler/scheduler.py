@@ -14,7 +14,7 @@ from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.sequence import DraftState, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.scheduler.waiting_queue import WaitingQueue
-from kimi_backend.spec_decode.make_policy import make_policy
+from kimi_backend.spec_decode.policy import FixedPolicy, SpeculationPolicy
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Scheduler:
         """By priority, then arrival."""
         self.table = BatchTable(settings.max_num_seqs, -(-max_model_len // kv.block_size))
         self.num_preemptions = 0
-        self.policy = make_policy(settings.speculation_policy, clock)
+        self.policy: SpeculationPolicy = FixedPolicy()
         """Chooses who drafts how many tokens. The engine tells it of each round's end."""
         self._clock = clock
         self._admitted: Sequence | None = None
@@ -133,8 +133,12 @@ class Scheduler:
     def ask_policy(self) -> list[Sequence]:
         """Tell the policy that a round begins. Returns those whose part in speculation it chooses."""
         candidates = [s for s in self.running if s.wants_draft] if self.is_drafting else []
-        self.policy.begin_round([s.speculation for s in candidates], len(self.running))
+        self.policy.begin_round([s.speculation for s in candidates], len(self.running), self._num_context_tokens)
         return candidates
+
+    @property
+    def _num_context_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.running)
 
     def _choose_speculation(self) -> None:
         """Ask the policy, and let sequences leave the draft or come to it."""
@@ -228,7 +232,8 @@ class Scheduler:
         if uses_draft and self._admitted is not sequence:  # once, though it may not find room for a while
             others = [s.speculation for s in self.running if s.wants_draft]
             num_expected = min(len(self.running) + len(self.waiting), self.settings.max_num_seqs)
-            self.policy.admit(sequence.speculation, others, num_expected)
+            num_context_tokens = self._num_context_tokens + sequence.num_tokens
+            self.policy.admit(sequence.speculation, others, num_expected, num_context_tokens)
             self._admitted = sequence
         uses_draft = uses_draft and sequence.speculation.uses_draft
         target_slots, draft_slots = self._slots(sequence, uses_draft)

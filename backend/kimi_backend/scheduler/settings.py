@@ -21,7 +21,7 @@ class SchedulerSettings:
     max_queue_size: int = 1024
     """Requests that may wait for their first step."""
     num_speculative_tokens: int = 3
-    """k of a request that names none."""
+    """k of a request that names none, where nobody chooses."""
     max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     """Largest k that a request may ask for."""
     draft_max_positions: int = 0
@@ -39,6 +39,12 @@ class SchedulerSettings:
         _require("draft_max_positions", self.draft_max_positions, 0)
         _require("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         _require("num_speculative_tokens", self.num_speculative_tokens, 0, self.max_speculative_tokens)
+
+    @property
+    def largest_k(self) -> int:
+        """The most draft tokens for a request that names no number."""
+        is_chosen = self.speculation_policy is PolicyName.ADAPTIVE and self.num_speculative_tokens > 0
+        return self.max_speculative_tokens if is_chosen else self.num_speculative_tokens
 
     def lowered_to(self, max_num_seqs: int, max_num_batched_tokens: int) -> "SchedulerSettings":
         """The same settings with a step's two limits replaced."""

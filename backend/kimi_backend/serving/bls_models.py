@@ -26,6 +26,7 @@ from kimi_backend.types.plan import (
     TargetPlan,
     TargetReply,
 )
+from kimi_backend.types.step_costs import StepCosts
 
 
 class _BlsModel:
@@ -51,6 +52,14 @@ class _BlsModel:
 
     def _describe(self) -> RunnerDescription:
         return self._description([self._pb.Tensor(names.DESCRIBE, np.ones(1, dtype=np.bool_))])
+
+    def measure_costs(self) -> StepCosts:
+        """See `Target.measure_costs`."""
+        (text,) = self._call([self._pb.Tensor(names.TIME_STEPS, np.ones(1, dtype=np.bool_))], [names.STEP_COSTS])
+        try:
+            return StepCosts.from_json(text.as_numpy()[0])
+        except InvalidRequestError as error:
+            raise ModelUnavailableError(f"runner {self._model_name}: {error}") from error
 
     def _opened(self, name: str, handle: bytes) -> RunnerDescription:
         """The description of a model that was given the other's handle, as the input `name`. It says what is open."""
@@ -178,6 +187,11 @@ class BlsDraft(_BlsModel):
         self._aux_transfer.forget()
         self._board.offer(description.step_board)
         return description
+
+    def measure_costs(self) -> StepCosts:
+        """See `Draft.measure_costs`. With the target's buffer open, as steps will have it."""
+        self._aux_transfer.open()
+        return super().measure_costs()
 
     def launch(self, plan: DraftPlan) -> _SentStep:
         """See `Draft.launch`. The target's aux tensor, if it came as one, is passed on untouched."""

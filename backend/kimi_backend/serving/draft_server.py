@@ -19,6 +19,7 @@ from kimi_backend.serving.aux_sides import AUTO, AuxReceiver
 from kimi_backend.serving.runner_server import RunnerServer, read_settings, us_since
 from kimi_backend.types import codec
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RunnerDescription
+from kimi_backend.types.step_costs import StepCosts
 
 
 class DraftServer(RunnerServer):
@@ -39,6 +40,7 @@ class DraftServer(RunnerServer):
         board = None if self._side is None else self._side.handle
         super().__init__(runner, pb_utils, dataclasses.replace(runner.describe(), step_board=board), secret)
         self._draft = runner
+        self._most_rows = self._description.max_num_batched_tokens
         self._receiver = AuxReceiver(runner.device, aux_transfer, peers=runner.peers)
 
     @classmethod
@@ -57,6 +59,15 @@ class DraftServer(RunnerServer):
             self._side.close()
         self._receiver.close()
         super().close()
+
+    def _measure_costs(self) -> StepCosts:
+        if self._receiver.num_regions:
+            region = AuxHandle(region=0)
+            self._draft.timing_aux = AuxHandle(tensor=self._receiver.resolve(region, self._most_rows), region=0)
+        try:
+            return super()._measure_costs()
+        finally:
+            self._draft.timing_aux = None
 
     def _open(self, handle: bytes) -> RunnerDescription:
         return dataclasses.replace(self._description, aux_buffer=self._receiver.open(handle))

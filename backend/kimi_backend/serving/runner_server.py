@@ -1,4 +1,5 @@
-"""A model runner behind Triton Server: a request describes the runner, opens memory of the other one, or is a step."""
+"""A model runner behind Triton Server: a request describes the runner, times its steps, opens memory of the other one,
+or is a step."""
 
 import dataclasses
 import logging
@@ -17,6 +18,7 @@ from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
 from kimi_backend.serving.runner_secret import Doorkeeper, read_secret
 from kimi_backend.types.plan import RunnerDescription
+from kimi_backend.types.step_costs import StepCosts
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -65,11 +67,17 @@ class RunnerServer:
         self._door.check(request)
         if self._input(request, names.DESCRIBE) is not None:
             return self._response({names.DESCRIPTION: description_to_json(self._description)})
+        if self._input(request, names.TIME_STEPS) is not None:
+            costs = self._measure_costs().to_json()
+            return self._response({names.STEP_COSTS: np.array([costs], dtype=np.object_)})
         handle = self._input(request, self.opens)
         if handle is not None:
             opened = self._open(handle.as_numpy().tobytes())
             return self._response({names.DESCRIPTION: description_to_json(opened)})
         return self._step(request)
+
+    def _measure_costs(self) -> StepCosts:
+        return self._runner.measure_costs()
 
     def _open(self, handle: bytes) -> RunnerDescription:
         """Open the other runner's memory. The description says what is open."""

@@ -4,7 +4,8 @@ A rate at position j is conditional: of the rounds that kept position j - 1, the
 rejection were compared with nothing and say nothing.
 """
 
-from math import sqrt
+import numpy as np
+import numpy.typing as npt
 
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
@@ -25,32 +26,27 @@ class AcceptancePool:
     """Rates a position over the rounds of many sequences. Recent rounds count more."""
 
     def __init__(self) -> None:
-        self.num_rounds = self.num_accepted = 0
-        """Verifies recorded, and draft tokens kept, since start; never forgotten."""
         self._new: list[tuple[int, int]] = []
         self._tried = [0.0] * MAX_SPECULATIVE_TOKENS
         self._kept = [0.0] * MAX_SPECULATIVE_TOKENS
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
         """One verify. Cheap: it runs between the target's reply and the draft's call."""
-        self.num_rounds += 1
-        self.num_accepted += num_accepted
         self._new.append((num_draft_tokens, num_accepted))
 
-    def rates(self) -> list[float]:
-        """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before."""
+    def rates(self, hope: float = 0.0) -> list[float]:
+        """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before.
+
+        Args:
+            hope: verified tokens, all of them kept, to add to what was seen: few rounds may have been bad luck.
+        """
         self._fold()
         rates, guess = [], FIRST_GUESS
         for tried, kept in zip(self._tried, self._kept, strict=True):
-            guess = (kept + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT)
-            rates.append(min(guess, HIGHEST_RATE))
+            guess = min((kept + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT), HIGHEST_RATE)
+            weight = tried + GUESS_WEIGHT
+            rates.append(min((weight * guess + hope) / (weight + hope), HIGHEST_RATE))
         return rates
-
-    @property
-    def num_remembered(self) -> float:
-        """Rounds that the rates rest on, older ones counting less."""
-        self._fold()
-        return self._tried[0]
 
     @property
     def mean_rate(self) -> float:
@@ -59,11 +55,10 @@ class AcceptancePool:
         guess = GUESS_WEIGHT * FIRST_GUESS
         return min((sum(self._kept) + guess) / (sum(self._tried) + GUESS_WEIGHT), HIGHEST_RATE)
 
-    def forget(self, num_rounds: float) -> None:
-        """Let the past count for at most so many rounds, so that what comes now is believed."""
+    def fade(self, share: float) -> None:
+        """Let the past count so much less, so that what is not measured any more falls back to the first guess."""
         self._fold()
-        if self._tried[0] > num_rounds:
-            self._scale(num_rounds / self._tried[0])
+        self._scale(1 - share)
 
     def _fold(self) -> None:
         if not self._new:
@@ -84,6 +79,8 @@ class AcceptancePool:
 class SequenceAcceptance:
     """How one sequence differs from its kind: one factor on all positions."""
 
+    __slots__ = ("kept", "tried")
+
     def __init__(self) -> None:
         self.tried = self.kept = 0.0
         """Verified tokens, and those of them that were kept, older ones counting less."""
@@ -94,30 +91,26 @@ class SequenceAcceptance:
         self.tried = decay * self.tried + verified
         self.kept = decay * self.kept + num_accepted
 
-    def factor(self, pool_mean: float) -> float:
-        """What to multiply the kind's rates by; 1 while nothing is known."""
-        rate = (self.kept + SEQUENCE_WEIGHT * pool_mean) / (self.tried + SEQUENCE_WEIGHT)
-        return rate / pool_mean
+    def factor(self, pool_mean: float, hope: float = 0.0) -> float:
+        """What to multiply the kind's rates by; 1 while nothing is known.
 
-    def forget(self) -> None:
-        self.tried = self.kept = 0.0
-
-
-def doubt_of_gain(rates: list[float], num_draft_tokens: int, num_rounds: float) -> float:
-    """One standard error of the draft tokens kept a round, if these rates were seen in so many rounds."""
-    reached, mean, square = 1.0, 0.0, 0.0
-    for position, rate in enumerate(rates[:num_draft_tokens]):
-        reached *= rate
-        mean += reached
-        square += (2 * position + 1) * reached
-    return sqrt(max(square - mean**2, 0.05) / (num_rounds + 1))
+        Args:
+            hope: as in `AcceptancePool.rates`; it makes a sequence no better than its kind.
+        """
+        kept, tried = self.kept + SEQUENCE_WEIGHT * pool_mean, self.tried + SEQUENCE_WEIGHT
+        found = kept / tried / pool_mean
+        return max(found, min((kept + hope) / (tried + hope) / pool_mean, 1.0))
 
 
-def gains(rates: list[float], factor: float, limit: int) -> list[float]:
-    """[limit + 1] draft tokens that a round of k = 0, 1, … limit is expected to keep."""
-    total, reached, result = 0.0, 1.0, [0.0]
-    for rate in rates[:limit]:
-        reached *= min(factor * rate, HIGHEST_RATE)
-        total += reached
-        result.append(total)
-    return result
+def chances(
+    rates: npt.NDArray[np.float64], factors: npt.NDArray[np.float64], limits: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """[C, MAX_SPECULATIVE_TOKENS] how likely each draft token is kept, all before it being kept too.
+
+    Args:
+        rates: [C, MAX_SPECULATIVE_TOKENS] conditional ones of each sequence's kind.
+        factors: [C] of `SequenceAcceptance`.
+        limits: [C] draft tokens that a sequence may have; the chance of one more is 0.
+    """
+    kept = np.minimum(rates * factors[:, None], HIGHEST_RATE).cumprod(axis=1)
+    return np.where(np.arange(rates.shape[1]) < limits[:, None], kept, 0.0)

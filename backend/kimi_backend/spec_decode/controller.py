@@ -20,6 +20,7 @@ class SpeculationController:
         "acceptance",
         "kind",
         "num_chosen_tokens",
+        "num_idle_choices",
         "num_speculative_tokens",
         "num_unsettled_rounds",
         "pool",
@@ -39,6 +40,8 @@ class SpeculationController:
         """Of its kind; given by the policy, if that learns."""
         self.num_unsettled_rounds = 0
         """Rounds that say little of the draft, because its KV began in the middle of the sequence."""
+        self.num_idle_choices = 0
+        """The policy's choices in a row that took no draft token of it."""
         self._chooser = DraftSamplingChooser(draft_sampling)
 
     @property
@@ -61,7 +64,6 @@ class SpeculationController:
             return
         if self.num_unsettled_rounds:
             self.num_unsettled_rounds -= 1
-            self.pool.num_accepted += num_accepted
             return
         self.acceptance.record(num_draft_tokens, num_accepted)
         self.pool.record(num_draft_tokens, num_accepted)

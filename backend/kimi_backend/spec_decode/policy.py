@@ -1,9 +1,10 @@
-"""Who drafts how many tokens in the next round: as the requests asked, or as measured to be fastest."""
+"""Who drafts how many tokens in the next round: as the requests asked, or what is fastest (docs/decisions/0017)."""
 
 from enum import Enum
 from typing import Protocol
 
 from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.spec_decode.round_times import Round
 
 
 class PolicyName(str, Enum):
@@ -13,18 +14,6 @@ class PolicyName(str, Enum):
     """As many draft tokens as emit most tokens a second, at most what the request asked for; none where that is 0."""
     FIXED = "fixed"
     """What the request asked for, always."""
-    AUTO = "auto"
-    """ADAPTIVE where the target computes on a CPU, FIXED elsewhere."""
-
-    def on(self, device: str) -> "PolicyName":
-        """AUTO resolved.
-
-        Args:
-            device: of the target, as its description names it.
-        """
-        if self is not PolicyName.AUTO:
-            return self
-        return PolicyName.ADAPTIVE if device == "cpu" else PolicyName.FIXED
 
 
 class SpeculationPolicy(Protocol):
@@ -39,38 +28,35 @@ class SpeculationPolicy(Protocol):
         ...
 
     def admit(
-        self, controller: SpeculationController, running: list[SpeculationController], num_sequences: int
+        self,
+        controller: SpeculationController,
+        running: list[SpeculationController],
+        num_sequences: int,
+        num_context_tokens: int,
     ) -> None:
         """A sequence is about to start, or to start again, without any KV of its own.
 
         Args:
             running: those of the running sequences that want to speculate.
             num_sequences: how many sequences are expected to run with it.
+            num_context_tokens: of all that run, and of this one.
         """
         ...
 
-    def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
+    def begin_round(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> None:
         """Choose for the round that begins now.
 
         Args:
             controllers: of the running sequences that want to speculate, while there is a draft.
             num_sequences: all that run.
+            num_context_tokens: of all that run.
         """
         ...
 
-    def think(self) -> None:
-        """The device is at work and the host is about to wait for it: what the next round's choice needs may be worked
-        out now. Not called in every round."""
-        ...
-
-    def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
-        """The round has ended well. Not called for one that failed.
-
-        Args:
-            is_pure_decode: no prompt was part of it.
-            draft_s: seconds that the engine waited for the draft in it.
-            target_s: seconds that the target took for its step, at most: from where it was queued, if that is known.
-        """
+    def end_round(self, done: Round) -> None:
+        """A round of decode rows alone has ended well."""
         ...
 
 
@@ -81,17 +67,20 @@ class FixedPolicy:
         self.num_chosen_tokens = 0
 
     def admit(
-        self, controller: SpeculationController, running: list[SpeculationController], num_sequences: int
+        self,
+        controller: SpeculationController,
+        running: list[SpeculationController],
+        num_sequences: int,
+        num_context_tokens: int,
     ) -> None:
         """Nothing to decide."""
 
-    def begin_round(self, controllers: list[SpeculationController], num_sequences: int) -> None:
+    def begin_round(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> None:
         self.num_chosen_tokens = max((c.num_speculative_tokens for c in controllers), default=0)
 
-    def think(self) -> None:
-        """Nothing to think about."""
-
-    def end_round(self, *, is_pure_decode: bool, draft_s: float, target_s: float) -> None:
+    def end_round(self, done: Round) -> None:
         """Nothing to learn."""
 
 

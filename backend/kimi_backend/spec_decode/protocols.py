@@ -7,6 +7,7 @@ reply = pending.wait()            # its result
 from typing import Protocol, TypeVar
 
 from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.step_costs import StepCosts
 
 Reply = TypeVar("Reply", covariant=True)
 
@@ -34,6 +35,14 @@ class Target(Protocol):
         """
         ...
 
+    def measure_costs(self) -> StepCosts:
+        """What its steps take: timed by the first call, over KV that nobody uses yet, or known from an earlier start.
+
+        Raises:
+            ModelUnavailableError: as `describe`.
+        """
+        ...
+
     @property
     def depth(self) -> int:
         """Steps that may be in flight as things stand: 2 where a step may be launched whose last tokens only the
@@ -54,6 +63,10 @@ class Draft(Protocol):
 
     def describe(self) -> RunnerDescription:
         """Answer the handshake. Raises as `Target.describe`."""
+        ...
+
+    def measure_costs(self) -> StepCosts:
+        """See `Target.measure_costs`."""
         ...
 
     @property

@@ -1,17 +1,21 @@
 """Whoever chooses k: the same tokens, and statistics that say what was done."""
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from kimi_backend.engine.engine import Engine
-from kimi_backend.engine.handshake import resolve
+from kimi_backend.engine.loop import Patience
+from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.policy import PolicyName
+from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.step_costs import StepCosts
 from support.engine_checks import check_identities
 from support.engine_runs import EngineHarness, Outcome
 from support.plain_decoding import decode_plainly
@@ -69,33 +73,88 @@ def test_a_policy_that_acts_at_random_changes_no_token(seed: int, launch_ahead: 
         check_identities(outcome)
 
 
-def test_auto_is_adaptive_on_a_cpu_and_fixed_on_a_gpu() -> None:
-    for device, policy in (("cpu", PolicyName.ADAPTIVE), ("GPU-0a1b", PolicyName.FIXED)):
-        target = replace(describe("target", SCRIPT, block_size=2), device=device)
-        settings = resolve(target, None, SchedulerSettings(speculation_policy=PolicyName.AUTO)).settings
-        assert settings.speculation_policy is policy
-    assert PolicyName.FIXED.on("cpu") is PolicyName.FIXED
-    assert PolicyName.ADAPTIVE.on("GPU-0a1b") is PolicyName.ADAPTIVE
-
-
 @pytest.mark.parametrize("launch_ahead", [False, True])
 def test_the_adaptive_policy_changes_no_token(launch_ahead: bool) -> None:
     harness = harness_of(launch_ahead, PolicyName.ADAPTIVE)
     policy = harness.core.scheduler.policy
     assert isinstance(policy, AdaptivePolicy)
-    time, rng = [0.0], random.Random(0)
+    rng = random.Random(0)
 
-    def clock() -> float:
+    def end_round(done: Round) -> None:
         """Rounds of any length, so that it changes its mind."""
-        time[0] += rng.choice((0.001, 0.002, 0.004))
-        return time[0]
+        policy.times.learn(replace(done, total_s=done.total_s * rng.choice((1, 3, 9))))
+        policy.times._factors[:] = [rng.choice((0.2, 1, 5)) for _ in range(3)]
 
-    policy._clock = clock
+    policy.end_round = end_round  # type: ignore[method-assign]
     outcomes = run_conversations(harness)
     expected = decode_plainly(SCRIPT, [o.request for o in outcomes], eos_token_ids=EOS, max_model_len=MAX_LEN)
     assert [o.token_ids for o in outcomes] == expected
     drafted = {step.num_draft_tokens for o in outcomes for step in o.steps[1:]}
     assert {0, 1, 3} <= drafted
+
+
+def test_steps_are_timed_once_the_target_first_and_only_for_a_policy_that_asks() -> None:
+    for policy, count in ((PolicyName.FIXED, 0), (PolicyName.ADAPTIVE, 1)):
+        harness = harness_of(False, policy)
+        target, draft = harness.core._target, harness.core._draft
+        assert isinstance(target, ScriptedTarget) and isinstance(draft, ScriptedDraft)
+        assert (target.num_measured, draft.num_measured) == (count, count)
+        before = harness.core.scheduler.policy
+        draft.restart()
+        harness.add(GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3), num_speculative_tokens=3))
+        harness.run()
+        assert (target.num_measured, draft.num_measured) == (count, count), "known already"
+        assert harness.core.scheduler.policy is before
+
+
+def test_a_draft_that_comes_late_is_timed_when_it_comes() -> None:
+    sizes = {"block_size": 2, "max_model_len": MAX_LEN}
+    draft = ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT)
+    draft.unavailable = True
+    engine = Engine(
+        ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT),
+        draft,
+        settings=SchedulerSettings(speculation_policy=PolicyName.ADAPTIVE),
+        patience=Patience(draft_s=0.1),
+    )
+    engine.start()
+    engine.wait_until_ready(10)
+    assert draft.num_measured == 0
+    draft.unavailable = False
+    client = RecordingClient()
+    sampling = SamplingParams(seed=4, max_tokens=60, ignore_eos=True)
+    deadline = time.monotonic() + 10
+    while not draft.num_measured and time.monotonic() < deadline:
+        client = RecordingClient()
+        engine.submit(GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling), client)
+        client.wait()
+    core = engine._loop.core
+    assert core is not None
+    assert isinstance(core.scheduler.policy, AdaptivePolicy)
+    engine.drain(10)
+
+
+def test_a_runner_that_leaves_while_its_steps_are_timed_is_met_again() -> None:
+    class LeavesOnce(ScriptedDraft):
+        def measure_costs(self) -> StepCosts:
+            self.num_measured += 1
+            if self.num_measured == 1:
+                raise ModelUnavailableError("gone")
+            return self.costs
+
+    draft = LeavesOnce(describe("draft", SCRIPT), SCRIPT)
+    settings = SchedulerSettings(speculation_policy=PolicyName.ADAPTIVE)
+    engine = Engine(ScriptedTarget(describe("target", SCRIPT), SCRIPT), draft, settings=settings)
+    engine.start()
+    engine.wait_until_ready(10)
+    assert draft.num_measured == 2
+    engine.drain(10)
+
+
+def test_a_request_that_names_no_k_gets_the_largest_where_it_is_chosen() -> None:
+    assert SchedulerSettings().largest_k == 3
+    assert SchedulerSettings(speculation_policy=PolicyName.ADAPTIVE).largest_k == MAX_SPECULATIVE_TOKENS
+    assert SchedulerSettings(speculation_policy=PolicyName.ADAPTIVE, num_speculative_tokens=0).largest_k == 0
 
 
 @pytest.mark.parametrize("launch_ahead", [False, True])
@@ -180,7 +239,7 @@ def test_statistics_say_who_chose_and_what(name: PolicyName) -> None:
     # Every verify emits its accepted tokens and one more; the first token came from the prompt.
     assert 1 + sum(histogram) + stats.speculation.num_accepted_draft_tokens == 60
     assert statistics.totals.num_draft_tokens_histogram[: len(histogram)] == histogram
-    assert 0 <= statistics.num_chosen_draft_tokens <= 3
+    assert 0 <= statistics.num_chosen_draft_tokens <= (3 if name is PolicyName.FIXED else MAX_SPECULATIVE_TOKENS)
 
 
 @pytest.mark.parametrize("launch_ahead", [False, True])

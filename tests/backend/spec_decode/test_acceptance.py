@@ -1,8 +1,9 @@
 import random
 
+import numpy as np
 import pytest
 
-from kimi_backend.spec_decode.acceptance import FIRST_GUESS, AcceptancePool, SequenceAcceptance, gains
+from kimi_backend.spec_decode.acceptance import FIRST_GUESS, AcceptancePool, SequenceAcceptance, chances
 
 
 def accepted(rng: random.Random, rates: list[float]) -> int:
@@ -39,17 +40,16 @@ def test_positions_behind_a_rejection_say_nothing() -> None:
     assert pool.rates()[0] > 0.95
     assert pool.rates()[1] < 0.05
     assert pool.rates()[2] == pytest.approx(pool.rates()[1])
-    assert pool.num_accepted == 100
 
 
-def test_what_is_forgotten_makes_room() -> None:
+def test_what_fades_falls_back_to_the_first_guess() -> None:
     pool = AcceptancePool()
     for _ in range(400):
         pool.record(1, 0)
-    pool.forget(10)
-    for _ in range(20):
-        pool.record(1, 1)
-    assert pool.rates()[0] > 0.6
+    assert pool.rates()[0] < 0.05
+    for _ in range(200):
+        pool.fade(0.03)
+    assert pool.rates()[0] > 0.3
 
 
 def test_a_sequence_starts_as_its_kind_and_becomes_itself() -> None:
@@ -58,11 +58,11 @@ def test_a_sequence_starts_as_its_kind_and_becomes_itself() -> None:
     for _ in range(40):
         own.record(3, 0)
     assert own.factor(0.8) < 0.35
-    own.forget()
-    assert own.factor(0.8) == pytest.approx(1)
 
 
-def test_gains_add_up_what_is_reached() -> None:
-    assert gains([0.5, 0.5, 0.5], 1.0, 2) == [0.0, 0.5, 0.75]
-    assert gains([0.5, 0.5], 0.5, 1) == [0.0, 0.25]
-    assert gains([0.9], 5.0, 1)[1] < 1
+def test_chances_fall_by_position_and_end_with_the_limit() -> None:
+    rates = np.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.9, 0.9, 0.9]])
+    found = chances(rates, np.array([1.0, 0.5, 5.0]), np.array([2, 3, 1]))
+    assert found[0].tolist() == [0.5, 0.25, 0.0]
+    assert found[1].tolist() == [0.25, 0.0625, 0.015625]
+    assert 0.9 < found[2, 0] < 1 and not found[2, 1:].any()

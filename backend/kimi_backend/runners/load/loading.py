@@ -16,6 +16,7 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
 from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.runners.aux_buffer import AuxBuffer
+from kimi_backend.runners.cost_file import CostFile
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.hand_over.token_table import TokenTable, share
@@ -110,6 +111,7 @@ def _load_target(
         group=group,
         peers=peers,
         table=TokenTable.allocate(limits, placement.device, is_split=is_split) if recorder else None,
+        cost_file=CostFile.of("target", settings, (model.config, limits), placement.device),
     )
     _warm_up(runner)
     return runner, model
@@ -197,6 +199,7 @@ def _load_draft(
         group=group,
         peers=peers,
         table=table,
+        cost_file=CostFile.of("draft", settings, (config, limits), placement.device),
     )
     _warm_up(runner)
     return runner

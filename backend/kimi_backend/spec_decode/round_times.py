@@ -1,0 +1,134 @@
+"""How long a round takes: what was measured of both models' steps once, and how far off that is by now."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kimi_backend.spec_decode.step_times import Floats, Ints, Numbers, StepShape, StepTimes
+from kimi_backend.types.step_costs import StepCosts
+
+FEWEST_ROUNDS_LEARNED_FROM = 30
+"""A round moves what is known by one part of the rounds before it, and never by less than one of so many."""
+LARGEST_SURPRISE = 0.3
+"""A round counts as at most so far from what was expected, whatever held it up."""
+OWN_SHARE = 0.2
+"""How far each factor moves alone, beside what moves all: a clock is the likelier cause."""
+LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0
+BASE, ROWS, DRAFT = range(3)
+_OF_TARGET = np.array([1.0, 1.0, 0.0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A round of decode rows alone, as it was."""
+
+    target: StepShape
+    draft: StepShape | None
+    """The draft's step that the round waited for."""
+    total_s: float
+    """From the plan to the end."""
+    target_s: float
+    """The target's own time."""
+    draft_s: float
+    """Likewise of the draft; 0 where nobody waits for its reply."""
+    draft_wait_s: float
+    """That, and the way to the draft and back."""
+    is_overlapped: bool
+    """The host plans and commits while the device works, and nothing but the whole is known."""
+
+
+class RoundTimes:
+    """Seconds of rounds. What is learned are three factors and the host's time, from rounds that run anyway."""
+
+    def __init__(self, target: StepCosts, draft: StepCosts) -> None:
+        self._target, self._draft = StepTimes(target), StepTimes(draft)
+        self._factors = np.ones(3)
+        """On a target's step with one row a sequence, on its other rows, whose experts may overlap more or less than
+        those of random tokens, and on the draft's steps. The card's clock moves all."""
+        self._is_overlapped = False
+        self._host_s = 0.0
+        self._draft_way_s: float | None = None
+        self._num_rounds = 0
+
+    @property
+    def factors(self) -> list[float]:
+        """How far the table is off by now, of a target's step, its further rows, and the draft."""
+        return [round(float(value), 4) for value in self._factors]
+
+    def plain(self, num_seqs: int, num_context_tokens: int) -> float:
+        """A round in which nobody drafts."""
+        base, _ = self._target.parts(num_seqs, num_seqs, 1, num_context_tokens)
+        target_s = float(base[0]) * float(self._factors[BASE])
+        return max(target_s, self._host_s) if self._is_overlapped else target_s + self._host_s
+
+    def drafting(
+        self, num_seqs: int, num_drafting: Ints, depth: Ints, rows: Ints, kept: Floats, num_context_tokens: int
+    ) -> Floats:
+        """[J] rounds in which the draft proposes something.
+
+        Args:
+            num_drafting: [J] sequences that use the draft, 1 or more.
+            depth: [J] tokens that it proposes, 1 or more.
+            rows: [J] draft tokens under verification.
+            kept: [J] those of them that are expected to be kept.
+        """
+        base, more = self._target.parts(num_seqs, num_seqs + rows, depth + 1, num_context_tokens)
+        target_s = base * self._factors[BASE] + more * self._factors[ROWS]
+        extended = num_drafting + (1.0 * rows if self._is_overlapped else kept)
+        draft_s = self._draft_step(num_drafting, extended, depth, num_context_tokens / num_seqs * num_drafting)
+        draft_s = draft_s * self._factors[DRAFT]
+        if self._is_overlapped:
+            overlapped: Floats = target_s + np.maximum(draft_s, self._host_s)
+            return overlapped
+        # The way to the draft is guessed to be as long as all the rest until it has been seen.
+        way_s = self._host_s / 2 if self._draft_way_s is None else self._draft_way_s
+        in_turns: Floats = target_s + draft_s + self._host_s + way_s
+        return in_turns
+
+    def _draft_step(self, num_seqs: int | Ints, rows: Numbers, depth: int | Ints, context: Numbers) -> Floats:
+        fixed, more = self._draft.parts(num_seqs, rows, 1 + depth * self._is_overlapped, context)
+        return fixed + more + self._draft.proposals(num_seqs, depth, context)
+
+    def learn(self, done: Round) -> None:
+        """Move the factors towards one round."""
+        self._num_rounds += 1
+        rate = max(1 / self._num_rounds, 1 / FEWEST_ROUNDS_LEARNED_FROM)
+        self._is_overlapped = done.is_overlapped
+        target, draft = done.target, done.draft
+        base, more = self._target.parts(target.num_seqs, target.num_rows, target.longest, target.num_context_tokens)
+        of_draft = np.zeros(1)
+        if draft is not None:
+            of_draft = self._draft_step(draft.num_seqs, draft.num_rows, draft.num_proposals, draft.num_context_tokens)
+        parts = np.array([base[0], more[0], of_draft[0]])
+        if done.is_overlapped:
+            self._learn_overlapped(parts, done, rate)
+            return
+        self._host_s += rate * (done.total_s - done.target_s - done.draft_wait_s - self._host_s)
+        self._fit(parts * _OF_TARGET, done.target_s, rate)
+        if draft is None:
+            return
+        self._fit(parts * (1 - _OF_TARGET), done.draft_s, rate)
+        way_s = done.draft_wait_s - done.draft_s
+        before_s = way_s if self._draft_way_s is None else self._draft_way_s
+        self._draft_way_s = before_s + rate * (way_s - before_s)
+
+    def _learn_overlapped(self, parts: Floats, done: Round, rate: float) -> None:
+        """Only what the host waits for tells of the device."""
+        self._host_s += rate * (done.total_s - done.target_s - self._host_s)
+        of_target, of_draft = parts[:DRAFT] @ self._factors[:DRAFT], parts[DRAFT] * self._factors[DRAFT]
+        if self._host_s < of_draft or (done.draft is None and self._host_s < of_target):
+            self._fit(parts, done.total_s, rate)
+        elif done.draft is not None:
+            self._fit(parts * _OF_TARGET, done.total_s - self._host_s, rate)
+
+    def _fit(self, parts: Floats, seconds: float, rate: float) -> None:
+        """Move the factors so that they explain one time better: above all together, as with a clock, and a little each
+        by the part that it has."""
+        weights = parts * self._factors
+        expected = float(weights.sum())
+        if expected <= 0:
+            return
+        surprise = min(max(seconds - expected, -LARGEST_SURPRISE * expected), LARGEST_SURPRISE * expected)
+        direction = expected + OWN_SHARE * weights
+        self._factors *= 1 + rate * surprise * direction / float(weights @ direction)
+        np.clip(self._factors, LEAST_FACTOR, MOST_FACTOR, out=self._factors)

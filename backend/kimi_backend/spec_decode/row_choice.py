@@ -1,0 +1,55 @@
+"""Which draft tokens are worth their rows: the set that emits most tokens a second."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kimi_backend.spec_decode.round_times import RoundTimes
+from kimi_backend.spec_decode.step_times import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class RowChoice:
+    """How many draft tokens each of C sequences has, and how fast that is."""
+
+    num_draft_tokens: Ints
+    """[C]"""
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    """If nobody drafted."""
+
+
+def choose_rows(
+    chances: Floats, num_seqs: int, num_context_tokens: int, times: RoundTimes, *, least_gain: float = 1.0
+) -> RowChoice:
+    """Take draft tokens by their chance to be kept, as long as the round's rate grows, for each depth of the draft.
+
+    A sequence's chances fall from one position to the next, so what is taken of it are its first ones.
+
+    Args:
+        chances: [C, K] see `acceptance.chances`, of the sequences that may draft.
+        num_seqs: all that run, C or more.
+        least_gain: times as fast a round without a draft as one with it must be to be chosen.
+    """
+    num_candidates, most = chances.shape
+    plain = num_seqs / times.plain(num_seqs, num_context_tokens)
+    nothing = RowChoice(np.zeros(num_candidates, np.int64), plain, plain)
+    flat = chances.ravel()
+    order = np.argsort(-flat, kind="stable")[: int(np.count_nonzero(flat))]
+    if not len(order):
+        return nothing
+    position = order % most
+    # Row by row of these, a depth of the draft: what it may take, in order.
+    is_within = position < np.arange(1, int(position.max()) + 2)[:, None]
+    kept = np.where(is_within, flat[order], 0.0).cumsum(axis=1)[is_within]
+    num_rows = is_within.cumsum(axis=1)[is_within]
+    num_drafting = (is_within & (position == 0)).cumsum(axis=1)[is_within]
+    depths, places = is_within.nonzero()
+    seconds = times.drafting(num_seqs, num_drafting, depths + 1, num_rows, kept, num_context_tokens)
+    rates = (num_seqs + kept) / seconds
+    best = int(rates.argmax())
+    if rates[best] <= plain / least_gain:
+        return nothing
+    taken = order[: places[best] + 1]
+    taken = taken[taken % most <= depths[best]]
+    return RowChoice(np.bincount(taken // most, minlength=num_candidates), float(rates[best]), plain)

@@ -1,0 +1,103 @@
+"""Steps are timed over sequences of their own, in every shape, and known at the next start."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.runners.cost_file import CostFile, costs_folder
+from kimi_backend.runners.graphs.recorder import EagerRecorder
+from kimi_backend.runners.step_timing import StepTimer, num_timed_steps
+from kimi_backend.types.step_costs import StepCosts
+from kimi_kernels.kernel_set import KernelSet
+from support.captured_runners import Setting, runner_pair
+from support.made_up_costs import linear_costs
+
+SETTING = Setting(kernels=KernelSet.reference())
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each shape is run once, and takes as many microseconds as steps were timed before it."""
+    shapes: list[int] = []
+
+    def us(self: StepTimer, launch) -> float:  # type: ignore[no-untyped-def]
+        launch().wait()
+        shapes.append(len(launch.args[0].token_ids))
+        return float(len(shapes))
+
+    monkeypatch.setattr(StepTimer, "us", us)
+    return shapes
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_both_runners_time_every_shape_once(kind: str, is_captured: bool, counted: list[int]) -> None:
+    for runner in runner_pair(SETTING, kind, EagerRecorder() if is_captured else None):
+        runner.warm_up()
+        counted.clear()
+        costs = runner.measure_costs()
+        limits, is_draft = runner._limits, runner.describe().role == "draft"
+        assert len(counted) == num_timed_steps(limits, is_captured=is_captured, is_draft=is_draft)
+        assert costs.is_captured == is_captured
+        assert max(counted) == costs.num_seqs[-1] * costs.query_lens[-1]
+        assert costs.most_proposals == (limits.max_speculative_tokens if is_draft else 0)
+        assert (costs.padded_us == costs.step_us) == (not is_captured)
+        assert runner.measure_costs() is costs
+
+
+def test_on_a_cpu_a_step_takes_no_longer_than_a_larger_one_did(counted: list[int]) -> None:
+    """Here the larger ones, which come first, are the faster ones: as if the machine had become busy."""
+    target, _ = runner_pair(SETTING, "mla", None)
+    steps = target.measure_costs().step_us
+    assert all(left <= right for row in steps for left, right in zip(row, row[1:], strict=False))
+    assert all(left <= right for rows in zip(*steps, strict=True) for left, right in zip(rows, rows[1:], strict=False))
+
+
+@pytest.fixture
+def costs_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CostFile:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return CostFile.of("target", ServingSettings(), "a model", torch.device("cpu"))
+
+
+def test_costs_are_kept_under_all_that_they_depend_on(costs_of: CostFile, tmp_path: Path) -> None:
+    assert costs_of.read() is None
+    costs = linear_costs(3, 1)
+    costs_of.write(costs)
+    assert costs_of.read() == costs
+    assert costs_folder() == tmp_path / "kimi_step_costs"
+    cpu = torch.device("cpu")
+    others = [
+        CostFile.of("draft", ServingSettings(), "a model", cpu),
+        CostFile.of("target", ServingSettings(), "another model", cpu),
+        CostFile.of("target", ServingSettings(max_num_seqs=8), "a model", cpu),
+        CostFile({**costs_of.about, "code": "another"}),
+        CostFile({**costs_of.about, "device": "another"}),
+    ]
+    assert all(other.read() is None for other in others)
+    assert CostFile.of("target", ServingSettings(log_level="DEBUG"), "a model", cpu).read() == costs
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"about": {}, "costs": {}}', "[1]", '{"about": 1, "costs": null}'])
+def test_a_damaged_file_is_measured_again(costs_of: CostFile, text: str) -> None:
+    costs_of.write(linear_costs(3, 1))
+    costs_of.path.write_text(text)
+    assert costs_of.read() is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(
+    costs_of: CostFile, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "kimi_step_costs").write_text("a file")
+    costs_of.write(linear_costs(3, 1))
+    assert "not kept" in caplog.text
+    assert costs_of.read() is None
+
+
+def test_a_file_is_readable_by_people(costs_of: CostFile) -> None:
+    costs_of.write(linear_costs(3, 1))
+    content = json.loads(costs_of.path.read_text())
+    assert content["about"]["role"] == "target"
+    assert StepCosts.from_json(json.dumps(content["costs"])) == linear_costs(3, 1)
