@@ -1,5 +1,6 @@
 """Steps are timed over sequences of their own, in every shape, and known at the next start."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -52,8 +53,8 @@ def test_on_a_cpu_a_step_takes_no_longer_than_a_larger_one_did(counted: list[int
     """Here the larger ones, which come first, are the faster ones: as if the machine had become busy."""
     target, _ = runner_pair(SETTING, "mla", None)
     steps = target.measure_costs().step_us
-    assert all(left <= right for row in steps for left, right in zip(row, row[1:], strict=False))
-    assert all(left <= right for rows in zip(*steps, strict=True) for left, right in zip(rows, rows[1:], strict=False))
+    assert all(left <= right for row in steps for left, right in itertools.pairwise(row))
+    assert all(left <= right for rows in zip(*steps, strict=True) for left, right in itertools.pairwise(rows))
 
 
 @pytest.fixture
