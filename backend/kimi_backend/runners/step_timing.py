@@ -171,7 +171,7 @@ def time_steps(
         is_captured=is_captured,
         context_len=sequences.contexts(sizes[-1], lens[-1] + most)[0] + 1,
         step_us=tuple(tuple(item[0]) for item in found),
-        padded_us=tuple(tuple(item[1 if is_captured else 0]) for item in found),
+        padded_us=tuple(tuple(item[1] if is_captured else item[0]) for item in found),
         context_us=tuple(item[2] for item in found),
         most_proposals=most,
         proposals_us=tuple(tuple(item[3]) for item in found) if most else (),
