@@ -135,7 +135,7 @@ def read_target(folder: Path) -> NanoTarget:
 
 def _read_experts(source: TensorSource, config: KimiModelConfig, prefix: str, projection: str) -> Tensor:
     """[E, out_features, in_features] float32."""
-    group = config.quantization.group_size
+    group = config.expert_format.group_size
     experts = []
     for expert in range(config.n_routed_experts):
         module = f"{prefix}.{expert}.{projection}"

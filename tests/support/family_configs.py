@@ -1,5 +1,6 @@
 """config.json contents of the public checkpoints, from their published fields."""
 
+import copy
 from typing import Any
 
 Json = dict[str, Any]
@@ -47,6 +48,118 @@ def fp8_quantization(block_size: int = 128) -> Json:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [block_size, block_size],
+    }
+
+
+def quark_quantization(**fields: Any) -> Json:
+    """MXFP4 of amd/Kimi-K2.5-MXFP4, which names its 530 excluded modules; here without the vision tower's."""
+    fp4 = {
+        "dtype": "fp4",
+        "qscheme": "per_group",
+        "ch_axis": -1,
+        "group_size": 32,
+        "block_size": None,
+        "scale_format": "e8m0",
+        "scale_type": "float",
+        "scale_calculation_mode": "even",
+        "observer_cls": "PerBlockMXObserver",
+        "round_method": "half_even",
+        "is_scale_quant": False,
+        "symmetric": None,
+        "mx_element_dtype": None,
+    }
+    exclude = ["language_model.lm_head"]
+    for layer in range(61):
+        prefix = f"language_model.model.layers.{layer}"
+        parts = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        exclude += [f"{prefix}.self_attn.{part}" for part in parts]
+        exclude += [f"{prefix}.mlp.gate"] if layer else []
+    return {
+        "quant_method": "quark",
+        "quant_mode": "eager_mode",
+        "version": "0.11",
+        "algo_config": None,
+        "exclude": exclude,
+        "export": {
+            "kv_cache_group": [],
+            "min_kv_scale": 0.0,
+            "pack_method": "reorder",
+            "weight_format": "real_quantized",
+            "weight_merge_groups": None,
+        },
+        "global_quant_config": {
+            "bias": None,
+            "input_tensors": {**fp4, "is_dynamic": True},
+            "output_tensors": None,
+            "target_device": None,
+            "weight": {**fp4, "is_dynamic": False},
+        },
+        "kv_cache_post_rope": False,
+        "kv_cache_quant_config": {},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "softmax_quant_spec": None,
+        **fields,
+    }
+
+
+FP8_ROWS = {
+    "weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False},
+    "input_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 1, "is_dynamic": True},
+    "output_tensors": None,
+    "bias": None,
+}
+"""Quark's ptpc_fp8: a scale a row of the weight."""
+
+
+def mxfp4_quantization() -> Json:
+    """MXFP4 of compressed-tensors: routed experts alone, as llm-compressor writes them."""
+    fp4 = {"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": list(INT4_IGNORE),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "format": "mxfp4-pack-quantized",
+                "input_activations": {**fp4, "dynamic": True, "scale_dtype": "torch.uint8"},
+                "output_activations": None,
+                "weights": {**fp4, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"},
+            }
+        },
+    }
+
+
+def fp8_block_quantization() -> Json:
+    """fp8 of llm-compressor's scheme FP8_BLOCK, as its example for K2-Thinking writes it."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["re:.*gate$", "lm_head", "re:.*kv_a_proj_with_mqa$", "re:.*q_a_proj$", "model.embed_tokens"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "input_activations": {
+                    "type": "float",
+                    "num_bits": 8,
+                    "strategy": "group",
+                    "group_size": 128,
+                    "dynamic": True,
+                },
+                "weights": {
+                    "type": "float",
+                    "num_bits": 8,
+                    "strategy": "block",
+                    "block_structure": [128, 128],
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+            }
+        },
     }
 
 
@@ -124,6 +237,13 @@ def kimi_k25(**text_changes: Any) -> Json:
     }
 
 
+def kimi_k25_of(quantization: Json) -> Json:
+    """K2.5 in another format."""
+    config = kimi_k25()
+    config["text_config"]["quantization_config"] = copy.deepcopy(quantization)
+    return {**config, "quantization_config": quantization}
+
+
 def kimi_k2_instruct(max_position: int = 131072, factor: float = 32.0) -> Json:
     return text_config(
         max_position_embeddings=max_position,
@@ -143,6 +263,14 @@ TARGET_FAMILIES: dict[str, Json] = {
     "K2-Instruct-0905": kimi_k2_instruct(262144, 64.0),
     "K2-Thinking": kimi_k2_thinking(),
     "K2.5": kimi_k25(),
+    "K2.5-MXFP4": kimi_k25_of(quark_quantization()),
+    "K2.5-MXFP4-AttnFP8": kimi_k25_of(
+        quark_quantization(
+            exclude=["lm_head", "re:.*mlp\\.gate$"], layer_quant_config={"*self_attn*": copy.deepcopy(FP8_ROWS)}
+        )
+    ),
+    "K2.5 mxfp4-pack-quantized": kimi_k25_of(mxfp4_quantization()),
+    "K2-Thinking-FP8-Block": text_config(quantization_config=fp8_block_quantization()),
 }
 
 

@@ -10,6 +10,7 @@ from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraf
 from kimi_backend.config.mla_dims import MlaDims
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
+from kimi_kernels.quantization.mxfp4 import quantize_mxfp4
 from support.tiny_configs import FP8_BLOCK_SIZE, INT4_GROUP_SIZE
 
 FP8_MAX = 448.0
@@ -119,7 +120,7 @@ def quantize_fp8(tensors: Tensors) -> Tensors:
     stored: Tensors = {}
     for name, tensor in tensors.items():
         is_linear = tensor.ndim == 2 and not name.startswith(("embed_tokens", "lm_head"))
-        stored |= _fp8(name, tensor) if is_linear else {name: tensor}
+        stored |= _fp8(name, tensor, f"{name}_scale_inv") if is_linear else {name: tensor}
     return stored
 
 
@@ -127,18 +128,33 @@ def dequantized(tensors: Tensors) -> Tensors:
     """The same checkpoint with every weight dense, in float32, from the formats' formulas."""
     dense = {}
     for name, tensor in tensors.items():
-        base = name.removesuffix(".weight_packed")
-        if base != name:
+        base = name.removesuffix(".weight_packed").removesuffix(".weight")
+        if name.endswith("_scale"):
+            continue
+        if tensor.dtype == torch.uint8:
+            dense[base + ".weight"] = _mxfp4_values(tensor, tensors[base + ".weight_scale"])
+        elif name.endswith(".weight_packed"):
             codes = torch.stack([(tensor >> shift) & 15 for shift in range(0, 32, 4)], dim=-1).flatten(-2) - 8
             scales = tensors[base + ".weight_scale"].float().repeat_interleave(INT4_GROUP_SIZE, dim=1)
             dense[base + ".weight"] = codes * scales
-        elif name + "_scale_inv" in tensors:
-            scales = tensors[name + "_scale_inv"].repeat_interleave(FP8_BLOCK_SIZE, 0)
+        elif name + "_scale" in tensors and tensors[name + "_scale"].numel() == len(tensor):
+            dense[name] = tensor.float() * tensors[name + "_scale"].reshape(-1, 1)
+        elif name + "_scale_inv" in tensors or name + "_scale" in tensors:
+            blocks = tensors.get(name + "_scale_inv", tensors.get(name + "_scale"))
+            assert blocks is not None
+            scales = blocks.repeat_interleave(FP8_BLOCK_SIZE, 0)
             scales = scales.repeat_interleave(FP8_BLOCK_SIZE, 1)[: tensor.shape[0], : tensor.shape[1]]
             dense[name] = tensor.float() * scales
-        elif not name.endswith(("_scale", "_shape", "_scale_inv")):
+        elif not name.endswith(("_shape", "_scale_inv")):
             dense[name] = tensor
     return dense
+
+
+def _mxfp4_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    columns = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    values = magnitudes[(columns & 7).int()] * (1 - 2 * (columns >> 3).float())
+    return values * torch.exp2(scales.view(torch.uint8).float() - 127).repeat_interleave(32, dim=1)
 
 
 def _mlp(random: _Random, prefix: str, hidden: int, intermediate: int) -> Tensors:
@@ -193,19 +209,26 @@ def _mha(random: _Random, prefix: str, config: Eagle3MhaDraftConfig, input_size:
 
 
 def _quantize(tensors: Tensors, config: KimiModelConfig) -> Tensors:
-    method = config.quantization.method
-    if method is QuantizationMethod.NONE:
-        return tensors
     quantized: Tensors = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         is_linear = module.endswith("_proj") or module.endswith("kv_a_proj_with_mqa")
-        if not is_linear or not config.quantization.quantizes(module):
+        stored = config.quantization.stored(module)
+        if not is_linear or stored.method is QuantizationMethod.NONE:
             quantized[name] = tensor
-        elif method is QuantizationMethod.INT4:
+        elif stored.method is QuantizationMethod.INT4:
             quantized |= _int4(module, tensor)
+        elif stored.method is QuantizationMethod.MXFP4:
+            weight = quantize_mxfp4(tensor)
+            quantized |= {f"{module}.{stored.values}": weight.codes, f"{module}.{stored.scales}": weight.scales}
+        elif stored.block_size:
+            quantized |= _fp8(name, tensor, f"{module}.{stored.scales}")
         else:
-            quantized |= _fp8(name, tensor)
+            scales = tensor.abs().amax(dim=1, keepdim=True) / FP8_MAX
+            quantized |= {
+                name: (tensor / scales).to(torch.float8_e4m3fn),
+                f"{module}.{stored.scales}": scales if stored.row_scales else scales.squeeze(1),
+            }
     return quantized
 
 
@@ -222,11 +245,11 @@ def _int4(module: str, weight: torch.Tensor) -> Tensors:
     }
 
 
-def _fp8(name: str, weight: torch.Tensor) -> Tensors:
+def _fp8(name: str, weight: torch.Tensor, scales_name: str) -> Tensors:
     block = FP8_BLOCK_SIZE
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % block, 0, -rows % block))
     blocks = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block))
     scales = blocks.abs().amax(dim=(1, 3)) / FP8_MAX
     values = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
-    return {name: values.to(torch.float8_e4m3fn), name + "_scale_inv": scales}
+    return {name: values.to(torch.float8_e4m3fn), scales_name: scales}

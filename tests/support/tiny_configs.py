@@ -21,6 +21,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+FP4_SPEC = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32, "scale_format": "e8m0"}
 QUANTIZATION_CONFIGS: dict[str, dict[str, Any]] = {
     "int4": {
         "quant_method": "compressed-tensors",
@@ -49,6 +50,52 @@ QUANTIZATION_CONFIGS: dict[str, dict[str, Any]] = {
             r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
         ],
         "kv_cache_scheme": None,
+    },
+    "mxfp4": {
+        "quant_method": "quark",
+        "exclude": ["lm_head", "re:.*self_attn.*", r"re:.*mlp\.gate$"],
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        "global_quant_config": {
+            "weight": {**FP4_SPEC, "is_dynamic": False},
+            "input_tensors": {**FP4_SPEC, "is_dynamic": True},
+            "output_tensors": None,
+        },
+        "layer_quant_config": {},
+    },
+    # As AMD's AttnFP8 files: attention in fp8 with a scale a row.
+    "mxfp4 and fp8": {
+        "quant_method": "quark",
+        "exclude": ["lm_head", r"re:.*mlp\.gate$"],
+        "global_quant_config": {"weight": FP4_SPEC},
+        "layer_quant_config": {
+            "*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}},
+        },
+    },
+    "mxfp4 packed": {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "format": "mxfp4-pack-quantized",
+                "targets": [r"re:.*mlp\.experts\..*_proj$"],
+                "weights": {
+                    "type": "float",
+                    "num_bits": 4,
+                    "strategy": "group",
+                    "group_size": 32,
+                    "symmetric": True,
+                    "scale_dtype": "torch.uint8",
+                },
+            },
+            "group_1": {
+                "format": "float-quantized",
+                "targets": ["re:.*self_attn.*"],
+                "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
+                "weights": {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True},
+            },
+        },
+        "ignore": ["lm_head"],
     },
     "fp8": {
         "quant_method": "fp8",

@@ -11,7 +11,10 @@ from kimi_backend.errors import CheckpointError
 
 _SCALES = (TensorRole.INT4_SCALES, TensorRole.FP8_SCALES)
 _FINITE = (*_SCALES, TensorRole.ROUTER_BIAS, TensorRole.NORM, TensorRole.BIAS)
-VALUE_CHECKED_ROLES = (*_FINITE, TensorRole.INT4_SHAPE)
+VALUE_CHECKED_ROLES = (*_FINITE, TensorRole.INT4_SHAPE, TensorRole.MXFP4_SCALES)
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+_MXFP4_LARGEST_SCALE = _E8M0_BIAS + 1
+"""2, of weights up to 12: the expert kernels keep scales 2^126 too large."""
 
 
 def value_problems(name: str, spec: TensorSpec, values: torch.Tensor) -> list[str]:
@@ -20,6 +23,8 @@ def value_problems(name: str, spec: TensorSpec, values: torch.Tensor) -> list[st
         expected = list(spec.matrix_shape or ())
         found = values.tolist()
         return [] if found == expected else [f"{name}: expected the values {expected}, found {found}"]
+    if spec.role is TensorRole.MXFP4_SCALES:
+        return _mxfp4_scale_problems(name, values.view(torch.uint8))
     if spec.role not in _FINITE:
         return []
     if values.dtype.itemsize == 1:
@@ -31,6 +36,15 @@ def value_problems(name: str, spec: TensorSpec, values: torch.Tensor) -> list[st
         return [f"{name}: expected finite values, found {num_bad} NaN or infinite"]
     if spec.role in _SCALES and low < 0:
         return [f"{name}: expected scales of at least 0, found {low:g}"]
+    return []
+
+
+def _mxfp4_scale_problems(name: str, scales: torch.Tensor) -> list[str]:
+    largest = int(scales.max()) if scales.numel() else 0
+    if largest == _E8M0_NAN:
+        return [f"{name}: expected finite values, found {int((scales == _E8M0_NAN).sum())} NaN"]
+    if largest > _MXFP4_LARGEST_SCALE:
+        return [f"{name}: expected scales of at most 2, found 2 ** {largest - _E8M0_BIAS}"]
     return []
 
 

@@ -9,9 +9,10 @@ import torch
 from kimi_backend.checkpoint.tensor_spec import TensorRole, TensorSpec, float_dtypes
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
 from kimi_backend.config.mla_dims import MlaDims
-from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod
+from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod, StoredFormat
 
 NIBBLES_PER_WORD = 8
+CODES_PER_BYTE = 2
 
 
 def norm_spec(dtype: str, size: int, *, is_required: bool = True) -> TensorSpec:
@@ -69,64 +70,82 @@ class LinearSpecs:
         bias = self.bias if bias is None else bias
         if bias is not Bias.NONE:
             yield f"{module}.bias", bias_spec(self.dtype, out_features, is_required=bias is Bias.REQUIRED)
-        if not self.quantization.quantizes(module):
+        stored = self.quantization.stored(module)
+        if stored.method is QuantizationMethod.NONE:
             yield f"{module}.weight", matrix_spec(self.dtype, out_features, in_features)
-        elif self.quantization.method is QuantizationMethod.INT4:
-            yield from _int4(module, self.dtype, out_features, in_features, self.quantization.group_size)
-        else:
-            yield from _fp8(module, out_features, in_features, self.quantization.block_size)
+            return
+        values, scales = _QUANTISED[stored.method](stored, self.dtype, out_features, in_features)
+        yield f"{module}.{stored.values}", values
+        yield f"{module}.{stored.scales}", scales
+        if stored.method is QuantizationMethod.INT4:
+            yield f"{module}.weight_shape", _int4_shape(out_features, in_features)
 
 
-def _int4(
-    module: str, dtype: str, out_features: int, in_features: int, group_size: int
-) -> Iterator[tuple[str, TensorSpec]]:
+def _int4(stored: StoredFormat, dtype: str, out_features: int, in_features: int) -> tuple[TensorSpec, TensorSpec]:
     matrix = (out_features, in_features)
-    yield (
-        f"{module}.weight_packed",
+    return (
         TensorSpec(
             role=TensorRole.INT4_CODES,
             shape=(out_features, in_features // NIBBLES_PER_WORD),
             dtypes=(torch.int32,),
             matrix_shape=matrix,
         ),
-    )
-    yield (
-        f"{module}.weight_scale",
         TensorSpec(
             role=TensorRole.INT4_SCALES,
-            shape=(out_features, in_features // group_size),
+            shape=(out_features, in_features // stored.group_size),
             dtypes=float_dtypes(dtype),
             matrix_shape=matrix,
         ),
     )
-    yield (
-        f"{module}.weight_shape",
+
+
+def _int4_shape(out_features: int, in_features: int) -> TensorSpec:
+    return TensorSpec(
+        role=TensorRole.INT4_SHAPE,
+        shape=(2,),
+        dtypes=(torch.int32, torch.int64),
+        matrix_shape=(out_features, in_features),
+        is_required=False,
+    )
+
+
+def _mxfp4(stored: StoredFormat, dtype: str, out_features: int, in_features: int) -> tuple[TensorSpec, TensorSpec]:
+    matrix = (out_features, in_features)
+    return (
         TensorSpec(
-            role=TensorRole.INT4_SHAPE,
-            shape=(2,),
-            dtypes=(torch.int32, torch.int64),
+            role=TensorRole.MXFP4_CODES,
+            shape=(out_features, in_features // CODES_PER_BYTE),
+            dtypes=(torch.uint8,),
             matrix_shape=matrix,
-            is_required=False,
+        ),
+        TensorSpec(
+            role=TensorRole.MXFP4_SCALES,
+            shape=(out_features, in_features // stored.group_size),
+            dtypes=(torch.uint8, torch.float8_e8m0fnu),
+            matrix_shape=matrix,
         ),
     )
 
 
-def _fp8(module: str, out_features: int, in_features: int, block_size: int) -> Iterator[tuple[str, TensorSpec]]:
-    matrix = (out_features, in_features)
-    yield (
-        f"{module}.weight",
+def _fp8(stored: StoredFormat, dtype: str, out_features: int, in_features: int) -> tuple[TensorSpec, TensorSpec]:
+    matrix, block = (out_features, in_features), stored.block_size
+    if block:
+        shape: tuple[int, ...] = (-(-out_features // block), -(-in_features // block))
+    else:
+        shape = (out_features, stored.row_scales) if stored.row_scales else (out_features,)
+    return (
         TensorSpec(role=TensorRole.FP8_VALUES, shape=matrix, dtypes=(torch.float8_e4m3fn,), matrix_shape=matrix),
-    )
-    yield (
-        f"{module}.weight_scale_inv",
         TensorSpec(
             role=TensorRole.FP8_SCALES,
-            shape=(-(-out_features // block_size), -(-in_features // block_size)),
+            shape=shape,
             dtypes=(torch.float32, torch.bfloat16, torch.float8_e8m0fnu),
             matrix_shape=matrix,
-            rows_each=block_size,
+            rows_each=block or 1,
         ),
     )
+
+
+_QUANTISED = {QuantizationMethod.INT4: _int4, QuantizationMethod.MXFP4: _mxfp4, QuantizationMethod.FP8: _fp8}
 
 
 def mla_specs(

@@ -13,6 +13,7 @@ from kimi_backend.config.quantization_config import QuantizationMethod
 Json = dict[str, Any]
 
 INT4_GROUP_SIZE = 32
+MXFP4_GROUP_SIZE = 32
 FP8_BLOCK_SIZE = 128
 
 
@@ -159,7 +160,36 @@ _FP8_CONFIG: Json = {
     "activation_scheme": "dynamic",
     "weight_block_size": [FP8_BLOCK_SIZE, FP8_BLOCK_SIZE],
 }
-_QUANTIZATION_CONFIGS = {QuantizationMethod.INT4: _INT4_CONFIG, QuantizationMethod.FP8: _FP8_CONFIG}
+_FP4_SPEC: Json = {
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "ch_axis": -1,
+    "group_size": MXFP4_GROUP_SIZE,
+    "scale_format": "e8m0",
+    "scale_type": "float",
+    "observer_cls": "PerBlockMXObserver",
+    "round_method": "half_even",
+}
+_MXFP4_CONFIG: Json = {
+    "quant_method": "quark",
+    "quant_mode": "eager_mode",
+    "exclude": ["lm_head", "re:.*self_attn.*", "re:.*mlp\\.gate$", "re:.*(vision_tower|mm_projector).*"],
+    "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+    "global_quant_config": {
+        "weight": {**_FP4_SPEC, "is_dynamic": False},
+        "input_tensors": {**_FP4_SPEC, "is_dynamic": True},
+        "output_tensors": None,
+        "bias": None,
+    },
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+}
+"""As AMD's files for Kimi: attention, router and head stay in bf16, all MLPs are MXFP4."""
+_QUANTIZATION_CONFIGS = {
+    QuantizationMethod.INT4: _INT4_CONFIG,
+    QuantizationMethod.FP8: _FP8_CONFIG,
+    QuantizationMethod.MXFP4: _MXFP4_CONFIG,
+}
 
 
 def default_num_layers(preset: Preset) -> int:

@@ -5,6 +5,7 @@ the layers and the router spreads tokens over the experts. `load_format = dummy`
 """
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,9 @@ _CHUNK_ELEMENTS = 1 << 22
 _BIAS_STD = 0.01
 _INT4_CODE_STD = (256 / 12 - 1 / 12) ** 0.5
 """Standard deviation of a uniform code from -8 to 7."""
+_MXFP4_CODE_STD = (137 / 16) ** 0.5
+"""Of a uniform e2m1 code."""
+_E8M0_BIAS = 127
 _FP8_STD = 64.0
 _FP8_MAX = 448.0
 _SCALE_SPREAD = 0.25
@@ -101,6 +105,10 @@ def _make(spec: TensorSpec, num_rows: int, generator: torch.Generator) -> torch.
         return torch.tensor(spec.matrix_shape, dtype=dtype)
     if spec.role is TensorRole.INT4_CODES:
         return torch.randint(-(2**31), 2**31, shape, generator=generator, device=device).to(dtype)
+    if spec.role is TensorRole.MXFP4_CODES:
+        return torch.randint(0, 256, shape, generator=generator, device=device, dtype=dtype)
+    if spec.role is TensorRole.MXFP4_SCALES:
+        return _mxfp4_scales(spec, shape, generator)
     if spec.role is TensorRole.FP8_VALUES:
         values = torch.randn(shape, generator=generator, device=device) * _FP8_STD
         return values.clamp_(-_FP8_MAX, _FP8_MAX).to(dtype)
@@ -111,6 +119,17 @@ def _make(spec: TensorSpec, num_rows: int, generator: torch.Generator) -> torch.
         spread = torch.rand(shape, generator=generator, device=device).mul_(2 * _SCALE_SPREAD).add_(1 - _SCALE_SPREAD)
         return spread.mul_(scale).to(dtype)
     return torch.randn(shape, generator=generator, device=device).mul_(_std(spec)).to(dtype)
+
+
+def _mxfp4_scales(spec: TensorSpec, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """The powers of two on both sides of the wanted scale, each as often as gives the wanted variance."""
+    assert spec.matrix_shape is not None, "a scale belongs to a matrix"
+    wanted = spec.matrix_shape[1] ** -0.5 / _MXFP4_CODE_STD
+    below = math.floor(math.log2(wanted))
+    share_above = ((wanted / 2.0**below) ** 2 - 1) / 3
+    is_above = torch.rand(shape, generator=generator, device=generator.device) < share_above
+    scales: torch.Tensor = is_above + (below + _E8M0_BIAS)
+    return scales.to(torch.uint8)
 
 
 def _std(spec: TensorSpec) -> float:

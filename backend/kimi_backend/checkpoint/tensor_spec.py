@@ -20,7 +20,9 @@ class TensorRole(Enum):
     INT4_SCALES = "int4 group scales"
     INT4_SHAPE = "shape of an int4 matrix"
     FP8_VALUES = "fp8 values"
-    FP8_SCALES = "fp8 block scales"
+    FP8_SCALES = "fp8 scales"
+    MXFP4_CODES = "packed mxfp4 codes"
+    MXFP4_SCALES = "mxfp4 group scales"
     DRAFT_TO_TARGET = "draft-to-target vocabulary offsets"
     TARGET_TO_DRAFT = "mask of target tokens that the draft knows"
 

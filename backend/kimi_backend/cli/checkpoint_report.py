@@ -1,12 +1,12 @@
 """What `kimi inspect` says about a checkpoint: plain values, ready for JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kimi_backend.checkpoint.checked_tensors import VALUE_CHECKED_ROLES, check_values
-from kimi_backend.checkpoint.layer_specs import NIBBLES_PER_WORD
+from kimi_backend.checkpoint.layer_specs import CODES_PER_BYTE, NIBBLES_PER_WORD
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.progress import WatchedTensors, byte_progress
@@ -23,11 +23,13 @@ from kimi_backend.text.tokenizer import HF_TOKENIZER_FILE, TIKTOKEN_FILE, load_t
 
 Report = dict[str, Any]
 
+_CODES_EACH = {TensorRole.INT4_CODES: NIBBLES_PER_WORD, TensorRole.MXFP4_CODES: CODES_PER_BYTE}
 _KV_DTYPES = ("bfloat16", "float8_e4m3fn")
 _NOT_PARAMETERS = (
     TensorRole.INT4_SCALES,
     TensorRole.INT4_SHAPE,
     TensorRole.FP8_SCALES,
+    TensorRole.MXFP4_SCALES,
     TensorRole.DRAFT_TO_TARGET,
     TensorRole.TARGET_TO_DRAFT,
 )
@@ -170,13 +172,33 @@ def check_all_values(target: TargetCheckpoint, draft: DraftCheckpoint | None) ->
 
 
 def describe_format(config: KimiModelConfig) -> str:
-    quantization = config.quantization
-    if quantization.method is QuantizationMethod.INT4:
-        return f"routed experts int4 in groups of {quantization.group_size}, the rest {config.dtype}"
-    if quantization.method is QuantizationMethod.FP8:
-        block = quantization.block_size
-        return f"linear layers fp8 in blocks of {block} x {block}, the rest {config.dtype}"
-    return config.dtype
+    """Which parts are stored in which format."""
+    parts: dict[str, list[str]] = {}
+    for part, module in _typical_modules(config):
+        stored = config.quantization.stored(module)
+        if stored.method is not QuantizationMethod.NONE:
+            parts.setdefault(stored.describe(), []).append(part)
+    texts = [f"{_listed(names)} {text}" for text, names in parts.items()]
+    return f"{'; '.join(texts)}, the rest {config.dtype}" if texts else config.dtype
+
+
+def _listed(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _typical_modules(config: KimiModelConfig) -> Iterator[tuple[str, str]]:
+    """A linear layer of each part of the model."""
+    layers = range(config.num_hidden_layers)
+    moe = next((layer for layer in layers if config.is_moe_layer(layer)), None)
+    dense = next((layer for layer in layers if not config.is_moe_layer(layer)), None)
+    if moe is not None:
+        yield "routed experts", f"model.layers.{moe}.mlp.experts.0.gate_proj"
+        if config.n_shared_experts:
+            yield "shared experts", f"model.layers.{moe}.mlp.shared_experts.gate_proj"
+    if dense is not None:
+        yield "dense MLPs", f"model.layers.{dense}.mlp.gate_proj"
+    yield "attention", "model.layers.0.self_attn.o_proj"
 
 
 def describe_rope(rope: RopeConfig) -> str:
@@ -208,7 +230,7 @@ def active_parameters(config: KimiModelConfig, specs: Specs) -> int:
 
 def _parameters(specs: Specs) -> Mapping[str, int]:
     return {
-        name: spec.num_elements * (NIBBLES_PER_WORD if spec.role is TensorRole.INT4_CODES else 1)
+        name: spec.num_elements * _CODES_EACH.get(spec.role, 1)
         for name, spec in specs.items()
         if spec.role not in _NOT_PARAMETERS
     }

@@ -9,6 +9,7 @@ from kimi_backend.config.aux_layers import AUX_LAYER_IDS_FIELD, AuxLayers, resol
 from kimi_backend.config.json_fields import JsonFields
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod
+from kimi_backend.config.read_quantization import read_quantization
 
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -114,9 +115,9 @@ class DraftFields:
     def quantization(self) -> QuantizationConfig:
         """Of the linear layers, which are widened as they are loaded."""
         fields = self.top.object("quantization_config")
-        quantization = QuantizationConfig.from_fields(fields)
-        if quantization.method is QuantizationMethod.INT4:
-            raise self.top.error("quantization_config", "none, or fp8 (int4 takes its unpacking at load)")
+        quantization = read_quantization(fields)
+        if any(stored.method is QuantizationMethod.INT4 for stored in quantization.formats):
+            raise self.top.error("quantization_config", "none, fp8 or mxfp4 (int4 takes its unpacking at load)")
         return quantization
 
     def sliding_window(self, num_layers: int) -> int | None:

@@ -216,9 +216,9 @@ def _activation_bytes(
 def _check_divisible(
     target: KimiModelConfig, draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig | None, settings: MemorySettings
 ) -> None:
-    """Every rank holds an equal slice; an int4 group or fp8 block of an expert is never cut."""
-    quantization = target.quantization
-    unit = quantization.group_size or quantization.block_size or 1
+    """Every rank holds an equal slice; a group or block of an expert is never cut."""
+    stored = target.expert_format
+    unit = stored.group_size or stored.block_size or 1
     divided = [
         ("num_attention_heads", target.num_attention_heads, 1),
         ("intermediate_size", target.intermediate_size, 1),

@@ -7,7 +7,8 @@ from pathlib import Path
 from kimi_backend.config.json_fields import JsonFields, JsonObject, JsonSource, describe_source, load_json_object
 from kimi_backend.config.known_fields import account_for_target
 from kimi_backend.config.mla_dims import MlaDims, kv_item_bytes, read_q_lora_rank, read_rope_head_dim
-from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod
+from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod, StoredFormat
+from kimi_backend.config.read_quantization import read_quantization
 from kimi_backend.config.rope_config import RopeConfig
 from kimi_backend.errors import ConfigError
 
@@ -88,6 +89,15 @@ class KimiModelConfig(MlaDims):
     def num_moe_layers(self) -> int:
         return sum(self.is_moe_layer(layer) for layer in range(self.num_hidden_layers))
 
+    @property
+    def expert_format(self) -> StoredFormat:
+        """How the routed experts are stored: all alike, which the parser checks. Without any, what dense layers are."""
+        moe_layers = (layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer))
+        layer = next(moe_layers, None)
+        if layer is None:
+            return self.quantization.default
+        return self.quantization.stored(f"model.layers.{layer}.mlp.experts.0.gate_proj")
+
     def kv_bytes_per_token(self, kv_cache_dtype: str = "bfloat16") -> int:
         """Bytes that one token's latents take in all layers; the same on every tensor-parallel rank."""
         return self.num_hidden_layers * self.latent_dim * kv_item_bytes(kv_cache_dtype)
@@ -167,7 +177,7 @@ def _build(
         bos_token_id=_token_id("bos_token_id", top, text, last_token),
         pad_token_id=_token_id("pad_token_id", top, text, last_token),
         dtype=read_dtype(top, text),
-        quantization=QuantizationConfig.from_fields(_quantization_fields(top, text)),
+        quantization=read_quantization(_quantization_fields(top, text)),
     )
 
 
@@ -212,34 +222,44 @@ def _check_experts(config: KimiModelConfig, text: JsonFields) -> None:
 
 
 def _check_quantized_modules(config: KimiModelConfig, path: str) -> None:
-    """Kernels read quantised experts only, all or none of them; fp8 elsewhere is converted at load, int4 is not."""
-    quantization = config.quantization
-    if quantization.method is QuantizationMethod.NONE:
+    """Kernels read quantised experts only, all or none; fp8 and mxfp4 elsewhere are widened at load, int4 is not."""
+    quantization, expert = config.quantization, config.expert_format
+    if all(stored.method is QuantizationMethod.NONE for stored in quantization.formats):
         return
-    _check_quantized_widths(config, path)
+    _check_expert_format(config, path)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         if config.is_moe_layer(layer):
-            for expert in (0, config.n_routed_experts - 1):
+            for number in (0, config.n_routed_experts - 1):
                 for projection in ("gate_proj", "up_proj", "down_proj"):
-                    module = f"{prefix}.mlp.experts.{expert}.{projection}"
+                    module = f"{prefix}.mlp.experts.{number}.{projection}"
                     if not quantization.quantizes(module):
                         raise ConfigError(
                             f"{path}: quantization_config (targets, ignore) leaves {module} as it is,"
                             " expected all routed experts quantised"
                         )
-        if quantization.method is QuantizationMethod.INT4:
+                    if quantization.stored(module) != expert:
+                        raise ConfigError(
+                            f"{path}: quantization_config stores {module} as {quantization.stored(module).describe()},"
+                            f" expected all routed experts as {expert.describe()}"
+                        )
+        if any(stored.method is QuantizationMethod.INT4 for stored in quantization.formats):
             _refuse_other_int4(config, prefix, layer, path)
 
 
-def _check_quantized_widths(config: KimiModelConfig, path: str) -> None:
+def _check_expert_format(config: KimiModelConfig, path: str) -> None:
     """Gate and up are stacked, so a block of theirs must end where the matrix ends."""
-    quantization = config.quantization
-    is_int4 = quantization.method is QuantizationMethod.INT4
-    unit = quantization.group_size if is_int4 else quantization.block_size
-    name = "int4 group_size" if is_int4 else "fp8 weight_block_size"
-    checked = [("hidden_size", config.hidden_size)] if is_int4 else []
-    if is_int4 or config.num_moe_layers:
+    stored = config.expert_format
+    if config.num_moe_layers and stored.method is QuantizationMethod.FP8 and not stored.block_size:
+        raise ConfigError(
+            f"{path}: quantization_config stores routed experts as {stored.describe()}, expected fp8 in square blocks"
+            " (another takes expert kernels that scale rows)"
+        )
+    in_groups = stored.group_size > 0
+    unit = stored.group_size or stored.block_size or 1
+    name = f"{stored.method.value} group_size" if in_groups else "fp8 weight_block_size"
+    checked = [("hidden_size", config.hidden_size)] if in_groups else []
+    if in_groups or config.num_moe_layers:
         checked.append(("moe_intermediate_size", config.moe_intermediate_size))
     for field, width in checked:
         if width % unit:
@@ -254,7 +274,7 @@ def _refuse_other_int4(config: KimiModelConfig, prefix: str, layer: int, path: s
     if not config.is_moe_layer(layer) or config.n_shared_experts:
         modules += [f"{prefix}.{mlp}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
     for module in modules:
-        if config.quantization.quantizes(module):
+        if config.quantization.stored(module).method is QuantizationMethod.INT4:
             raise ConfigError(
                 f"{path}: quantization_config quantises {module} to int4, expected routed experts only"
                 " (add the module to ignore)"

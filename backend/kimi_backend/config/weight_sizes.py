@@ -52,13 +52,13 @@ def expert_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
     """Bytes of one routed expert's three matrices on one rank."""
     hidden, width = config.hidden_size, config.moe_intermediate_size // weights.tp_size
     elements = 3 * hidden * width
-    method = config.quantization.method
-    if method is QuantizationMethod.NONE or not weights.keeps_quantized_experts:
+    stored = config.expert_format
+    if stored.method is QuantizationMethod.NONE or not weights.keeps_quantized_experts:
         return elements * weights.item_bytes
-    if method is QuantizationMethod.INT4:
-        num_scales = elements // config.quantization.group_size
-        return elements // _NIBBLES_PER_BYTE + num_scales * 2
-    block = config.quantization.block_size
+    if stored.group_size:
+        scale_bytes = 1 if stored.method is QuantizationMethod.MXFP4 else _BFLOAT16_BYTES
+        return elements // _NIBBLES_PER_BYTE + elements // stored.group_size * scale_bytes
+    block = stored.block_size
     return elements + 3 * -(-hidden // block) * -(-width // block) * _FLOAT32_BYTES
 
 

@@ -4,6 +4,7 @@
 |---|---|---|
 | e.gate_proj.weight, e.up_proj.weight | [I, H] | dense, or fp8 with weight_scale_inv [I / 128, H / 128] |
 | e.down_proj.weight | [H, I] | dense, or fp8 with weight_scale_inv [H / 128, I / 128] |
+| the same, or .weight_packed | [.., columns / 2] uint8 | mxfp4 with weight_scale [.., columns / 32] uint8 |
 | e.gate_proj.weight_packed, e.up_proj.weight_packed | [I, H / 8] int32 | int4 with weight_scale [I, H / 32] |
 | e.down_proj.weight_packed | [H, I / 8] int32 | int4 with weight_scale [H, I / 32] |
 """
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from kimi_backend.layers.weight_loader import WeightLoader
-from kimi_kernels.weights import ExpertWeights, Fp8Weight, Int4Weight
+from kimi_kernels.weights import MXFP4_GROUP_SIZE, ExpertWeights, Fp8Weight, Int4Weight, Mxfp4Weight
 
 NIBBLES_PER_WORD = 8
+CODES_PER_BYTE = 2
 _READERS = 4
 """Threads of a rank that read experts."""
 
@@ -29,6 +31,8 @@ class _Field:
     name: str
     rows_each: int
     columns_each: int
+    is_bits: bool = False
+    """Bytes whatever the file calls them, as mxfp4's scales."""
 
 
 def load_experts(loader: WeightLoader, num_experts: int, hidden_size: int, intermediate_size: int) -> ExpertWeights:
@@ -40,6 +44,15 @@ def load_experts(loader: WeightLoader, num_experts: int, hidden_size: int, inter
         CheckpointError: a tensor is missing or misshapen, or a slice would cut a quantisation block.
     """
     first = "0.gate_proj"
+    mxfp4, scales_name = loader.mxfp4_codes_name(first), loader.scales_name(first)
+    if mxfp4 is not None:
+        stack = _Stack(loader, num_experts, hidden_size, intermediate_size, MXFP4_GROUP_SIZE)
+        codes = _Field(mxfp4.rpartition(".")[2], 1, CODES_PER_BYTE)
+        scales = _Field("weight_scale", 1, MXFP4_GROUP_SIZE, is_bits=True)
+        return ExpertWeights(
+            gate_up=Mxfp4Weight(codes=stack.gate_up(codes), scales=stack.gate_up(scales)),
+            down=Mxfp4Weight(codes=stack.down(codes), scales=stack.down(scales)),
+        )
     if loader.has(f"{first}.weight_packed"):
         group = loader.int4_group_size
         stack = _Stack(loader, num_experts, hidden_size, intermediate_size, group)
@@ -48,10 +61,10 @@ def load_experts(loader: WeightLoader, num_experts: int, hidden_size: int, inter
             gate_up=Int4Weight(packed=stack.gate_up(packed), scales=stack.gate_up(scales), group_size=group),
             down=Int4Weight(packed=stack.down(packed), scales=stack.down(scales), group_size=group),
         )
-    if loader.has(f"{first}.weight_scale_inv"):
+    if scales_name is not None:
         block = loader.fp8_block_size
         stack = _Stack(loader, num_experts, hidden_size, intermediate_size, block)
-        values, scales = _Field("weight", 1, 1), _Field("weight_scale_inv", block, block)
+        values, scales = _Field("weight", 1, 1), _Field(scales_name.rpartition(".")[2], block, block)
         return ExpertWeights(
             gate_up=Fp8Weight(values=stack.gate_up(values), scales=stack.gate_up(scales), block_size=block),
             down=Fp8Weight(values=stack.down(values), scales=stack.down(scales), block_size=block),
@@ -82,11 +95,11 @@ class _Stack:
         shape = (-(-self._intermediate // field.rows_each), -(-self._hidden // field.columns_each))
         start, stop = self._start // field.rows_each, -(-self._stop // field.rows_each)
         rows = stop - start
-        stacked = self._empty(f"0.gate_proj.{field.name}", (2 * rows, shape[1]))
+        stacked = self._empty("0.gate_proj", field, (2 * rows, shape[1]))
 
         def fill(expert: int) -> None:
             for half, projection in enumerate(("gate_proj", "up_proj")):
-                part = self._read(f"{expert}.{projection}.{field.name}", shape, 0, start, stop)
+                part = self._read(f"{expert}.{projection}", field, shape, 0, start, stop)
                 stacked[expert, half * rows : (half + 1) * rows] = part
 
         self._for_each_expert(fill)
@@ -96,10 +109,10 @@ class _Stack:
         """This rank's slice of columns."""
         shape = (-(-self._hidden // field.rows_each), -(-self._intermediate // field.columns_each))
         start, stop = self._start // field.columns_each, -(-self._stop // field.columns_each)
-        stacked = self._empty(f"0.down_proj.{field.name}", (shape[0], stop - start))
+        stacked = self._empty("0.down_proj", field, (shape[0], stop - start))
 
         def fill(expert: int) -> None:
-            stacked[expert] = self._read(f"{expert}.down_proj.{field.name}", shape, 1, start, stop)
+            stacked[expert] = self._read(f"{expert}.down_proj", field, shape, 1, start, stop)
 
         self._for_each_expert(fill)
         return stacked
@@ -116,12 +129,16 @@ class _Stack:
             for _ in pool.map(run, range(self._num_experts)):
                 pass
 
-    def _empty(self, like: str, shape: tuple[int, int]) -> torch.Tensor:
-        stored = self._loader.source.dtype(self._loader.prefix + like)
-        # Scales that are powers of two (ue8m0) are exact in float32, which the kernels read.
-        dtype = torch.float32 if stored is torch.float8_e8m0fnu else stored
+    def _empty(self, matrix: str, field: _Field, shape: tuple[int, int]) -> torch.Tensor:
+        stored = self._loader.source.dtype(f"{self._loader.prefix}{matrix}.{field.name}")
+        # Scales that are powers of two (ue8m0) are exact in float32, which the fp8 kernels read.
+        dtype = torch.uint8 if field.is_bits else torch.float32 if stored is torch.float8_e8m0fnu else stored
         return torch.empty((self._num_experts, *shape), dtype=dtype, device=self._loader.device)
 
-    def _read(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> torch.Tensor:
+    def _read(
+        self, matrix: str, field: _Field, shape: tuple[int, int], dim: int, start: int, stop: int
+    ) -> torch.Tensor:
+        name = f"{matrix}.{field.name}"
         self._loader.check_shape(name, shape)
-        return self._loader.source.read(self._loader.prefix + name, dim, start, stop)
+        part = self._loader.source.read(self._loader.prefix + name, dim, start, stop)
+        return part.view(torch.uint8) if field.is_bits else part

@@ -10,7 +10,11 @@ from kimi_backend.checkpoint.tensor_source import TensorSource
 from kimi_backend.errors import CheckpointError
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE
+from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4
+from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, MXFP4_GROUP_SIZE, Mxfp4Weight
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+_VALUES = ("weight_packed", "weight")
 
 
 class Shard(Enum):
@@ -23,7 +27,7 @@ class Shard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightLoader:
-    """Reads weights for one rank. A linear layer stored in fp8 blocks is dequantised here; only routed experts stay
+    """Reads weights for one rank. A linear layer stored in fp8 or mxfp4 is widened here; only routed experts stay
     quantised (`layers.expert_weights`)."""
 
     source: TensorSource
@@ -68,7 +72,7 @@ class WeightLoader:
     def matrix(
         self, name: str, shape: tuple[int, int], shard: Shard = Shard.NONE, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """This rank's part of linear layer `name` (tensor `name.weight`, and `name.weight_scale_inv` if fp8).
+        """This rank's part of linear layer `name`: `name.weight`, with its scales if fp8; or mxfp4's two tensors.
 
         Args:
             shape: [out_features, in_features] of the whole matrix.
@@ -78,12 +82,24 @@ class WeightLoader:
         full_name = self.prefix + name
         dim = 1 if shard is Shard.COLUMNS else 0
         start, stop = (0, shape[0]) if shard is Shard.NONE else self.bounds(full_name, shape[dim])
-        if f"{full_name}.weight_scale_inv" in self.source.names():
-            weight = self._read_fp8(full_name, shape, dim, start, stop)
-        else:
+        scales = self.scales_name(name)
+        if scales is None:
             self._check_shape(f"{full_name}.weight", shape)
             weight = self.source.read(f"{full_name}.weight", dim, start, stop)
+        elif (codes := self.mxfp4_codes_name(name)) is not None:
+            weight = self._read_mxfp4(self.prefix + codes, self.prefix + scales, shape, dim, start, stop)
+        else:
+            weight = self._read_fp8(full_name, self.prefix + scales, shape, dim, start, stop)
         return weight.to(self.device, dtype or self.dtype)
+
+    def scales_name(self, name: str) -> str | None:
+        """Tensor of linear layer `name`'s scales; None where it is not quantised."""
+        return next((f"{name}.{suffix}" for suffix in _SCALES if self.has(f"{name}.{suffix}")), None)
+
+    def mxfp4_codes_name(self, name: str) -> str | None:
+        """Tensor of linear layer `name`'s mxfp4 codes: compressed-tensors' name or quark's; None in another format."""
+        found = (f"{name}.{suffix}" for suffix in _VALUES if self.has(f"{name}.{suffix}"))
+        return next((codes for codes in found if self.source.dtype(self.prefix + codes) is torch.uint8), None)
 
     def stacked(self, parts: Sequence[tuple[str, tuple[int, int], Shard]]) -> torch.Tensor:
         """Matrices that read the same input, one above the other: [sum of out_features, in_features]."""
@@ -124,14 +140,35 @@ class WeightLoader:
         if tuple(found) != expected:
             raise CheckpointError(full_name, [f"expected shape {list(expected)}, found {list(found)}"])
 
-    def _read_fp8(self, name: str, shape: tuple[int, int], dim: int, start: int, stop: int) -> torch.Tensor:
+    def _read_mxfp4(
+        self, codes: str, scales: str, shape: tuple[int, int], dim: int, start: int, stop: int
+    ) -> torch.Tensor:
+        group = MXFP4_GROUP_SIZE
+        self._check_shape(codes, (shape[0], shape[1] // 2))
+        self._check_shape(scales, (shape[0], shape[1] // group))
+        # A slice of columns may start inside a group: all of the group is read.
+        first, last = (start // group, -(-stop // group)) if dim else (start, stop)
+        pairs = group // 2 if dim else 1
+        weight = Mxfp4Weight(
+            codes=self.source.read(codes, dim, first * pairs, last * pairs).to(self.device),
+            scales=self.source.read(scales, dim, first, last).view(torch.uint8).to(self.device),
+        )
+        plain = dequantize_mxfp4(weight)
+        return plain.narrow(1, start - first * group, stop - start) if dim else plain
+
+    def _read_fp8(
+        self, name: str, scales_name: str, shape: tuple[int, int], dim: int, start: int, stop: int
+    ) -> torch.Tensor:
+        self._check_shape(f"{name}.weight", shape)
+        values = self.source.read(f"{name}.weight", dim, start, stop)
+        if self.source.shape(scales_name) in ((shape[0],), (shape[0], 1)):
+            rows = self.source.read(scales_name, 0, *((start, stop) if dim == 0 else (0, shape[0])))
+            return values.float() * rows.float().reshape(-1, 1)
         block = self.fp8_block_size
         num_blocks = [-(-size // block) for size in shape]
-        self._check_shape(f"{name}.weight", shape)
-        self._check_shape(f"{name}.weight_scale_inv", (num_blocks[0], num_blocks[1]))
-        values = self.source.read(f"{name}.weight", dim, start, stop)
+        self._check_shape(scales_name, (num_blocks[0], num_blocks[1]))
         first_block = start // block
-        scales = self.source.read(f"{name}.weight_scale_inv", dim, first_block, -(-stop // block))
+        scales = self.source.read(scales_name, dim, first_block, -(-stop // block))
         # A slice may start inside a block: look each element's block up by its place in the whole matrix.
         block_of = torch.arange(start, stop, device=scales.device) // block - first_block
         scales = scales.float().index_select(dim, block_of)

@@ -242,7 +242,7 @@ def draft_loader(
     dtype: torch.dtype,
 ) -> WeightLoader:
     """A loader that knows the size of the file's fp8 blocks."""
-    block_size = config.quantization.block_size or FP8_BLOCK_SIZE
+    block_size = config.quantization.fp8_block_size or FP8_BLOCK_SIZE
     return WeightLoader(source, kernels, group, device, dtype, fp8_block_size=block_size)
 
 

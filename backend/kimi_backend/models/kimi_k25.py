@@ -193,15 +193,14 @@ def target_loader(
     dtype: torch.dtype,
 ) -> WeightLoader:
     """A loader that knows the checkpoint's quantisation block sizes."""
-    quantization = config.quantization
     return WeightLoader(
         source,
         kernels,
         group,
         device,
         dtype,
-        fp8_block_size=quantization.block_size or FP8_BLOCK_SIZE,
-        int4_group_size=quantization.group_size or INT4_GROUP_SIZE,
+        fp8_block_size=config.quantization.fp8_block_size or FP8_BLOCK_SIZE,
+        int4_group_size=config.expert_format.group_size or INT4_GROUP_SIZE,
     )
 
 

@@ -15,7 +15,7 @@ from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.errors import CheckpointError
 from kimi_kernels.quantization.reference import dequantize
-from kimi_kernels.weights import Fp8Weight, Int4Weight
+from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight
 
 
 def target_specs(quantization: QuantizationMethod) -> Specs:
@@ -84,6 +84,15 @@ def test_quantised_experts_have_the_variance_of_plain_ones() -> None:
     plain = dequantize(Fp8Weight(values=values, scales=scales, block_size=128))
     assert float(plain.float().std()) == pytest.approx(256**-0.5, rel=0.3)  # two blocks: two random scales
     assert bool(torch.isfinite(plain).all())
+
+
+def test_mxfp4_experts_have_the_variance_of_plain_ones() -> None:
+    source = RandomTensors(target_specs(QuantizationMethod.MXFP4))
+    expert = "model.layers.1.mlp.experts.3.down_proj"
+    codes, scales = source.read(f"{expert}.weight"), source.read(f"{expert}.weight_scale")
+    plain = dequantize(Mxfp4Weight(codes=codes, scales=scales))
+    assert float(plain.std()) == pytest.approx(256**-0.5, rel=0.05)
+    assert len(scales.unique()) == 2
 
 
 def test_vocabulary_maps_agree() -> None:

@@ -47,6 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "int4": make_tiny(folder / "int4", QuantizationMethod.INT4, DraftKind.MHA),
         "fp8": make_tiny(folder / "fp8", QuantizationMethod.FP8, DraftKind.MLA31),
+        "mxfp4": make_tiny(folder / "mxfp4", QuantizationMethod.MXFP4, DraftKind.MLA),
     }
 
 
@@ -364,7 +365,26 @@ INT4_CASES = (
 )
 
 
-CASES = [("int4", case) for case in INT4_CASES] + [("fp8", case) for case in FP8_TENSORS]
+MXFP4_TENSORS: dict[str, tuple[Break, str]] = {
+    "mxfp4 scale missing": (
+        weights(remove(f"{EXPERT}weight_scale")),
+        r"experts\.3\.down_proj\.weight_scale: missing, expected \[128, 8\] uint8",
+    ),
+    "mxfp4 scale NaN": (
+        weights(spoil(f"{EXPERT}weight_scale", 255)),
+        "weight_scale: expected finite values, found 1 NaN",
+    ),
+    "mxfp4 scale beyond the kernels": (
+        weights(spoil(f"{EXPERT}weight_scale", 130)),
+        r"weight_scale: expected scales of at most 2, found 2 \*\* 3",
+    ),
+    "mxfp4 codes misshapen": (
+        weights(put(f"{LAYER}mlp.shared_experts.up_proj.weight", lambda codes: codes[:, :32])),
+        r"shared_experts\.up_proj\.weight: expected shape \[256, 64\], found \[256, 32\]",
+    ),
+}
+BY_FORMAT = {"int4": INT4_CASES, "fp8": FP8_TENSORS, "mxfp4": MXFP4_TENSORS}
+CASES = [(quantization, case) for quantization, cases in BY_FORMAT.items() for case in cases]
 
 
 @pytest.mark.parametrize(("quantization", "case"), CASES)
@@ -376,7 +396,7 @@ def test_a_broken_checkpoint_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    break_it, message = (INT4_CASES if quantization == "int4" else FP8_TENSORS)[case]
+    break_it, message = BY_FORMAT[quantization][case]
     folder = copy_folder(whole[quantization], tmp_path / "broken")
     break_it(folder)
     assert_named(inspect_broken(folder, monkeypatch, capsys), message)
@@ -419,7 +439,7 @@ def test_all_bad_values_are_listed_at_once(
     assert "model.norm.weight: expected finite" in found
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "fp8", "mxfp4"])
 def test_an_unbroken_checkpoint_passes(
     whole: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

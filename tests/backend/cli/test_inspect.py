@@ -103,7 +103,14 @@ def test_the_tables_say_the_same(
     ("quantization", "text"),
     [
         (QuantizationMethod.NONE, "bfloat16"),
-        (QuantizationMethod.FP8, "linear layers fp8 in blocks of 128 x 128, the rest bfloat16"),
+        (
+            QuantizationMethod.MXFP4,
+            "routed experts, shared experts and dense MLPs mxfp4 in groups of 32, the rest bfloat16",
+        ),
+        (
+            QuantizationMethod.FP8,
+            "routed experts, shared experts, dense MLPs and attention fp8 in blocks of 128 x 128, the rest bfloat16",
+        ),
     ],
 )
 def test_formats_are_described(

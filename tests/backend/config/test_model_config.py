@@ -8,18 +8,23 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kimi_backend.checkpoint.model_specs import target_tensor_specs
+from kimi_backend.checkpoint.tensor_spec import TensorRole
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.errors import ConfigError
 from support.family_configs import (
+    FP8_ROWS,
     TARGET_FAMILIES,
     Json,
     fp8_quantization,
     int4_quantization,
     kimi_k25,
+    quark_quantization,
     text_config,
     yarn,
 )
@@ -81,6 +86,8 @@ def test_every_family_parses_to_its_documented_numbers(family: str) -> None:
         ("K2-Instruct-0905", 0.144680, 1e-6, 1.0, QuantizationMethod.FP8),
         ("K2-Thinking", 0.144680, 1e-5, 1.0, QuantizationMethod.INT4),
         ("K2.5", 0.144680, 1e-5, 32.0, QuantizationMethod.INT4),
+        ("K2.5-MXFP4", 0.144680, 1e-5, 32.0, QuantizationMethod.MXFP4),
+        ("K2-Thinking-FP8-Block", 0.144680, 1e-5, 32.0, QuantizationMethod.FP8),
     ],
 )
 def test_families_differ_where_they_should(
@@ -282,15 +289,58 @@ def _int4_with(path: str, value: Any) -> Json:
     return quantization
 
 
+def _quark_with(field: str, value: Any) -> Json:
+    quantization = quark_quantization()
+    quantization["global_quant_config"]["weight"][field] = value
+    return quantization
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
         ("int4", "quantization_config is 'int4', expected an object"),
-        ({"quant_method": "nvfp4"}, "quant_method is 'nvfp4', expected 'compressed-tensors' or 'fp8'"),
-        ({"quant_method": "quark"}, "quant_method is 'quark'"),
-        ({"quant_method": "modelopt"}, "quant_method is 'modelopt'"),
+        ({"quant_method": "awq"}, "quant_method is 'awq', expected 'compressed-tensors' or 'quark' or 'fp8'"),
+        (
+            {"quant_method": "nvfp4"},
+            r"quant_method is 'nvfp4', expected .* \(NVFP4 takes expert kernels whose products",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quant_method is 'modelopt', .* 16 columns wide"),
+        (_int4_with("format", "nvfp4-pack-quantized"), r"format is 'nvfp4-pack-quantized', .*\(NVFP4 takes"),
+        (
+            quark_quantization(global_quant_config={}, layer_quant_config={"*self_attn*": FP8_ROWS}),
+            "leaves model.layers.1.mlp.experts.0.gate_proj",
+        ),
+        (quark_quantization(exclude=["*mlp.experts.*.up_proj"]), "leaves model.layers.1.mlp.experts.0.up_proj"),
+        (
+            quark_quantization(layer_quant_config={"*.down_proj": FP8_ROWS}),
+            "stores model.layers.1.mlp.experts.0.down_proj as fp8 with a scale a row, expected all .* as mxfp4",
+        ),
+        (
+            quark_quantization(global_quant_config=FP8_ROWS),
+            r"stores routed experts as fp8 with a scale a row, expected fp8 in square blocks \(another takes",
+        ),
+        (_quark_with("dtype", "int4"), "dtype is 'int4', expected 'fp4' or 'fp8_e4m3'"),
+        (_quark_with("scale_format", "fp8_e4m3"), r"scale_format is 'fp8_e4m3', expected 'e8m0' \(NVFP4 takes"),
+        (_quark_with("group_size", 16), "group_size is 16, expected an integer of at least 32"),
+        (_quark_with("is_dynamic", True), "is_dynamic is True, expected False"),
+        (quark_quantization(kv_cache_quant_config={"*k_proj": {}}), "kv_cache_quant_config is"),
+        (quark_quantization(layer_type_quant_config={"Linear": {}}), "layer_type_quant_config is"),
+        (quark_quantization(export={"weight_format": "fake_quantized"}), "weight_format is 'fake_quantized'"),
+        (quark_quantization(exclude=["re:("]), r"holds 're:\(', expected a regular expression"),
+        (
+            quark_quantization(
+                global_quant_config={"weight": FP8_ROWS["weight"], "input_tensors": {"is_dynamic": False}}
+            ),
+            "input_tensors is .*, expected null, or activations that are rounded as they come",
+        ),
         ({"fmt": "e4m3"}, "quant_method is missing"),
-        (_int4_with("format", "float-quantized"), "format is 'float-quantized', expected 'pack-quantized'"),
+        (_int4_with("format", "dense"), "format is 'dense', expected 'pack-quantized' or 'mxfp4-pack-quantized'"),
+        (_int4_with("format", "float-quantized"), "type is 'int', expected 'float'"),
+        (_int4_with("format", "mxfp4-pack-quantized"), "type is 'int', expected 'float'"),
+        (
+            _int4_with("config_groups/group_1", {}),
+            "expected an object with exactly one group, or several of mixed-prec",
+        ),
         (_int4_with("quantization_status", "frozen"), "quantization_status is 'frozen'"),
         (
             _int4_with("kv_cache_scheme", {"num_bits": 8}),
@@ -315,9 +365,9 @@ def _int4_with(path: str, value: Any) -> Json:
             "hidden_size is 7168, expected a multiple of .* 96",
         ),
         (_int4_with("config_groups/group_0/weights/actorder", "group"), "actorder is 'group'"),
-        (_int4_with("ignore", ["re:("]), r"ignore holds 're:\(', expected a regular expression"),
-        (_int4_with("ignore", ["re:a{99999999999999}"]), "ignore holds 're:a.*expected a regular expression"),
-        (_int4_with("ignore", ["re:" + "(" * 5000]), r"ignore holds 're:\(+', expected a regular expression"),
+        (_int4_with("ignore", ["re:("]), r"holds 're:\(', expected a regular expression"),
+        (_int4_with("ignore", ["re:a{99999999999999}"]), "holds 're:a.*expected a regular expression"),
+        (_int4_with("ignore", ["re:" + "(" * 5000]), r"holds 're:\(+', expected a regular expression"),
         (_int4_with("ignore", "lm_head"), "ignore is 'lm_head', expected a list of strings"),
         (_int4_with("ignore", ["lm_head"]), "quantises model.layers.0.self_attn.q_a_proj to int4, expected routed"),
         (
@@ -358,7 +408,7 @@ def test_fp8_covers_attention_but_not_listed_modules() -> None:
     config = KimiModelConfig.from_hf_json(text_config(quantization_config=quantization)).quantization
     assert config.quantizes("model.layers.1.self_attn.o_proj")
     assert not config.quantizes("model.layers.0.self_attn.o_proj")
-    assert config.block_size == 128
+    assert config.fp8_block_size == 128
 
 
 def test_two_quantization_configs_must_agree() -> None:
@@ -438,7 +488,7 @@ def test_names_that_other_servers_take() -> None:
         text_config(architectures=["KimiK2ForCausalLM"])
     ) == KimiModelConfig.from_hf_json(text_config())
     ue8m0 = {**fp8_quantization(), "scale_fmt": "ue8m0"}
-    assert KimiModelConfig.from_hf_json(text_config(quantization_config=ue8m0)).quantization.block_size == 128
+    assert KimiModelConfig.from_hf_json(text_config(quantization_config=ue8m0)).quantization.fp8_block_size == 128
 
 
 def test_a_pattern_that_does_not_come_to_an_end_is_refused() -> None:
@@ -447,3 +497,39 @@ def test_a_pattern_that_does_not_come_to_an_end_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'re:.* takes more than 1 s to match"):
         KimiModelConfig.from_hf_json(text_config(quantization_config=quantization))
     assert time.monotonic() - start < 30
+
+
+def test_quarks_files_say_each_modules_format() -> None:
+    """As the tensors of amd/Kimi-K2.5-MXFP4 are: 69,303 of scales, of all MLPs; none of attention, router or head."""
+    config = KimiModelConfig.from_hf_json(TARGET_FAMILIES["K2.5-MXFP4"])
+    specs = target_tensor_specs(config)
+    scales = [name for name, spec in specs.items() if spec.role is TensorRole.MXFP4_SCALES]
+    assert len(scales) == 69_303
+    assert sum(".mlp.experts." in name for name in scales) == 69_120
+    assert sum(".mlp.shared_experts." in name for name in scales) == 180
+    assert sum(".layers.0.mlp." in name for name in scales) == 3
+    assert specs["model.layers.1.mlp.experts.0.gate_proj.weight"].shape == (2048, 3584)
+    assert specs["model.layers.1.mlp.experts.0.gate_proj.weight_scale"].shape == (2048, 224)
+    assert specs["model.layers.1.self_attn.o_proj.weight"].dtypes[0] is torch.bfloat16
+    # The file has 558,995,180,568 bytes with its vision tower and projector.
+    assert 0 < 558_995_180_568 - sum(spec.num_bytes for spec in specs.values()) < 1.2e9
+    assert not config.warnings
+
+
+def test_attention_of_another_format_than_the_experts() -> None:
+    config = KimiModelConfig.from_hf_json(TARGET_FAMILIES["K2.5-MXFP4-AttnFP8"])
+    assert config.expert_format.describe() == "mxfp4 in groups of 32"
+    specs = target_tensor_specs(config)
+    assert specs["model.layers.3.self_attn.o_proj.weight"].dtypes == (torch.float8_e4m3fn,)
+    assert specs["model.layers.3.self_attn.o_proj.weight_scale"].shape == (7168,)
+    assert not config.warnings
+
+
+def test_compressed_tensors_mxfp4_and_fp8() -> None:
+    specs = target_tensor_specs(KimiModelConfig.from_hf_json(TARGET_FAMILIES["K2.5 mxfp4-pack-quantized"]))
+    assert specs["model.layers.1.mlp.experts.0.down_proj.weight_packed"].shape == (7168, 1024)
+    assert specs["model.layers.1.mlp.experts.0.down_proj.weight_scale"].dtypes[0] is torch.uint8
+    assert specs["model.layers.1.mlp.shared_experts.down_proj.weight"].dtypes[0] is torch.bfloat16
+    specs = target_tensor_specs(KimiModelConfig.from_hf_json(TARGET_FAMILIES["K2-Thinking-FP8-Block"]))
+    assert specs["model.layers.1.mlp.experts.0.down_proj.weight_scale"].shape == (56, 16)
+    assert specs["model.layers.1.self_attn.q_a_proj.weight"].dtypes[0] is torch.bfloat16

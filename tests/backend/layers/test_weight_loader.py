@@ -1,5 +1,6 @@
 """Slices of every format, by any number of ranks, put together again."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,8 @@ from kimi_backend.errors import CheckpointError
 from kimi_backend.layers.expert_weights import load_experts
 from kimi_backend.layers.weight_loader import Shard, WeightLoader
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.weights import Fp8Weight, Int4Weight
+from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
 from support.tiny_checkpoints import Tensors, dequantized, random_target
 from support.tiny_configs import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, target_config
 
@@ -58,6 +60,26 @@ def test_fp8_slices_may_cut_blocks(size: int, shard: Shard) -> None:
     assert torch.equal(torch.cat(parts, dim=0 if shard is Shard.ROWS else 1), dense)
 
 
+@pytest.mark.parametrize("shard", [Shard.ROWS, Shard.COLUMNS])
+@pytest.mark.parametrize("name", ["weight", "weight_packed"])
+def test_mxfp4_slices_are_those_of_the_widened_matrix(name: str, shard: Shard) -> None:
+    """Of 96 columns a rank of two has one group and a half."""
+    weight = quantize_mxfp4(torch.randn(64, 96))
+    tensors = {f"a.{name}": weight.codes, "a.weight_scale": weight.scales.view(torch.float8_e8m0fnu)}
+    parts = [loader(tensors, rank, 2).matrix("a", (64, 96), shard) for rank in range(2)]
+    assert torch.equal(torch.cat(parts, dim=0 if shard is Shard.ROWS else 1), dequantize_mxfp4(weight))
+
+
+@pytest.mark.parametrize("shard", [Shard.ROWS, Shard.COLUMNS])
+@pytest.mark.parametrize("shape", [(64,), (64, 1)])
+def test_fp8_slices_with_a_scale_a_row(shape: tuple[int, ...], shard: Shard) -> None:
+    values, scales = torch.randn(64, 48).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
+    tensors = {"a.weight": values, "a.weight_scale": scales}
+    parts = [loader(tensors, rank, 2).matrix("a", (64, 48), shard) for rank in range(2)]
+    whole = values.float() * scales.reshape(64, 1)
+    assert torch.equal(torch.cat(parts, dim=0 if shard is Shard.ROWS else 1), whole)
+
+
 def test_weights_are_converted_by_value() -> None:
     tensors = {"a.weight": torch.tensor([[1.5, -2.0]], dtype=torch.float16), "n": torch.ones(3, dtype=torch.float16)}
     made = loader(tensors, dtype=torch.bfloat16)
@@ -65,7 +87,7 @@ def test_weights_are_converted_by_value() -> None:
     assert made.vector("n", 3).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "fp8", "mxfp4", "mxfp4 packed"])
 def test_expert_slices_of_two_ranks_are_the_whole(quantization: str) -> None:
     config = target_config(quantization, moe_intermediate_size=64)
     tensors = random_target(config)
@@ -82,8 +104,10 @@ def test_expert_slices_of_two_ranks_are_the_whole(quantization: str) -> None:
         assert torch.equal(columns, dense[f"{prefix}.{expert}.down_proj.weight"])
 
 
-def dense_part(weight: torch.Tensor | Int4Weight | Fp8Weight) -> torch.Tensor:
+def dense_part(weight: Weight) -> torch.Tensor:
     """[E, rows, columns] from the formats' formulas."""
+    if isinstance(weight, Mxfp4Weight):
+        return dequantize_mxfp4(weight)
     if isinstance(weight, Int4Weight):
         codes = torch.stack([(weight.packed >> shift) & 15 for shift in range(0, 32, 4)], dim=-1).flatten(-2) - 8
         return codes * weight.scales.float().repeat_interleave(weight.group_size, dim=2)
@@ -94,12 +118,16 @@ def dense_part(weight: torch.Tensor | Int4Weight | Fp8Weight) -> torch.Tensor:
 
 
 def test_quantized_experts_stay_as_stored() -> None:
-    for quantization, kind, dtype in (("int4", Int4Weight, torch.int32), ("fp8", Fp8Weight, torch.float8_e4m3fn)):
+    kinds = {"int4": (Int4Weight, torch.int32), "fp8": (Fp8Weight, torch.float8_e4m3fn)}
+    kinds |= dict.fromkeys(("mxfp4", "mxfp4 packed"), (Mxfp4Weight, torch.uint8))
+    for quantization, (kind, dtype) in kinds.items():
         config = target_config(quantization)
         made = loader(random_target(config)).scoped("model.layers.1.mlp.experts")
         down = load_experts(made, config.n_routed_experts, 64, 32).down
         assert isinstance(down, kind)
-        assert (down.packed if isinstance(down, Int4Weight) else down.values).dtype == dtype
+        assert isinstance(down, Int4Weight | Fp8Weight | Mxfp4Weight)
+        fields = dict.fromkeys(dataclasses.asdict(down))
+        assert getattr(down, next(iter(fields))).dtype == dtype
 
 
 def test_a_slice_that_would_cut_a_quantisation_block_is_refused() -> None:

@@ -12,6 +12,7 @@ from kimi_backend.checkpoint.loading import DraftCheckpoint
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.errors import CheckpointError
 from support.draft_steps import DraftSteps, build_stored_draft
+from support.family_configs import FP8_ROWS
 from support.tiny_checkpoints import Tensors, dequantized, quantize_fp8, random_draft
 from support.tiny_configs import FP8_BLOCK_SIZE, QUANTIZATION_CONFIGS, draft_config, draft_json, target_config
 
@@ -66,6 +67,18 @@ def test_fp8_drafts_are_widened(fuses: bool) -> None:
             stored[f"layers.0.mlp.gate_up_proj.weight{suffix}"] = torch.cat([stored.pop(name) for name in names])
     assert torch.equal(run(config, stored), dense)
     assert not torch.equal(dense, run(draft_config("mha", TARGET), plain))
+
+
+def test_fp8_drafts_with_a_scale_a_row_are_widened() -> None:
+    """Quark's ptpc_fp8, as amd/kimi-k2.5-eagle3-fp8: fc and head stay as they are."""
+    quark = {"quant_method": "quark", "exclude": ["fc", "lm_head"], "global_quant_config": FP8_ROWS}
+    config = draft_config("mha", TARGET, quantization_config=quark)
+    stored = random_draft(draft_config("mha", TARGET))
+    for name, tensor in list(stored.items()):
+        if name.endswith("_proj.weight"):
+            scales = tensor.abs().amax(dim=1) / 448
+            stored |= {name: (tensor / scales[:, None]).to(torch.float8_e4m3fn), f"{name}_scale": scales}
+    assert torch.equal(run(config, stored), run(draft_config("mha", TARGET), dequantized(stored)))
 
 
 def test_fp8_scales_may_be_powers_of_two_in_a_byte() -> None:

@@ -104,7 +104,7 @@ def test_logits_and_entering_hidden_states_match(case: str) -> None:
     compare(json, random_target(KimiModelConfig.from_hf_json(json), seed=3), seed=5)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["int4", "fp8", "mxfp4", "mxfp4 and fp8", "mxfp4 packed"])
 def test_a_quantized_checkpoint_matches_its_dequantized_weights(quantization: str) -> None:
     json = target_json(quantization)
     compare(json, random_target(KimiModelConfig.from_hf_json(json), seed=4), seed=6)

@@ -74,7 +74,7 @@ def random_tokens(count: int) -> list[int]:
 
 
 # The tiny fp8 files have blocks of 32, the kernels take 128: tests/kernels compare those.
-@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "mxfp4"])
 @torch.inference_mode()
 def test_target(quantization: str) -> None:
     config, device = large_target(quantization), torch.device("cuda")

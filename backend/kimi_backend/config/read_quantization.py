@@ -1,0 +1,222 @@
+"""Reads a `quantization_config` of compressed-tensors, of AMD's quark, or of DeepSeek's fp8."""
+
+from collections.abc import Callable
+
+import regex
+
+from kimi_backend.config.json_fields import JsonFields
+from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod, StoredFormat
+from kimi_backend.errors import ConfigError
+
+DEFAULT_FP8_BLOCK_SIZE = 128
+MXFP4_GROUP_SIZE = 32
+NVFP4_TAKES = (
+    "NVFP4 takes expert kernels whose products are 16 columns wide, with eight fp8 scales a step instead of four and a"
+    " float32 factor a matrix; int4, fp8 and MXFP4 experts are served"
+)
+
+
+def read_quantization(fields: JsonFields | None) -> QuantizationConfig:
+    """Read a `quantization_config`; None or {} means there is none.
+
+    Raises:
+        ConfigError: a method, layout or number that is not supported, by name.
+    """
+    if fields is None or not fields.data:
+        return QuantizationConfig()
+    method = fields.value("quant_method")
+    if method in ("modelopt", "modelopt_fp4", "nvfp4"):
+        raise fields.error("quant_method", f"'compressed-tensors', 'quark' or 'fp8' ({NVFP4_TAKES})")
+    readers: dict[str, Callable[[JsonFields], QuantizationConfig]] = {
+        "compressed-tensors": _read_compressed_tensors,
+        "quark": _read_quark,
+        "fp8": _read_fp8,
+    }
+    config = readers[fields.choice("quant_method", tuple(readers))](fields)
+    for pattern in config.patterns():
+        _check_pattern(pattern, fields.path)
+    return config
+
+
+def _read_compressed_tensors(fields: JsonFields) -> QuantizationConfig:
+    formats = tuple(_GROUP_READERS)
+    layout = fields.value("format")
+    if layout == "nvfp4-pack-quantized":
+        raise fields.error("format", f"{' or '.join(map(repr, formats))} ({NVFP4_TAKES})")
+    layout = fields.choice("format", (*formats, "mixed-precision"))
+    fields.require("quantization_status", "compressed")
+    fields.require("kv_cache_scheme")
+    groups = fields.object("config_groups")
+    if groups is None or not groups.data or (len(groups.data) > 1 and layout != "mixed-precision"):
+        raise fields.error("config_groups", "an object with exactly one group, or several of mixed-precision")
+    stored: list[tuple[tuple[str, ...], StoredFormat]] = []
+    for name in groups.data:
+        group = groups.object(name)
+        if group is None:
+            raise groups.error(name, "an object")
+        stored.append(_read_group(group, None if layout == "mixed-precision" else layout))
+    # A group of all linear layers comes last: it holds where no other does.
+    stored.sort(key=lambda item: "Linear" in item[0])
+    *others, (targets, default) = stored
+    return QuantizationConfig(
+        default=default,
+        targets=targets,
+        ignore=fields.strings("ignore"),
+        special=tuple((pattern, own) for patterns, own in others for pattern in patterns),
+    )
+
+
+def _read_group(group: JsonFields, layout: str | None) -> tuple[tuple[str, ...], StoredFormat]:
+    """Its targets and their format.
+
+    Args:
+        layout: that of the file; None leaves it to the group.
+    """
+    targets = group.strings("targets")
+    if not targets:
+        raise group.error("targets", "['Linear'], or the names of the routed experts")
+    own = group.choice("format", tuple(_GROUP_READERS) if layout is None else (layout,), layout)
+    weights = group.object("weights")
+    group.require("output_activations")
+    if own == "pack-quantized":
+        group.require("input_activations")
+    else:
+        _check_activations(group, "input_activations", "dynamic")
+    if weights is None:
+        raise group.error("weights", "an object")
+    weights.require("symmetric", True)
+    # "static" and its newer name "weight" order the columns while they are rounded, and store them as they were.
+    weights.require("actorder", "static", "weight", False, takes="columns in another order, with their index")
+    weights.require("dynamic", False)
+    return targets, _GROUP_READERS[own](weights)
+
+
+def _read_int4_group(weights: JsonFields) -> StoredFormat:
+    weights.choice("type", ("int",))
+    weights.integer("num_bits", minimum=4, maximum=4)
+    weights.choice("strategy", ("group",))
+    group_size = weights.integer("group_size", minimum=8)
+    if group_size % 8:
+        raise weights.error("group_size", "a multiple of 8, the int4 values in a packed word")
+    return StoredFormat(
+        method=QuantizationMethod.INT4, group_size=group_size, values="weight_packed", scales="weight_scale"
+    )
+
+
+def _read_mxfp4_group(weights: JsonFields) -> StoredFormat:
+    weights.choice("type", ("float",))
+    weights.integer("num_bits", minimum=4, maximum=4)
+    weights.choice("strategy", ("group",))
+    weights.integer("group_size", minimum=MXFP4_GROUP_SIZE, maximum=MXFP4_GROUP_SIZE)
+    return _mxfp4("weight_packed")
+
+
+def _read_fp8_group(weights: JsonFields) -> StoredFormat:
+    weights.choice("type", ("float",))
+    weights.integer("num_bits", minimum=8, maximum=8)
+    if weights.choice("strategy", ("channel", "block")) == "channel":
+        return StoredFormat(method=QuantizationMethod.FP8, scales="weight_scale", row_scales=1)
+    return _fp8_blocks(weights, "block_structure")
+
+
+_GROUP_READERS: dict[str, Callable[[JsonFields], StoredFormat]] = {
+    "pack-quantized": _read_int4_group,
+    "mxfp4-pack-quantized": _read_mxfp4_group,
+    "float-quantized": _read_fp8_group,
+}
+
+
+def _read_quark(fields: JsonFields) -> QuantizationConfig:
+    for name in ("kv_cache_quant_config", "layer_type_quant_config", "softmax_quant_spec"):
+        fields.require(name, {})
+    export = fields.object("export")
+    if export is not None:
+        export.require("weight_format", "real_quantized", takes="float weights that are rounded at load")
+        export.require("kv_cache_group", [])
+        export.require("weight_merge_groups", [])
+    default = fields.object("global_quant_config")
+    own = fields.object("layer_quant_config")
+    special = []
+    for pattern in own.data if own is not None else ():
+        assert own is not None, "a pattern stands in it"
+        layer = own.object(pattern)
+        if layer is None:
+            raise own.error(pattern, "an object")
+        special.append((pattern, _read_quark_layer(layer)))
+    has_default = default is not None and bool(default.data)
+    return QuantizationConfig(
+        default=_read_quark_layer(default) if default is not None and has_default else StoredFormat(),
+        targets=("Linear",) if has_default else (),
+        ignore=fields.strings("exclude"),
+        special=tuple(special),
+    )
+
+
+def _read_quark_layer(layer: JsonFields) -> StoredFormat:
+    for name in ("output_tensors", "bias"):
+        layer.require(name)
+    _check_activations(layer, "input_tensors", "is_dynamic")
+    weight = layer.object("weight")
+    if weight is None:
+        raise layer.error("weight", "an object")
+    weight.require("is_dynamic", False)
+    if weight.choice("dtype", ("fp4", "fp8_e4m3")) == "fp4":
+        weight.choice("qscheme", ("per_group",))
+        weight.integer("group_size", minimum=MXFP4_GROUP_SIZE, maximum=MXFP4_GROUP_SIZE)
+        if weight.value("scale_format") != "e8m0":
+            raise weight.error("scale_format", f"'e8m0' ({NVFP4_TAKES})")
+        weight.require("ch_axis", -1, 1)
+        return _mxfp4("weight")
+    if weight.choice("qscheme", ("per_channel", "per_block")) == "per_block":
+        return _fp8_blocks(weight, "block_size")
+    weight.require("ch_axis", 0)
+    return StoredFormat(method=QuantizationMethod.FP8, scales="weight_scale")
+
+
+def _check_activations(fields: JsonFields, name: str, dynamic: str) -> None:
+    """Activations stay in the compute dtype, which is finer; what a file fixes for them is not read."""
+    value = fields.value(name)
+    if value is None or (isinstance(value, dict) and value.get(dynamic) in (True, "local")):
+        return
+    raise fields.error(name, "null, or activations that are rounded as they come (static ones take their scales)")
+
+
+def _read_fp8(fields: JsonFields) -> QuantizationConfig:
+    fields.require("fmt", "e4m3", "float8_e4m3fn")
+    fields.require("activation_scheme", "dynamic")
+    fields.require("scale_fmt", "float", "ue8m0")
+    ignored = (fields.strings(name) for name in ("ignore", "modules_to_not_convert", "ignored_layers"))
+    blocks = _block_size(fields, "weight_block_size")
+    return QuantizationConfig(
+        default=StoredFormat(method=QuantizationMethod.FP8, block_size=blocks, scales="weight_scale_inv"),
+        ignore=tuple(name for names in ignored for name in names),
+    )
+
+
+def _mxfp4(values: str) -> StoredFormat:
+    return StoredFormat(
+        method=QuantizationMethod.MXFP4, group_size=MXFP4_GROUP_SIZE, values=values, scales="weight_scale"
+    )
+
+
+def _fp8_blocks(fields: JsonFields, name: str) -> StoredFormat:
+    return StoredFormat(method=QuantizationMethod.FP8, block_size=_block_size(fields, name), scales="weight_scale")
+
+
+def _block_size(fields: JsonFields, name: str) -> int:
+    blocks = fields.integers(name, minimum=1) or (DEFAULT_FP8_BLOCK_SIZE, DEFAULT_FP8_BLOCK_SIZE)
+    if len(blocks) != 2 or blocks[0] != blocks[1]:
+        raise fields.error(name, "two equal positive integers, such as [128, 128]")
+    return blocks[0]
+
+
+def _check_pattern(pattern: str, path: str) -> None:
+    if not pattern.startswith("re:"):
+        return
+    try:
+        regex.compile(pattern[3:])
+    # Beside regex.error: too large a repetition count, too many nested groups.
+    except (regex.error, OverflowError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f"{path}: targets or ignore holds {pattern[:100]!r}, expected a regular expression after 're:' ({error})"
+        ) from error
