@@ -43,11 +43,11 @@ lint: $(STAMP)  ## formatting, lint, types, import contracts
 	$(BIN)/lint-imports
 
 check: lint  ## in a minute: lint, types, and the tests that most mistakes fail
-	$(BIN)/pytest -q -n $(or $(JOBS),2) $(SMOKE)
+	$(BIN)/pytest -q -n $(or $(JOBS),2) --dist loadfile $(SMOKE)
 
 test: $(STAMP)  ## everything that runs on a CPU, but for soak tests
-	$(BIN)/pytest -n $(or $(JOBS),2) --ignore=tests/server
-	$(BIN)/pytest tests/server
+	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadfile --ignore=tests/server
+	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadgroup tests/server
 
 soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
 	$(BIN)/pytest -m soak tests/server

@@ -25,10 +25,9 @@ WGMMA = (
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def compiled() -> dict[str, dict[str, Any]]:
     tests = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment["PYTHONPATH"] = os.pathsep.join([str(tests), *sys.path])
     run = subprocess.run(
         [sys.executable, "-m", "support.moe_compile_gate"], env=environment, capture_output=True, text=True, check=False

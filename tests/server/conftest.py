@@ -1,17 +1,29 @@
-"""One server for all tests that leave it as they found it. `make test` runs this folder in one process."""
+"""One server for all tests that leave it as they found it, and one whose models tests kill.
+
+`make test` runs this folder in two processes: one has the tests of the common server, the other has the files whose
+tests start servers of their own, whole files at a time (`--dist loadgroup`).
+"""
 
 import importlib.util
 
 import pytest
 
+from kimi_client import KimiClient
+from support.raising_target import write_repository
 from support.server_process import running_server, serving_settings, write_checkpoint
+from support.streams import wait_for_speculation
 
 HAS_SERVER = importlib.util.find_spec("pytriton") is not None
+COMMON = {"server", "url"}
+"""Fixtures of the common server."""
 
 
 def pytest_itemcollected(item):
     if "tests/server/" in str(item.path):
         item.add_marker(pytest.mark.server)
+        if item.get_closest_marker("xdist_group") is None:
+            shares = COMMON & set(item.fixturenames)
+            item.add_marker(pytest.mark.xdist_group("common" if shares else item.path.stem))
         if not HAS_SERVER:
             item.add_marker(pytest.mark.skip(reason="nvidia-pytriton, the embedded server, is not installed"))
 
@@ -30,3 +42,26 @@ def server(checkpoint, tmp_path_factory):
 @pytest.fixture(scope="session")
 def url(server):
     return f"localhost:{server.ports.grpc}"
+
+
+@pytest.fixture(scope="session")
+def raise_trigger(tmp_path_factory):
+    """While this file is there the target of `server_to_break` raises."""
+    return tmp_path_factory.mktemp("trigger") / "raise"
+
+
+@pytest.fixture(scope="session")
+def server_to_break(checkpoint, raise_trigger, tmp_path_factory):
+    """A server whose models tests kill, unload and reload; each leaves it serving and drafting."""
+    folder = tmp_path_factory.mktemp("server_to_break")
+    repository = write_repository(folder / "models", raise_trigger)
+    with running_server(serving_settings(checkpoint, drain_timeout_s=2.0), folder, repository) as running:
+        yield running
+
+
+@pytest.fixture
+def broken_client(server_to_break):
+    """A client of `server_to_break`. It is closed, since a server waits for idle connections when it ends."""
+    with KimiClient(f"localhost:{server_to_break.ports.grpc}") as client:
+        yield client
+        wait_for_speculation(client)

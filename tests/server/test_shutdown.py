@@ -18,7 +18,8 @@ from support.openai_endpoint import RunningEndpoint, read_events
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S
 
 ENDS_WITHIN_S = 15
-KILLED_ENDS_WITHIN_S = 30
+DRAIN_S = 3
+KILLED_ENDS_WITHIN_S = DRAIN_S + 20
 """The server waits for live requests for as long as it was told at its start."""
 
 
@@ -48,7 +49,7 @@ def serve(checkpoint, tmp_path, request):
         f"--log-file={tmp_path / 'server.log'}",
         *(f"--{name}-port={port}" for name, port in ports.items()),
     ]
-    environment = {**os.environ, "KIMI_DRAIN_TIMEOUT_S": str(getattr(request, "param", 10))}
+    environment = {**os.environ, "KIMI_DRAIN_TIMEOUT_S": str(getattr(request, "param", DRAIN_S))}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     yield process, ports
     with contextlib.suppress(ProcessLookupError):

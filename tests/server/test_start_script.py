@@ -35,6 +35,7 @@ def variables(checkpoint):
         "KIMI_KV_TOKENS": str(KV_TOKENS),
         "KIMI_ADMIN_SECRET": SECRET,
         "KIMI_DRAIN_TIMEOUT_S": "2",
+        "KIMI_EXIT_TIMEOUT_S": "3",
     }
 
 

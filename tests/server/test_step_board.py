@@ -20,19 +20,32 @@ FIELDS = [
 ]
 
 
-@pytest.fixture
-def board_server(checkpoint, tmp_path):
-    repository = tmp_path / "models"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of the server's log and of what its runners note."""
+    return tmp_path_factory.mktemp("board")
+
+
+@pytest.fixture(scope="module")
+def board_server(checkpoint, folder):
+    """Each test leaves it serving, with drafts that follow."""
+    repository = folder / "models"
     shutil.copytree(find_model_repository(), repository)
-    write_models(repository, tmp_path)
+    write_models(repository, folder)
     chosen = serving_settings(checkpoint, max_num_seqs=4, max_speculative_tokens=3, capture_batch_sizes="4")
-    with running_server(chosen, tmp_path, repository) as server:
+    with running_server(chosen, folder, repository) as server:
         yield server
 
 
 @pytest.fixture
 def client(board_server):
-    return KimiClient(f"localhost:{board_server.ports.grpc}")
+    with KimiClient(f"localhost:{board_server.ports.grpc}") as connected:
+        yield connected
+
+
+def times_met(folder):
+    """How often the log says that the runners met."""
+    return (folder / "server.log").read_text().count(FOLLOWS)
 
 
 def texts(client, **changes):
@@ -48,22 +61,25 @@ def wait_until_it_follows(client, folder, before):
         time.sleep(0.1)
 
 
-def test_the_text_is_that_without_speculation(client, tmp_path):
+def test_the_text_is_that_without_speculation(client, folder):
     expected = texts(client, num_speculative_tokens=0)
-    assert num_followed(tmp_path) == 0
+    before = num_followed(folder)
+    assert texts(client, num_speculative_tokens=0) == expected
+    assert num_followed(folder) == before
     assert texts(client, num_speculative_tokens=3) == expected
-    assert num_followed(tmp_path) > 40
-    assert (tmp_path / "server.log").read_text().count(FOLLOWS) == 1
+    assert num_followed(folder) > before + 40
+    assert times_met(folder) == 1
 
 
 @pytest.mark.parametrize("model", ["eagle3_draft", "kimi_target"])
-def test_a_killed_runner_holds_nobody_up_and_follows_again(board_server, client, tmp_path, model):
+def test_a_killed_runner_holds_nobody_up_and_follows_again(board_server, client, folder, model):
+    met_before = times_met(folder)
     expected = texts(client, num_speculative_tokens=0)
     streams = [client.stream(**{**fields, "max_tokens": 300}) for fields in FIELDS]
     for stream in streams:
         next(iter(stream))
-    before = num_followed(tmp_path)
-    while num_followed(tmp_path) < before + 3:
+    before = num_followed(folder)
+    while num_followed(folder) < before + 3:
         time.sleep(0.01)
     os.kill(stub_pids(board_server)[model], signal.SIGKILL)
     start = time.monotonic()
@@ -75,12 +91,12 @@ def test_a_killed_runner_holds_nobody_up_and_follows_again(board_server, client,
                 stream.result()
         assert time.monotonic() - start < 3
     reload(board_server, model)
-    wait_until_it_follows(client, tmp_path, num_followed(tmp_path))
+    wait_until_it_follows(client, folder, num_followed(folder))
     assert texts(client) == expected
-    assert (tmp_path / "server.log").read_text().count(FOLLOWS) == 2
+    assert times_met(folder) == met_before + 1
 
 
-def test_unloaded_runners_cancelled_streams_and_a_new_engine(board_server, client, tmp_path):
+def test_unloaded_runners_cancelled_streams_and_a_new_engine(board_server, client, folder):
     expected = texts(client, num_speculative_tokens=0)
     streams = [client.stream(**{**fields, "max_tokens": 300}) for fields in FIELDS]
     for stream in streams:
@@ -90,9 +106,9 @@ def test_unloaded_runners_cancelled_streams_and_a_new_engine(board_server, clien
     control(board_server, "eagle3_draft", "unload")
     assert [stream.result().num_output_tokens for stream in streams[2:]] == [300] * 2
     control(board_server, "eagle3_draft", "load")
-    wait_until_it_follows(client, tmp_path, num_followed(tmp_path))
+    wait_until_it_follows(client, folder, num_followed(folder))
     for model in ("kimi_target", "spec_ensemble"):
         control(board_server, model, "unload")
         control(board_server, model, "load")
-        wait_until_it_follows(client, tmp_path, num_followed(tmp_path))
+        wait_until_it_follows(client, folder, num_followed(folder))
         assert texts(client) == expected

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from kimi_backend.hosting.settings_to_server import find_model_repository
+from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_client.load import run_load
 from support.server_process import running_server, serving_settings
 
@@ -53,26 +54,27 @@ REQUESTS = [
 ]
 
 
-def texts(checkpoint: Path, folder: Path, launch_ahead: str) -> tuple[list[tuple[int, ...]], int]:
-    """Token ids of each request, and how many steps were launched before the tokens of the step before were known."""
-    repository, log = folder / "models", folder / "launched"
-    shutil.copytree(find_model_repository(), repository)
-    (repository / "kimi_target/1/model.py").write_text(MODEL.format(log=str(log)))
-    settings = serving_settings(checkpoint, draft="", launch_ahead=launch_ahead, max_num_seqs=4)
-    with running_server(settings, folder, model_repository=repository) as server:
-        result = asyncio.run(run_load(f"localhost:{server.ports.grpc}", REQUESTS, len(REQUESTS)))
+def texts(url: str) -> list[tuple[int, ...]]:
+    """Token ids of each request, in an order of their own."""
+    result = asyncio.run(run_load(url, REQUESTS, len(REQUESTS)))
     assert not result.errors
     found = sorted((r.completion.num_output_tokens, r.completion.token_ids) for r in result.requests)
-    return [token_ids for _, token_ids in found], len(log.read_text().split()) if log.exists() else 0
+    return [token_ids for _, token_ids in found]
 
 
-def test_the_same_texts_as_in_lockstep(checkpoint: Path, tmp_path: Path) -> None:
-    found = {}
-    for launch_ahead in ("false", "true"):
-        folder = tmp_path / launch_ahead
-        folder.mkdir()
-        found[launch_ahead] = texts(checkpoint, folder, launch_ahead)
-    assert found["false"][1] == 0
-    assert found["true"][1] > 15
-    assert found["true"][0] == found["false"][0]
-    assert all(found["true"][0])
+def test_the_same_texts_as_in_lockstep(checkpoint: Path, url: str, tmp_path: Path) -> None:
+    """In lockstep runs the common server, whose target has no captured steps."""
+    expected = texts(url)
+    repository, log = tmp_path / "models", tmp_path / "launched"
+    shutil.copytree(find_model_repository(), repository)
+    (repository / "kimi_target/1/model.py").write_text(MODEL.format(log=str(log)))
+    settings = serving_settings(checkpoint, draft="", max_num_seqs=4)
+    with running_server(settings, tmp_path, model_repository=repository) as server:
+        assert texts(f"localhost:{server.ports.grpc}") == expected
+    assert all(expected)
+    assert len(log.read_text().split()) > 15, "steps that were launched before the tokens of the step before were known"
+
+
+def test_launch_ahead_is_the_engines_setting(checkpoint: Path) -> None:
+    for given, is_on in (("false", False), ("true", True)):
+        assert scheduler_settings(serving_settings(checkpoint, launch_ahead=given)).launch_ahead is is_on

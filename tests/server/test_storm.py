@@ -6,10 +6,13 @@ import signal
 import threading
 import time
 
+import pytest
+
 from kimi_client import KimiClient, KimiClientError, RequestCancelled, ServerBusy, ServerFailed
-from support.server_process import gauge, running_server, serving_settings, stub_pids
+from support.server_process import gauge, stub_pids
 from support.streams import control, generate_when_back
 
+pytestmark = pytest.mark.xdist_group("server_to_break")
 NUM_CLIENTS = 6
 GIVES_UP_S = 20.0
 """A request that still runs has been forgotten: none takes longer than a second."""
@@ -76,31 +79,29 @@ class Reader(threading.Thread):
             self.problems.append(f"request {index}: {text!r} instead of {expected!r}")
 
 
-def test_no_text_is_wrong_and_nothing_is_left(checkpoint, tmp_path):
+def test_no_text_is_wrong_and_nothing_is_left(server_to_break, broken_client):
     stop = threading.Event()
-    with running_server(serving_settings(checkpoint), tmp_path) as server:
-        url = f"localhost:{server.ports.grpc}"
-        client = KimiClient(url)
-        expected = [client.generate(**fields).text for fields in REQUESTS]
-        readers = [Reader(url, seed, expected, stop) for seed in range(NUM_CLIENTS)]
-        for reader in readers:
-            reader.start()
-        for action, model in EVENTS:
-            time.sleep(1.0)
-            if action == "kill":
-                os.kill(stub_pids(server)[model], signal.SIGKILL)
-                time.sleep(0.3)
-            control(server, model, "unload")
-            control(server, model, "load")
-            generate_when_back(client, **REQUESTS[0])
-        stop.set()
-        for reader in readers:
-            reader.join(GIVES_UP_S + 10)
-            assert not reader.is_alive()
-        assert [problem for reader in readers for problem in reader.problems] == []
-        assert sum(reader.num_done for reader in readers) > 20
-        deadline = time.monotonic() + 5
-        while gauge(server, "kimi_requests_running") or gauge(server, "kimi_kv_blocks_used"):
-            assert time.monotonic() < deadline, "requests still run"
-            time.sleep(0.1)
-        assert [client.generate(**fields).text for fields in REQUESTS] == expected
+    url = f"localhost:{server_to_break.ports.grpc}"
+    expected = [broken_client.generate(**fields).text for fields in REQUESTS]
+    readers = [Reader(url, seed, expected, stop) for seed in range(NUM_CLIENTS)]
+    for reader in readers:
+        reader.start()
+    for action, model in EVENTS:
+        time.sleep(1.0)
+        if action == "kill":
+            os.kill(stub_pids(server_to_break)[model], signal.SIGKILL)
+            time.sleep(0.3)
+        control(server_to_break, model, "unload")
+        control(server_to_break, model, "load")
+        generate_when_back(broken_client, **REQUESTS[0])
+    stop.set()
+    for reader in readers:
+        reader.join(GIVES_UP_S + 10)
+        assert not reader.is_alive()
+    assert [problem for reader in readers for problem in reader.problems] == []
+    assert sum(reader.num_done for reader in readers) > 20
+    deadline = time.monotonic() + 5
+    while gauge(server_to_break, "kimi_requests_running") or gauge(server_to_break, "kimi_kv_blocks_used"):
+        assert time.monotonic() < deadline, "requests still run"
+        time.sleep(0.1)
+    assert [broken_client.generate(**fields).text for fields in REQUESTS] == expected

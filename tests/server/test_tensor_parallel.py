@@ -7,7 +7,7 @@ import time
 from kimi_client import KimiClient, KimiClientError
 from support.rank_processes import rank_pids, wait_until_gone
 from support.server_process import running_server, serving_settings, stub_pids
-from support.streams import control, generate_when_back, reload
+from support.streams import control, generate_when_back, reload, wait_for_speculation
 
 FIELDS = [
     {
@@ -31,10 +31,13 @@ def texts(client):
 
 
 def test_two_ranks_of_each_model(checkpoint, server, tmp_path):
-    expected = texts(KimiClient(f"localhost:{server.ports.grpc}"))
+    with KimiClient(f"localhost:{server.ports.grpc}") as client:
+        expected = texts(client)
     settings = serving_settings(checkpoint, tensor_parallel_size=2, kernels="reference")
-    with running_server(settings, tmp_path) as parallel:
-        client = KimiClient(f"localhost:{parallel.ports.grpc}")
+    with (
+        running_server(settings, tmp_path) as parallel,
+        KimiClient(f"localhost:{parallel.ports.grpc}") as client,
+    ):
         stubs = stub_pids(parallel)
         ranks = {model: rank_pids(stubs[model]) for model in ("kimi_target", "eagle3_draft")}
         assert all(len(found) == 1 for found in ranks.values())
@@ -59,9 +62,7 @@ def test_two_ranks_of_each_model(checkpoint, server, tmp_path):
             assert time.monotonic() - start < FAILS_WITHIN_S
         reload(parallel, "kimi_target")
         generate_when_back(client, **FIELDS[0])
-        deadline = time.monotonic() + 30
-        while client.generate(text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
-            assert time.monotonic() < deadline, "speculation stayed off"
+        wait_for_speculation(client, within_s=30)
         assert texts(client) == expected
         log = (tmp_path / "server.log").read_text()
         assert log.count("this process ends") == 2, log[-3000:]

@@ -69,13 +69,15 @@ def wait_until(condition, within_s):
         time.sleep(0.1)
 
 
-@pytest.fixture
-def serve(checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def serve(checkpoint, tmp_path_factory):
+    """`kimi serve`. The last of its tests ends it."""
+    folder = tmp_path_factory.mktemp("serve")
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
-    log = tmp_path / "serve.log"
+    log = folder / "serve.log"
     command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={checkpoint}"]
     command += [f"--draft={checkpoint / 'draft'}", f"--kv-tokens={KV_TOKENS}", f"--max-model-len={MAX_MODEL_LEN}"]
-    command += ["--speculation-policy=fixed", f"--log-file={tmp_path / 'server.log'}"]
+    command += ["--speculation-policy=fixed", f"--log-file={folder / 'server.log'}"]
     command += [f"--{name}-port={port}" for name, port in ports.items()]
     with log.open("wb") as sink:
         environment = {**os.environ, "KIMI_ADMIN_SECRET": SECRET}
@@ -85,6 +87,7 @@ def serve(checkpoint, tmp_path):
         wait_until(lambda: one.endpoint_status() == 200, READY_WITHIN_S)
         yield one
     finally:
+        one.client.close()
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(40)
@@ -146,6 +149,7 @@ def _command(entry):
 
 
 def test_without_the_orchestrator_all_streams_end_and_so_does_the_server(serve):
+    """The last test of this server."""
     streams = serve.streams(8)
     connection = http.client.HTTPConnection("127.0.0.1", serve.ports["openai"], timeout=60)
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **LONG}))
@@ -186,3 +190,4 @@ def test_the_start_script_has_a_watchdog_too(checkpoint, tmp_path):
         assert server.process.wait(10) == 137
         assert "watchdog: spec_ensemble: its process" in server.log.read_text()
         one.assert_nothing_is_left()
+        one.client.close()

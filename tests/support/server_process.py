@@ -19,6 +19,7 @@ MAX_MODEL_LEN = 512
 KV_TOKENS = 64 * 128
 READY_WITHIN_S = 180
 METRICS_LAG_S = 0.4
+GAUGE_WITHIN_S = 5
 FREE_WITHIN_S = 1.5
 
 
@@ -96,12 +97,16 @@ def regions(server: EmbeddedServer) -> dict[str, int]:
 
 
 def gauge(server: EmbeddedServer, name: str) -> float:
-    """Sum of a gauge over its labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics", timeout=10) as reply:
-        lines = reply.read().decode().splitlines()
-    values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
-    assert values, f"no gauge {name}"
-    return sum(values)
+    """Sum of a gauge over its labels; it comes a moment after `spec_ensemble` is loaded."""
+    deadline = time.monotonic() + GAUGE_WITHIN_S
+    while True:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
+        if values:
+            return sum(values)
+        assert time.monotonic() < deadline, f"no gauge {name}"
+        time.sleep(0.05)
 
 
 def assert_everything_is_free(server: EmbeddedServer) -> None:

@@ -30,7 +30,7 @@ MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
 LOCAL_HOST = "127.0.0.1"
 EVERY_HOST = "0.0.0.0"
 _POLL_S = 0.1
-_EXIT_S = 6.0
+_EXIT_S = 3.0
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""The sampling kernels under Triton-language's interpreter; `test_interpreter.py` runs this file.
+"""The sampling kernels under Triton-language's interpreter, against the reference.
 
 Tiles are a few columns wide here, so that small vocabularies have many splits, tiles and borders.
 """
@@ -20,6 +20,7 @@ from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logits
 from kimi_kernels.sampling.weights_reference import token_weights
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
+from support.interpreted import INTERPRETED
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
 from support.sampling_logits import (
     assert_draws_as_reference,
@@ -30,8 +31,8 @@ from support.sampling_logits import (
 )
 
 pytestmark = [
+    *INTERPRETED,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, where the device would make an infinity
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
 ]
 
 
@@ -45,8 +46,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SamplingCall, "_new", poisoned)
 
 
-def test_interpreted() -> None:
+def test_tiles_are_small() -> None:
     assert kernel_tuning.INTERPRETED
+    assert kernel_tuning.TUNING.draw_columns < 64
 
 
 @triton.jit
@@ -156,12 +158,12 @@ def test_all_candidates_fall() -> None:
 
 def test_candidates_fall_round_after_round() -> None:
     """A flat row of which top-p keeps a few tokens: each round of four candidates ends a little higher."""
-    logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(2)).expand(12, 400) * 0.3
-    inputs, rows = sampling_tensors([SequenceCase(top_p=0.02, seed=seed) for seed in range(12)])
+    logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(2)).expand(6, 400) * 0.3
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.02, seed=seed) for seed in range(6)])
     call = SamplingCall(logits.contiguous(), inputs, rows, None)
     call.draw()
     call.check()
-    assert (call.state == STATE_SELECT.value).sum() >= 6
+    assert (call.state == STATE_SELECT.value).sum() >= 3
     call.select()
     expected = reference.sample_tokens(logits, inputs, rows).token_ids
     assert torch.equal(call.token_ids, expected)
@@ -171,12 +173,12 @@ def test_candidates_fall_round_after_round() -> None:
 @pytest.mark.parametrize("spread", [1.0, 4.0], ids=["flat", "peaked"])
 def test_most_candidates_survive_for_certain(spread: float) -> None:
     """Without a second reading: their own mass is enough, or they lie above a logit with little mass below."""
-    logits = torch.randn(24, 800, generator=torch.Generator().manual_seed(5)) * spread
-    inputs, rows = sampling_tensors([SequenceCase(top_p=0.9, seed=seed) for seed in range(24)])
+    logits = torch.randn(8, 400, generator=torch.Generator().manual_seed(5)) * spread
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.9, seed=seed) for seed in range(8)])
     call = SamplingCall(logits, inputs, rows, None)
     call.draw()
     is_done = call.state == STATE_DONE.value
-    assert 12 <= is_done.sum() < 24
+    assert 4 <= is_done.sum() < 8
     expected = reference.sample_tokens(logits, inputs, rows).token_ids
     assert torch.equal(call.token_ids[is_done], expected[is_done])
     call.check()
@@ -186,14 +188,14 @@ def test_most_candidates_survive_for_certain(spread: float) -> None:
 
 def test_tiles_below_the_first_candidate_are_not_read() -> None:
     """They hold what would win if it were read: the sums come from the tiles above the first candidate alone."""
-    logits = torch.randn(6, 800, generator=torch.Generator().manual_seed(3)) * 1.5
-    logits[:, 640:] -= 30.0
-    inputs, rows = sampling_tensors([SequenceCase(top_p=0.6, seed=seed) for seed in range(6)])
+    logits = torch.randn(4, 400, generator=torch.Generator().manual_seed(3)) * 1.5
+    logits[:, 320:] -= 30.0
+    inputs, rows = sampling_tensors([SequenceCase(top_p=0.6, seed=seed) for seed in range(4)])
     expected = reference.sample_tokens(logits, inputs, rows).token_ids
     call = SamplingCall(logits, inputs, rows, None)
     call.draw()
     assert (call.state == STATE_ESTIMATE.value).any()
-    logits[:, 640:] = float("nan")
+    logits[:, 320:] = float("nan")
     call.check()
     assert torch.equal(call.token_ids[call.state == STATE_DONE.value], expected[call.state == STATE_DONE.value])
     assert not (call.state == STATE_DOUBT.value).any()
@@ -203,12 +205,12 @@ def test_tiles_below_the_first_candidate_are_not_read() -> None:
 def test_few_tokens_are_allowed(num_allowed: int) -> None:
     """As under a grammar: most tiles hold nothing, and a split may never have four candidates."""
     generator = torch.Generator().manual_seed(num_allowed)
-    logits = torch.full((16, 600), float("-inf"))
-    for row in range(16):
-        allowed = torch.randperm(600, generator=generator)[:num_allowed]
+    logits = torch.full((6, 300), float("-inf"))
+    for row in range(6):
+        allowed = torch.randperm(300, generator=generator)[:num_allowed]
         logits[row, allowed] = torch.randn(num_allowed, generator=generator) * (0.5, 2.0)[row % 2]
     settings = [(0.3, 0.0), (0.7, 0.0), (0.95, 0.0), (1.0, 0.1), (0.9, 0.1), (1.0, 0.0)]
-    cases = [SequenceCase(top_p=settings[seed % 6][0], min_p=settings[seed % 6][1], seed=seed) for seed in range(16)]
+    cases = [SequenceCase(top_p=top_p, min_p=min_p, seed=seed) for seed, (top_p, min_p) in enumerate(settings)]
     inputs, rows = sampling_tensors(cases)
     drawn = kernel.sample_tokens(logits, inputs, rows).token_ids
     assert torch.equal(drawn, reference.sample_tokens(logits, inputs, rows).token_ids)
@@ -216,8 +218,8 @@ def test_few_tokens_are_allowed(num_allowed: int) -> None:
 
 def test_min_p_alone_is_drawn_from_a_list() -> None:
     """So flat that the four best by score are mostly too unlikely."""
-    logits = torch.randn(8, 600, generator=torch.Generator().manual_seed(7)) * 0.8
-    inputs, rows = sampling_tensors([SequenceCase(min_p=0.8, seed=seed) for seed in range(8)])
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(7)) * 0.8
+    inputs, rows = sampling_tensors([SequenceCase(min_p=0.8, seed=seed) for seed in range(4)])
     call = SamplingCall(logits, inputs, rows, None)
     call.draw()
     assert (call.state == STATE_LIST.value).any()
