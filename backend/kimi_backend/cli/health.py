@@ -40,6 +40,8 @@ class Health:
     is_busy: bool = False
     """The queue was full, so nothing could be generated."""
     speculates: bool = False
+    warning: str | None = None
+    """What makes it slower than it could be."""
 
 
 Post = Callable[[str, dict[str, Any] | None], tuple[int, str]]
@@ -95,7 +97,7 @@ def _generate(post: Post, with_draft: bool) -> Health:
     speculates = statistics["is_draft_there"]  # whether it was used is the speculation policy's choice
     if with_draft and not speculates:
         return Health("generate: it answered without the draft; eagle3_draft is lost or still loading")
-    return Health(None, speculates=speculates)
+    return Health(None, speculates=speculates, warning=statistics.get("acceptance_problem"))
 
 
 def _message(body: str) -> str:
@@ -130,3 +132,5 @@ def health_command(
         typer.echo("healthy: ready, its queue is full")
     else:
         typer.echo("healthy: it generates" + (", with speculation" if health.speculates else ""))
+    if health.warning is not None:
+        typer.echo(f"warning: {health.warning}", err=True)

@@ -5,18 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.text.sample_prompts import SAMPLE_PROMPTS
 from kimi_backend.text.tokenizer import Tokenizer
-
-DEFAULT_PROMPTS = (
-    "def fibonacci(n):\n    ",
-    "import json\nimport sys\n\n\ndef main():\n    ",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
-    "def read_lines(path):\n    with open(path) as file:\n        ",
-    "for i in range(10):\n    if i % 2 == 0:\n        ",
-    "try:\n    value = int(text)\nexcept ValueError:\n    ",
-)
 
 _FIELDS = {"prompt": "text_input", "messages": "messages", "input_ids": "input_ids"}
 _NEEDED = "a JSON object with prompt (text), messages (a list) or input_ids (token ids) is needed"
@@ -32,7 +22,7 @@ def read_prompts(path: Path | None) -> list[dict[str, Any]]:
         InvalidRequestError: the file cannot be read or a line is wrong; names the line.
     """
     if path is None:
-        return [{"text_input": prompt} for prompt in DEFAULT_PROMPTS]
+        return [{"text_input": prompt} for prompt in SAMPLE_PROMPTS]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

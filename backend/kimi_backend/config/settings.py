@@ -130,6 +130,12 @@ class ServingSettings:
         " target's length; 0: no bound. Changes speed, never text.",
         minimum=0,
     )
+    probe_at_start: str = _setting(
+        "warn",
+        "After the start the target goes on with four short prompts; `warn` says in the log if it accepts next to"
+        " nothing of the draft, with the command that finds the right settings. `off` does not ask.",
+        choices=("warn", "off"),
+    )
     draft_vocab: int = _setting(
         0, "Most frequent tokens that the draft's head keeps; 0 keeps all. Changes speed, never text.", minimum=0
     )

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kimi_backend.cache.hash_chain import HashChain
 from kimi_backend.engine.handshake import Geometry
@@ -105,6 +105,7 @@ class Engine:
             sink,
             geometry.pretences,
             geometry.settings.speculation_policy.value,
+            self._loop.acceptance_problem,
         )
         with self._loop.changed:
             core = self._loop.require_ready()
@@ -171,7 +172,8 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """A snapshot, from any thread."""
         loop = self._loop
-        return take_statistics(loop.state, loop.problem, loop.num_newcomers, loop.core, loop.emitter.totals())
+        statistics = take_statistics(loop.state, loop.problem, loop.num_newcomers, loop.core, loop.emitter.totals())
+        return replace(statistics, acceptance_problem=loop.acceptance_problem)
 
     def _compiled(self, request: GenerateRequest, geometry: Geometry) -> "Future[CompiledGrammar] | None":
         grammar = request.sampling.grammar

@@ -117,6 +117,11 @@ class EngineLoop:
         links = (self._target_link, self._draft_link)
         return next((link.problem for link in links if link is not None and not link.is_up), None)
 
+    @property
+    def acceptance_problem(self) -> str | None:
+        """Why the share of accepted draft tokens is not what it should be; None while it is."""
+        return self._summary.acceptance.problem
+
     def require_ready(self) -> EngineCore:
         """The core, if requests are taken now.
 

@@ -1,10 +1,13 @@
-"""One line of log every few seconds while there is work."""
+"""One line of log every few seconds while there is work, and a warning when drafts are no longer accepted."""
 
 import logging
 from collections.abc import Callable
+from itertools import zip_longest
 
 from kimi_backend.engine.core import EngineCore
 from kimi_backend.engine.emitter import Emitter
+from kimi_backend.spec_decode.acceptance_watch import AcceptanceWatch
+from kimi_backend.types.request import SpeculationStats
 
 logger = logging.getLogger("kimi_backend.engine")
 
@@ -17,7 +20,9 @@ class PeriodicSummary:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last_s = clock()
-        self._num_tokens = self._num_rounds = self._num_accepted = 0
+        self._num_tokens = 0
+        self._speculation = SpeculationStats()
+        self.acceptance = AcceptanceWatch()
 
     def log_when_due(self, core: EngineCore, emitter: Emitter) -> None:
         """Call it after each step; costs one clock reading when nothing is due."""
@@ -26,21 +31,57 @@ class PeriodicSummary:
         if seconds < PERIOD_S:
             return
         totals, scheduler = emitter.totals(), core.scheduler
-        speculation = totals.speculation
-        num_rounds = speculation.num_spec_steps if speculation else 0
-        num_accepted = speculation.num_accepted_draft_tokens if speculation else 0
-        rounds = num_rounds - self._num_rounds
-        length = f"{1 + (num_accepted - self._num_accepted) / rounds:.2f}" if rounds else "-"
+        speculation = totals.speculation or SpeculationStats()
         logger.info(
-            "running=%d waiting=%d tokens_per_s=%.1f acceptance_length=%s target_blocks=%d/%d preemptions=%d%s",
+            "running=%d waiting=%d tokens_per_s=%.1f %s target_blocks=%d/%d preemptions=%d%s",
             len(scheduler.running),
             len(scheduler.waiting),
             (totals.num_output_tokens - self._num_tokens) / seconds,
-            length,
+            describe_rounds(_since(speculation, self._speculation)),
             core.kv.target_pool.num_held,
             core.kv.target_pool.num_blocks,
             scheduler.num_preemptions,
             "".join(f" pretence={pretence!r}" for pretence in core.geometry.pretences),
         )
-        self._last_s, self._num_tokens = now, totals.num_output_tokens
-        self._num_rounds, self._num_accepted = num_rounds, num_accepted
+        self._last_s, self._num_tokens, self._speculation = now, totals.num_output_tokens, speculation
+        self.judge_acceptance(totals.speculation)
+
+    def judge_acceptance(self, totals: SpeculationStats | None) -> None:
+        """Warn once when acceptance becomes bad, and say when it is good again."""
+        if self.acceptance.update(totals):
+            if self.acceptance.problem is None:
+                logger.info("acceptance is as before again")
+            else:
+                logger.warning(
+                    "%s; `kimi probe` finds the settings that a draft was trained with", self.acceptance.problem
+                )
+
+
+def describe_rounds(rounds: SpeculationStats) -> str:
+    """Acceptance length and rate, the shares of rounds that kept 0, 1, … draft tokens, and the rate by position.
+
+    A "-" stands where nothing was drafted.
+    """
+    length, rate = rounds.mean_acceptance_length, rounds.draft_acceptance_rate
+    if length is None or rate is None:
+        return "acceptance_length=-"
+    kept = "/".join(f"{count / rounds.num_spec_steps:.0%}" for count in rounds.acceptance_histogram)
+    by_position = "/".join("-" if share is None else f"{share:.2f}" for share in rounds.acceptance_per_position)
+    return f"acceptance_length={length:.2f} acceptance_rate={rate:.2f} kept={kept} by_position={by_position}"
+
+
+def _since(now: SpeculationStats, before: SpeculationStats) -> SpeculationStats:
+    """What came between two totals."""
+    return SpeculationStats(
+        num_spec_steps=now.num_spec_steps - before.num_spec_steps,
+        num_draft_tokens=now.num_draft_tokens - before.num_draft_tokens,
+        num_accepted_draft_tokens=now.num_accepted_draft_tokens - before.num_accepted_draft_tokens,
+        acceptance_histogram=_minus(now.acceptance_histogram, before.acceptance_histogram),
+        drafted_per_position=_minus(now.drafted_per_position, before.drafted_per_position),
+        accepted_per_position=_minus(now.accepted_per_position, before.accepted_per_position),
+    )
+
+
+def _minus(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    """before: may be shorter, from a time when fewer tokens were drafted."""
+    return tuple(a - b for a, b in zip_longest(now, before, fillvalue=0))

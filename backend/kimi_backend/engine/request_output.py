@@ -52,8 +52,9 @@ class RequestOutput:
         sink: DeltaSink,
         pretences: tuple[str, ...] = (),
         speculation_policy: str = "",
+        acceptance_problem: str | None = None,
     ) -> None:
-        """pretences: repeated in the statistics, see `RunnerDescription.pretences`; speculation_policy likewise."""
+        """What the statistics say of the server: `RunnerDescription.pretences`, who chooses k, see `RequestStats`."""
         self.sequence = sequence
         self.sink = sink
         self.is_finished = False
@@ -62,6 +63,7 @@ class RequestOutput:
         self._text = text
         self._pretences = pretences
         self._speculation_policy = speculation_policy
+        self._acceptance_problem = acceptance_problem
         self._num_verifies = [0] * (sequence.speculation.num_speculative_tokens + 1)
         self._first_token_s: float | None = None
 
@@ -147,6 +149,7 @@ class RequestOutput:
             speculation_policy=self._speculation_policy,
             is_draft_there=sequence.draft is not DraftState.AWAY,
             num_draft_tokens_histogram=tuple(self._num_verifies),
+            acceptance_problem=self._acceptance_problem,
             pretences=self._pretences,
         )
 

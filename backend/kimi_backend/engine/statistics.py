@@ -40,6 +40,8 @@ class EngineStatistics:
     draft_blocks_held: int
     draft_blocks_total: int
     totals: OutputTotals
+    acceptance_problem: str | None = None
+    """Why the share of accepted draft tokens is not what it should be; None while it is."""
     pretences: tuple[str, ...] = ()
     """See `RunnerDescription.pretences`."""
 

@@ -33,8 +33,9 @@ def statistics_json(stats: RequestStats, matched_stop: str | int | None = None) 
     values["stop_token_id"] = matched_stop if isinstance(matched_stop, int) else None
     values["speculative_decoding"] = speculation_json(stats.speculation)
     del values["speculation"]
-    if not stats.pretences:
-        del values["pretences"]
+    for name in ("acceptance_problem", "pretences"):
+        if not values[name]:
+            del values[name]
     return values
 
 

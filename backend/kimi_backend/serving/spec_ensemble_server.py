@@ -27,6 +27,7 @@ from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.serving.runner_secret import read_secret
 from kimi_backend.serving.seat import Seat, seat_of_this_server
+from kimi_backend.serving.start_probe import warn_of_wrong_draft
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.chat_template import load_chat_template
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
@@ -81,7 +82,8 @@ class SpecEnsembleServer:
         self._seat = seat
         self._pb = pb_utils
         self._settings = settings
-        self._parser, tokenizer = make_parser(settings)
+        self._parser, self._tokenizer = make_parser(settings)
+        tokenizer = self._tokenizer
         self._ids = itertools.count()
         self._handles: dict[str, RequestHandle] = {}
         # A request can end, or its client leave, before `submit` has returned its handle.
@@ -153,12 +155,21 @@ class SpecEnsembleServer:
             self._seat.take(HANDSHAKE_PATIENCE_S)
             self._has_started = True
             self._engine.start()
+            self._probe_at_start()
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parsed = self._parser.parse(request_id, tensors, _parameters(request), self._engine.max_prompt_tokens)
         with self._handles_lock:
             self._sender.register(request_id, sender, parsed)
             self._handles[request_id] = self._engine.submit(parsed.generate, self._on_delta)
+
+    def _probe_at_start(self) -> None:
+        settings = self._settings
+        if settings.probe_at_start == "off" or not settings.draft or settings.pretences:
+            return
+        command = f"kimi probe {settings.checkpoint} --draft {settings.draft}"
+        args = (self._engine, self._tokenizer, command)
+        threading.Thread(target=warn_of_wrong_draft, args=args, name="kimi-start-probe", daemon=True).start()
 
     def _on_delta(self, delta: Any) -> None:
         if delta.finish_reason is not None:

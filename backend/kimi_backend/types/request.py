@@ -189,6 +189,8 @@ class RequestStats:
     """Whether a draft was there when the request started, used or not."""
     num_draft_tokens_histogram: tuple[int, ...] = ()
     """[k + 1]: verifies that carried 0, 1, … k draft tokens; the step that drew the first token is none of them."""
+    acceptance_problem: str | None = None
+    """What the server found wrong with its acceptance before the request came; None while all is well."""
     pretences: tuple[str, ...] = ()
     """What was not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
 

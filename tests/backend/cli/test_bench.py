@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_backend.cli.main import app
-from kimi_backend.cli.prompt_file import DEFAULT_PROMPTS, read_prompt_token_ids, read_prompts
+from kimi_backend.cli.prompt_file import read_prompt_token_ids, read_prompts
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.text.sample_prompts import SAMPLE_PROMPTS
 from kimi_backend.text.tokenizer import load_tokenizer
 
 PROMPTS = '{"prompt": "def f(x):"}\n\n{"input_ids": [5, 6, 7, 8]}\n'
@@ -113,4 +114,4 @@ def test_messages_go_to_a_server_only(folder: Path) -> None:
 
 
 def test_without_a_file_there_are_prompts() -> None:
-    assert read_prompts(None) == [{"text_input": prompt} for prompt in DEFAULT_PROMPTS]
+    assert read_prompts(None) == [{"text_input": prompt} for prompt in SAMPLE_PROMPTS]

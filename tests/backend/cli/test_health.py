@@ -48,6 +48,16 @@ def test_all_three_models_and_a_generation_are_asked():
     assert post.asked[-1][1]["num_speculative_tokens"] == 1
 
 
+def test_a_draft_that_is_hardly_ever_accepted_is_a_warning():
+    statistics = {"speculative_decoding": SPECULATION, "is_draft_there": True, "acceptance_problem": "near chance"}
+    health = check_health(server(body=reply_with(statistics)), with_draft=True)
+    assert (health.problem, health.speculates, health.warning) == (None, True, "near chance")
+
+
+def reply_with(statistics):
+    return json.dumps({"num_output_tokens": 4, "statistics": json.dumps(statistics)})
+
+
 def test_without_a_draft_none_is_asked_for():
     post = server(speculation=None)
     assert check_health(post, with_draft=False).problem is None

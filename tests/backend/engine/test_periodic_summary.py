@@ -45,4 +45,5 @@ def test_rates_are_those_of_the_period(caplog: pytest.LogCaptureFixture) -> None
     lines = [record.message for record in caplog.records]
     assert len(lines) == 2
     assert lines[0] == lines[1]
-    assert lines[0].startswith("running=0 waiting=0 tokens_per_s=2.1 acceptance_length=4.00 target_blocks=0/256")
+    rounds = "acceptance_length=4.00 acceptance_rate=1.00 kept=0%/0%/0%/100% by_position=1.00/1.00/1.00"
+    assert lines[0].startswith(f"running=0 waiting=0 tokens_per_s=2.1 {rounds} target_blocks=0/256")

@@ -21,7 +21,6 @@ import torch
 
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.hand_over import sides
 from kimi_backend.runners.hand_over.board import PROMISED, TARGET_PID, VERIFIED, WAITED
 from kimi_backend.runners.hand_over.sides import DraftSide, TargetSide
@@ -44,6 +43,7 @@ from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.loopback_peers import LoopbackPeers
 from support.loopback_server import SECRET, LoopbackServer
+from support.plain_recorder import PlainRecorder
 
 SETTING = Setting(kernels=KernelSet.reference())
 ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.reference(), 2.5, torch.device("cpu")))
@@ -91,7 +91,7 @@ class Pair:
 
     def start(self, model: str, aux_transfer: str = "auto", peers: Peers = NO_PEERS) -> Any:
         """Load one runner, or load it again; returns it. peers: its other ranks."""
-        target, draft = runner_pair(self._setting, self._kind, EagerRecorder(), shares_buffer=False, num_regions=1)
+        target, draft = runner_pair(self._setting, self._kind, PlainRecorder(), shares_buffer=False, num_regions=1)
         if model in self.loopback.servers:
             self.loopback.servers[model].close()
         runner: Any = target if model == "kimi_target" else self._watched(draft)
@@ -253,7 +253,7 @@ def test_runners_on_several_ranks_follow_too(make_pair: Callable[..., Pair], dra
     """Rank 0 shares what it found on the board: the other ranks come to the same KV, bit for bit."""
     expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
     pair = make_pair(ACCEPTING)
-    other_target, other_draft = runner_pair(ACCEPTING, "mla31", EagerRecorder(), shares_buffer=False, num_regions=1)
+    other_target, other_draft = runner_pair(ACCEPTING, "mla31", PlainRecorder(), shares_buffer=False, num_regions=1)
     other_target.table.is_split = other_draft.table.is_split = True  # type: ignore[union-attr]
     peers = LoopbackPeers(other_target, None), LoopbackPeers(None, other_draft)
     peers[0].rank_0 = pair.start("kimi_target", peers=peers[0])

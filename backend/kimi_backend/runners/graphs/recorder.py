@@ -23,10 +23,9 @@ class Recorder(Protocol):
 
 
 class EagerRecorder:
-    """The step is the function: for a CPU, and to compare a graph with. Runs it once, as recording a graph does."""
+    """The step is the function: for a CPU, and to compare a graph with. What is prepared runs once, as for a graph."""
 
     def record(self, run: Run) -> Run:
-        self.prepare([run])
         return run
 
     def prepare(self, runs: Iterable[Run]) -> None:

@@ -73,6 +73,11 @@ SPECULATION: tuple[Metric, ...] = (
         read=lambda s: {},
     ),
     gauge(
+        "spec_decode_acceptance_alarm",
+        "1 while first draft tokens are accepted hardly ever, or far less often than before; the log says why.",
+        lambda s: float(s.acceptance_problem is not None),
+    ),
+    gauge(
         "spec_decode_is_on",
         "1 while the draft answers; 0 without a draft or while it is lost.",
         lambda s: float(s.is_speculating),

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.step_runner import Launched
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply
@@ -16,6 +15,7 @@ from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
+from support.plain_recorder import PlainRecorder
 from support.random_policy import RandomPolicy
 
 ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.reference(), 2.5, torch.device("cpu")))
@@ -36,7 +36,7 @@ def run(
     kind: str, setting: Setting, *, is_captured: bool, launch_ahead: bool
 ) -> tuple[EngineHarness, list[list[list[int]]]]:
     """To the end under a policy that acts at random; what each draft step proposed, where its reply says so."""
-    target, draft = runner_pair(setting, kind, EagerRecorder() if is_captured else None)
+    target, draft = runner_pair(setting, kind, PlainRecorder() if is_captured else None)
     proposals: list[list[list[int]]] = []
     launch = draft.launch
 

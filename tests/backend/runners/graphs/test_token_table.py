@@ -15,7 +15,6 @@ from kimi_backend.runners.graphs.draft_inputs import (
     fill_proposals,
     proposal_layout,
 )
-from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.runners.step_runner import Launched
@@ -27,6 +26,7 @@ from kimi_kernels.pretending import with_synthetic_acceptance
 from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
+from support.plain_recorder import PlainRecorder
 from support.speculative_loop import SpeculativeLoop, Step
 
 SETTING = Setting(kernels=KernelSet.reference())
@@ -45,7 +45,7 @@ def both_ways(
     """[ids in the reply, tokens left on the device], over equal pairs of runners."""
     texts = prompts(len(ks))
     return [
-        loop(*runner_pair(setting, kind, EagerRecorder()), texts, list(ks), in_table=in_table, **fields)
+        loop(*runner_pair(setting, kind, PlainRecorder()), texts, list(ks), in_table=in_table, **fields)
         for in_table in (False, True)
     ]
 
@@ -148,7 +148,7 @@ def test_chunks_beside_verifies_run_eagerly() -> None:
     """A prompt of several chunks keeps the whole step out of the buckets while another sequence verifies."""
     texts = [prompts(1)[0], GENERATOR.integers(0, 96, 60).tolist()]
     loops = [
-        SpeculativeLoop(*runner_pair(SETTING, "mla31", EagerRecorder()), texts, [3, 2], in_table=in_table)
+        SpeculativeLoop(*runner_pair(SETTING, "mla31", PlainRecorder()), texts, [3, 2], in_table=in_table)
         for in_table in (False, True)
     ]
     is_mixed = []
@@ -163,7 +163,7 @@ def test_chunks_beside_verifies_run_eagerly() -> None:
 @pytest.mark.parametrize("failing_draw", [0, 1])
 def test_a_failed_sequence_has_no_token_at_all(failing_draw: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its verify accepts nothing, and says of the draft what the draft's reply would have said."""
-    target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
+    target, draft = runner_pair(SETTING, "mla31", PlainRecorder())
     loop = SpeculativeLoop(target, draft, prompts(3), [2, 2, 2], in_table=True)
     loop.step()
     loop.step()
@@ -246,7 +246,7 @@ def test_host_given_proposals_beside_device_given_ones(is_captured: bool, monkey
 
 
 def test_what_fits_no_step_is_refused() -> None:
-    target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
+    target, draft = runner_pair(SETTING, "mla31", PlainRecorder())
     loop = SpeculativeLoop(target, draft, prompts(2), 2, in_table=True)
     loop.step()
     plan = loop._target_plan([s.next_rows(1) for s in loop.sequences])
@@ -265,7 +265,7 @@ def test_what_fits_no_step_is_refused() -> None:
 
 def run_engine(kind: str, launch_ahead: bool, requests: list[GenerateRequest]) -> tuple[EngineHarness, list[bool]]:
     """To the end, over pools full of NaN; of each draft step, whether it was launched before its verify was done."""
-    target, draft = runner_pair(ACCEPTING, kind, EagerRecorder())
+    target, draft = runner_pair(ACCEPTING, kind, PlainRecorder())
     followed: list[bool] = []
     launch = draft.launch
 

@@ -10,7 +10,6 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.ranks.workers import _collect_captures
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
@@ -19,13 +18,14 @@ from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.loopback_peers import LoopbackPeers
+from support.plain_recorder import PlainRecorder
 from support.random_requests import random_requests
 
 SETTING = Setting(kernels=KernelSet.reference())
 
 
 def two_ranks(*, captures: bool) -> tuple[list[tuple[TargetRunner, DraftRunner]], LoopbackPeers]:
-    pairs = [runner_pair(SETTING, "mla31", EagerRecorder() if captures else None, num_regions=1) for _ in range(2)]
+    pairs = [runner_pair(SETTING, "mla31", PlainRecorder() if captures else None, num_regions=1) for _ in range(2)]
     peers = LoopbackPeers(*pairs[1])
     for runner in pairs[0]:
         runner.peers = peers
