@@ -1,6 +1,7 @@
 """Kernel sets that pretend, for timing models whose weights mean nothing. They serve no text."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
 
 MAX_DRAFT_TOKENS = 8
+LATER_SHARE = 0.71
+"""As acceptance falls from one position to the next with published drafts."""
 _BISECTIONS = 60
 
 
@@ -19,31 +22,53 @@ def with_uniform_routing(kernels: KernelSet) -> KernelSet:
     return replace(kernels, route_experts=_ops(kernels).route_uniform)
 
 
-def with_synthetic_acceptance(kernels: KernelSet, length: float, device: torch.device) -> KernelSet:
-    """The set, for a target, with draft tokens accepted at random so that a round emits `length` tokens on average.
+class ForcedSampling:
+    """`sample_tokens` of a target whose draft tokens are accepted at random."""
 
-    Rows are sampled and verified as ever; in between, a sampled token becomes its draft token, or another
-    (`pretences.reference.force_acceptance`).
+    def __init__(self, kernels: KernelSet, chances: Tensor) -> None:
+        """chances: [MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS] float32, of a sequence with so many draft tokens and for
+        each of them. Captured steps read this tensor; what is copied into it later holds for them too."""
+        self.chances = chances
+        self._sample, self._force = kernels.sample_tokens, _ops(kernels).force_acceptance
 
-    Args:
-        length: 1 + accepted draft tokens, at least 1; more than a round can emit accepts everything.
-    """
-    chances = torch.tensor(
-        [acceptance_chance(length, k) for k in range(MAX_DRAFT_TOKENS + 1)], dtype=torch.float32, device=device
-    )
-    force = _ops(kernels).force_acceptance
-
-    def sample_tokens(
+    def __call__(
+        self,
         logits: Tensor,
         inputs: SamplingInputs,
         rows: SamplingRows,
         vocabulary_map: VocabularyMap | None = None,
         num_logprobs: int | None = None,
     ) -> SampleOutput:
-        drawn = kernels.sample_tokens(logits, inputs, rows, vocabulary_map, num_logprobs)
-        return replace(drawn, token_ids=force(drawn.token_ids, inputs, rows, chances))
+        """See `signatures.SampleTokens`."""
+        drawn = self._sample(logits, inputs, rows, vocabulary_map, num_logprobs)
+        return replace(drawn, token_ids=self._force(drawn.token_ids, inputs, rows, self.chances))
 
-    return replace(kernels, sample_tokens=sample_tokens)
+
+def with_synthetic_acceptance(
+    kernels: KernelSet, acceptance: float | Sequence[float], device: torch.device
+) -> KernelSet:
+    """The set, for a target, with draft tokens accepted at random.
+
+    Rows are sampled and verified as ever; in between, a sampled token becomes its draft token, or another
+    (`pretences.reference.force_acceptance`).
+
+    Args:
+        acceptance: a length, 1 + accepted draft tokens, at least 1, that a round of any number of draft tokens emits on
+            average (more than a round can emit accepts everything); or the chances by position, whatever the number.
+    """
+    return replace(kernels, sample_tokens=ForcedSampling(kernels, chances_of(acceptance).to(device)))
+
+
+def chances_of(acceptance: float | Sequence[float]) -> Tensor:
+    """[MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS] float32, see `ForcedSampling`. Behind the last chance that is given each
+    is LATER_SHARE of the one before."""
+    if isinstance(acceptance, (int, float)):
+        by_count = [[acceptance_chance(acceptance, k)] * MAX_DRAFT_TOKENS for k in range(MAX_DRAFT_TOKENS + 1)]
+        return torch.tensor(by_count, dtype=torch.float32)
+    chances = list(acceptance)
+    while len(chances) < MAX_DRAFT_TOKENS:
+        chances.append(LATER_SHARE * chances[-1])
+    return torch.tensor([chances] * (MAX_DRAFT_TOKENS + 1), dtype=torch.float32)
 
 
 def acceptance_chance(length: float, num_draft_tokens: int) -> float:

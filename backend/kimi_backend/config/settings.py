@@ -47,6 +47,11 @@ class ServingSettings:
         minimum=0,
         maximum=MAX_SPECULATIVE_TOKENS + 1,
     )
+    synthetic_chances: str = _setting(
+        "",
+        "Comma-separated chances that draft token 1, 2, and so on is accepted when those before it were; further ones"
+        " 0.71 times the one before. Unlike `synthetic_acceptance` they do not depend on k. For timing.",
+    )
     device: str = _setting("auto", "Where both models run.", choices=("auto", "cpu", "cuda"))
     cpu_threads: int = _setting(
         1, "Threads of each model on a CPU. Another number may change the last bits of a logit.", minimum=1
@@ -172,6 +177,14 @@ class ServingSettings:
                 " a round emits the target's own token too"
             )
 
+        if self.synthetic_chances and not (0 <= min(self.accepted_chances) <= max(self.accepted_chances) <= 1):
+            raise ConfigError(f"setting synthetic_chances: {self.synthetic_chances!r} given, 0 to 1 is allowed")
+
+    @property
+    def accepted_chances(self) -> tuple[float, ...]:
+        """`synthetic_chances`; empty without. Raises ConfigError: no number."""
+        return tuple(_parse("synthetic_chances", text, float) for text in self.synthetic_chances.split(",") if text)
+
     @property
     def pretences(self) -> tuple[str, ...]:
         """What is not real in a server with these settings; every output repeats it. Empty in service."""
@@ -182,6 +195,8 @@ class ServingSettings:
             said.append("routing uniform")
         if self.synthetic_acceptance:
             said.append(f"acceptance length synthetic {self.synthetic_acceptance:g}")
+        if self.synthetic_chances:
+            said.append(f"acceptance by position synthetic {self.synthetic_chances}")
         return tuple(said)
 
     @classmethod

@@ -79,11 +79,12 @@ def force_acceptance_kernel(
     TOKEN_INDEX,  # [R] int64
     WINDOW_LEN,  # [R] int32
     WINDOW,  # [B, width] int32
-    CHANCES,  # [most draft tokens + 1] float32
+    CHANCES,  # [most draft tokens + 1, chances_stride] float32
     OUT,  # [R] int64
     num_rows,
     width,
     window_stride,
+    chances_stride,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -102,7 +103,8 @@ def force_acceptance_kernel(
     index = tl.load(TOKEN_INDEX + row, mask=is_row, other=0)
     words = _mix(seed.to(tl.uint32)) + (seed >> 32).to(tl.uint32)
     words = _mix(_mix(words) + index.to(tl.uint32) * GOLDEN)
-    chance = tl.load(CHANCES + num_drafts, mask=is_row, other=0.0)
+    column_of_chance = tl.minimum(place, chances_stride - 1)
+    chance = tl.load(CHANCES + num_drafts * chances_stride + column_of_chance, mask=is_row, other=0.0)
     other = tl.where(drawn == draft, tl.where(draft > 0, draft - 1, draft + 1), drawn)
     token = tl.where(_unit_interval(words) < chance, draft, other)
     tl.store(OUT + row, tl.where((draft >= 0) & (drawn >= 0), token, drawn), mask=is_row)
@@ -168,6 +170,7 @@ def force_acceptance(token_ids: Tensor, inputs: SamplingInputs, rows: SamplingRo
         len(token_ids),
         width,
         window.stride(0),
+        chances.stride(0),
         ROWS=ROWS,
         WIDTH=triton.next_power_of_2(width),
     )

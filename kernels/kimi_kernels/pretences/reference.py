@@ -68,7 +68,7 @@ def force_acceptance(token_ids: Tensor, inputs: SamplingInputs, rows: SamplingRo
     Args:
         token_ids: [R] int64, as drawn; placeholders of failed rows stay.
         rows: of a verify: a sequence has a row behind each of its draft tokens, and placeholders behind its window.
-        chances: [W_max + 1] float32, of a sequence with so many draft tokens.
+        chances: [W_max + 1, W_max] float32, of a sequence with so many draft tokens, for each of them.
     Returns:
         [R] int64.
     """
@@ -81,5 +81,6 @@ def force_acceptance(token_ids: Tensor, inputs: SamplingInputs, rows: SamplingRo
     num_drafts = (window >= 0).sum(dim=1)[rows.sequence]
     seed = inputs.seed[rows.sequence]
     drawn = unit_interval(mix(mix(mix(seed) + (seed >> 32)) + rows.token_index * GOLDEN))
+    chance = chances[num_drafts, place.clamp(max=chances.shape[1] - 1)]
     other = torch.where(token_ids == draft, torch.where(draft > 0, draft - 1, draft + 1), token_ids)
-    return torch.where(is_draft, torch.where(drawn < chances[num_drafts], draft, other), token_ids)
+    return torch.where(is_draft, torch.where(drawn < chance, draft, other), token_ids)

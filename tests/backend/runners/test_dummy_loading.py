@@ -151,6 +151,8 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ({"synthetic_acceptance": 0.5}, "0.5 given, 0 or at least 1"),
         ({"synthetic_acceptance": 8.5}, "8.5 given, at most 8"),
+        ({"synthetic_chances": "0.5,1.5"}, "0.5,1.5' given, 0 to 1"),
+        ({"synthetic_chances": "0.5,x"}, "'x' given, a number"),
         ({"capture_batch_sizes": "1,x"}, "'1,x' given, numbers from 1 up"),
         ({"load_format": "gguf"}, "'safetensors', 'dummy'"),
         ({"routing": "random"}, "'model', 'uniform'"),

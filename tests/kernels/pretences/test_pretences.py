@@ -10,7 +10,7 @@ import torch
 
 from kimi_kernels import KernelSet
 from kimi_kernels.pretences import reference
-from kimi_kernels.pretending import acceptance_chance, with_synthetic_acceptance, with_uniform_routing
+from kimi_kernels.pretending import acceptance_chance, chances_of, with_synthetic_acceptance, with_uniform_routing
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, SamplingInputs, SamplingRows
 from support.interpreted import INTERPRETED
 from support.sampling_cases import SequenceCase, sampling_tensors
@@ -92,7 +92,7 @@ def test_the_kernel_forces_as_the_reference(ops: ModuleType) -> None:
     inputs, rows = rows_of(windows, [*seeds[:-1], 2**64 - 5], list(range(1, 61)))
     tokens = torch.randint(0, 50, (len(rows.sequence),))
     tokens[::7] = PLACEHOLDER_TOKEN_ID
-    chances = torch.tensor([acceptance_chance(2.2, k) for k in range(9)])
+    chances = torch.rand(9, 8)
     found = ops.force_acceptance(tokens, inputs, rows, chances)
     assert torch.equal(found, reference.force_acceptance(tokens, inputs, rows, chances))
     assert torch.equal(found[::7], tokens[::7]), "a failed row stays failed"
@@ -100,6 +100,14 @@ def test_the_kernel_forces_as_the_reference(ops: ModuleType) -> None:
     for sequence, window in enumerate(windows):
         last = int(first[sequence]) + len(window)
         assert found[last] == tokens[last], "the row behind the last draft token is the target's own"
+
+
+def test_chances_by_position_do_not_depend_on_the_number() -> None:
+    chances = chances_of((0.8, 0.5))
+    assert chances.shape == (9, 8)
+    assert torch.equal(chances, chances[:1].expand(9, 8))
+    assert chances[0, :4].tolist() == pytest.approx([0.8, 0.5, 0.5 * 0.71, 0.5 * 0.71**2])
+    assert torch.equal(chances_of(2.2)[3], torch.full((8,), acceptance_chance(2.2, 3)))
 
 
 @pytest.mark.parametrize(("length", "k"), [(3.0, 3), (1.0, 3), (2.5, 7), (4.0, 3), (9.0, 2), (1.7, 1)])

@@ -132,8 +132,9 @@ def _target_kernels(settings: ServingSettings, placement: Placement) -> KernelSe
     kernels = placement.kernels
     if settings.routing == "uniform":
         kernels = with_uniform_routing(kernels)
-    if settings.synthetic_acceptance:
-        kernels = with_synthetic_acceptance(kernels, settings.synthetic_acceptance, placement.device)
+    acceptance = settings.accepted_chances or settings.synthetic_acceptance
+    if acceptance:
+        kernels = with_synthetic_acceptance(kernels, acceptance, placement.device)
     return kernels
 
 
