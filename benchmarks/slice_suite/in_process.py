@@ -29,8 +29,9 @@ def run_batch(
     keeps_plans: bool = False,
     launch_ahead: bool = False,
     vocab_size: int | None = None,
+    temperature: float = 0.0,
 ) -> list[Round]:
-    """Greedy requests of random prompts, all submitted at once, none of which ends early.
+    """Requests of random prompts, all submitted at once, none of which ends early.
 
     vocab_size: prompts are of the tokens below; the target's unless given.
     launch_ahead: the setting of that name; plans that are kept can be run again only where it is off.
@@ -65,7 +66,7 @@ def run_batch(
                 request_id=str(index),
                 prompt_token_ids=tuple(prompt.tolist()),
                 sampling=SamplingParams(
-                    max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, seed=seed * 1000 + index
+                    max_tokens=num_output_tokens, temperature=temperature, ignore_eos=True, seed=seed * 1000 + index
                 ),
                 num_speculative_tokens=num_speculative_tokens,
             )

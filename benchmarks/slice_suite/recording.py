@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from kimi_backend.spec_decode.protocols import Draft, Pending, Target
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.step_costs import StepCosts
 
 Reply = TypeVar("Reply")
 
@@ -70,6 +71,9 @@ class RecordedTarget:
     def describe(self) -> RunnerDescription:
         return self._target.describe()
 
+    def measure_costs(self) -> StepCosts:
+        return self._target.measure_costs()
+
     @property
     def depth(self) -> int:
         return self._target.depth
@@ -101,6 +105,9 @@ class RecordedDraft:
 
     def describe(self) -> RunnerDescription:
         return self._draft.describe()
+
+    def measure_costs(self) -> StepCosts:
+        return self._draft.measure_costs()
 
     @property
     def depth(self) -> int:

@@ -55,6 +55,10 @@ class RoundTimes:
         """How far the table is off by now, of a target's step, its further rows, and the draft."""
         return [round(float(value), 4) for value in self._factors]
 
+    def assume_overlapped(self) -> None:
+        """Until a round says otherwise: the host's time is hidden."""
+        self._is_overlapped = True
+
     def plain(self, num_seqs: int, num_context_tokens: int) -> float:
         """A round in which nobody drafts."""
         base, _ = self._target.parts(num_seqs, num_seqs, 1, num_context_tokens)

@@ -1,0 +1,248 @@
+"""Is k chosen well from costs that are measured once? Slices of Kimi-K2.5 at full width on one GPU.
+
+    PYTHONPATH=kernels:backend python benchmarks/k_from_costs.py --draft bf16 --out results
+    PYTHONPATH=kernels:backend python benchmarks/k_from_costs.py --draft cheap --batches 1,16,64 --ks 0,3,7
+
+First both models time their steps, as at a server's first start. Then rounds of every k and batch size run once, and
+the table's prediction stands beside each. Draft tokens are accepted at random with chances by position that do not
+depend on k, in four strengths; tokens a second of each k follow from its round, those of the adaptive policy are
+measured, from the first request of an engine that has seen nothing. Weights are random and routing is uniform.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kimi_backend.checkpoint.presets import Preset
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.runners.load.loading import load_pair
+from kimi_backend.spec_decode.round_times import RoundTimes
+from kimi_kernels.pretending import chances_of
+from slice_suite.configs import write_slice
+from slice_suite.in_process import run_batch
+from slice_suite.recording import Round
+
+CHANCES = (0.85, 0.67, 0.48)
+"""Of draft token 1, 2, 3 where those before it were accepted; further ones fall by `pretending.LATER_SHARE`."""
+LENGTHS = (1.2, 1.9, 3.0, 3.2)
+"""Tokens a round with k = 3 that the chances are scaled to."""
+MOST_OFF, LEAST_OF_BEST, LEAST_OF_PLAIN = 0.03, 0.97, 0.98
+DRAFTS: dict[str, dict[str, str]] = {
+    "bf16": {},
+    "cheap": {"draft_quantization": "fp8", "draft_head_quantization": "int4", "draft_vocab": "32768"},
+}
+WARM_ROUNDS = 4
+MARGIN_TOKENS = 16
+
+
+def main() -> None:
+    options = parse_options()
+    document: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "chances": CHANCES,
+        "drafts": {},
+    }
+    for name in options.draft:
+        document["drafts"][name] = measure_draft(name, options)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            path = options.out / f"k_from_costs_{'_'.join(options.draft)}.json"
+            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(verdict(document))
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    names = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--preset", type=Preset, default=Preset.KIMI_K25, help="tiny runs on a CPU")
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--draft", type=names, default=["bf16"], help="bf16, cheap, or both with a comma")
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--ks", type=numbers, default=list(range(8)), help="rounds that are measured; 0 among them")
+    parser.add_argument("--lengths", type=lambda text: [float(part) for part in text.split(",")], default=list(LENGTHS))
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=40, help="of each fixed k")
+    parser.add_argument("--adaptive-rounds", type=int, default=150)
+    parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
+    parser.add_argument("--out", type=Path, help="folder for the JSON")
+    return parser.parse_args()
+
+
+def measure_draft(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything of one form of the draft."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = slice_settings(name, options, Path(folder))
+        started = time.perf_counter()
+        target, draft = load_pair(settings)
+        assert draft is not None
+        loaded_s, started = time.perf_counter() - started, time.perf_counter()
+        times = RoundTimes(target.measure_costs(), draft.measure_costs())
+        timed_s = time.perf_counter() - started
+        print(f"{name}: loaded in {loaded_s:.1f} s, steps timed in {timed_s:.1f} s", flush=True)
+        result: dict[str, Any] = {"loaded_s": round(loaded_s, 1), "timed_s": round(timed_s, 1)}
+        result["settings"] = {name: value for name, value in dataclasses.asdict(settings).items() if value}
+        result["costs"] = {"target": dataclasses.asdict(target.measure_costs())}
+        result["costs"]["draft"] = dataclasses.asdict(draft.measure_costs())
+        result["rounds"] = fixed_rounds(target, draft, settings, times, options)
+        result["adaptive"] = adaptive_runs(target, draft, settings, result["rounds"], options)
+        for runner in (target, draft):
+            runner.close()
+    return result
+
+
+def slice_settings(name: str, options: argparse.Namespace, folder: Path) -> ServingSettings:
+    """Room for the largest case."""
+    target, draft = write_slice(folder, options.layers, options.preset)
+    most_tokens = 8 * max(options.rounds, options.adaptive_rounds) + 8 * WARM_ROUNDS
+    longest = options.prompt + most_tokens + MARGIN_TOKENS
+    values = {
+        "checkpoint": str(target),
+        "draft": str(draft),
+        "load_format": "dummy",
+        "routing": "uniform",
+        "synthetic_chances": ",".join(map(str, CHANCES)),
+        "max_model_len": str(longest),
+        "kv_tokens": str(max(options.batches) * (longest + 128)),
+        "max_num_seqs": str(max(options.batches)),
+        "capture_batch_sizes": ",".join(map(str, options.batches)),
+        "max_num_batched_tokens": str(max(2048, 8 * max(options.batches))),
+    }
+    values |= DRAFTS[name] if options.preset is not Preset.TINY else {}
+    return ServingSettings.from_parameters(values | dict(item.split("=", 1) for item in options.set), {})
+
+
+def run(
+    target: Any, draft: Any, settings: ServingSettings, policy: str, k: int, batch: int, rounds: int, prompt: int
+) -> list[Round]:
+    """Rounds of equal requests of whose tokens none is the last one in the first `rounds` rounds."""
+    return run_batch(
+        target,
+        draft,
+        dataclasses.replace(settings, speculation_policy=policy),
+        batch_size=batch,
+        prompt_len=prompt,
+        num_output_tokens=(k + 1) * rounds + k + 2,
+        num_speculative_tokens=k,
+        launch_ahead=True,
+        temperature=1.0,
+        seed=k,
+    )
+
+
+def decode_rounds(rounds: Sequence[Round], batch: int, most: int) -> list[Round]:
+    """Rounds in which all of a batch decode."""
+    return [item for item in rounds if item.is_decode and item.num_seqs == batch][:most]
+
+
+def fixed_rounds(
+    target: Any, draft: Any, settings: ServingSettings, times: RoundTimes, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Each k with each batch size, and the prediction."""
+    found = []
+    for batch in options.batches:
+        for k in options.ks:
+            rounds = run(target, draft if k else None, settings, "fixed", k, batch, options.rounds, options.prompt)
+            steady = decode_rounds(rounds, batch, options.rounds)[WARM_ROUNDS:]
+            starts = [item.target_start_s for item in steady]
+            round_ms = 1e3 * statistics.median(np.diff(starts)) if len(starts) > 1 else float("nan")
+            predicted_ms = 1e3 * predicted_s(times, batch, k, batch * (options.prompt + options.rounds))
+            entry = {"batch": batch, "k": k, "round_ms": round(float(round_ms), 4)}
+            found.append(entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / round_ms - 1, 4)})
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def predicted_s(times: RoundTimes, batch: int, k: int, num_context_tokens: int) -> float:
+    """A round in which all have k draft tokens, of the device alone."""
+    times.assume_overlapped()
+    if not k:
+        return times.plain(batch, num_context_tokens)
+    everyone, depth, rows = np.array([batch]), np.array([k]), np.array([batch * k])
+    return float(times.drafting(batch, everyone, depth, rows, rows * 1.0, num_context_tokens)[0])
+
+
+def adaptive_runs(
+    target: Any, draft: Any, settings: ServingSettings, fixed: list[dict[str, Any]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The policy in each strength of the draft, beside what each fixed k would give."""
+    chances_here = target._kernels.sample_tokens.chances
+    found = []
+    for length in options.lengths:
+        chances = scaled_chances(length)
+        chances_here.copy_(chances_of(chances))
+        for batch in options.batches:
+            of_batch = {item["k"]: item["round_ms"] for item in fixed if item["batch"] == batch}
+            rates = {k: 1e3 * batch * emitted(chances, k) / round_ms for k, round_ms in of_batch.items()}
+            rounds = run(target, draft, settings, "adaptive", 7, batch, options.adaptive_rounds, options.prompt)
+            counted = decode_rounds(rounds, batch, options.adaptive_rounds)
+            seconds = counted[-1].end_s - counted[0].target_start_s
+            rate = sum(item.num_tokens for item in counted) / seconds
+            best = max(rates, key=lambda k: rates[k])
+            rows = statistics.mean(item.num_rows / batch - 1 for item in counted)
+            found.append(
+                {
+                    "length": length,
+                    "batch": batch,
+                    "fixed": {k: round(value) for k, value in rates.items()},
+                    "best_k": best,
+                    "adaptive": round(rate),
+                    "mean_k": round(rows, 2),
+                    "of_best": round(rate / rates[best], 3),
+                    "of_plain": round(rate / rates[0], 3) if 0 in rates else None,
+                }
+            )
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def scaled_chances(length: float) -> tuple[float, ...]:
+    """`CHANCES` times what lets k = 3 emit so many tokens a round; none above 1."""
+    low, high = 0.0, 3.0
+    for _ in range(60):
+        scale = (low + high) / 2
+        chances = [min(scale * chance, 1.0) for chance in CHANCES]
+        low, high = (scale, high) if emitted(chances, len(CHANCES)) < length else (low, scale)
+    return tuple(min(scale * chance, 1.0) for chance in CHANCES)
+
+
+def emitted(chances: Sequence[float], k: int) -> float:
+    """Tokens that a round of k draft tokens emits on the average."""
+    return 1 + float(np.cumprod(chances_of(chances)[0].tolist()[:k]).sum())
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """What is missed, and the worst of each."""
+    lines = []
+    for name, result in document["drafts"].items():
+        wrong = [item for item in result["rounds"] if not abs(item["off"]) <= MOST_OFF]
+        slow = [run for run in result["adaptive"] if run["of_best"] < LEAST_OF_BEST]
+        losing = [run for run in result["adaptive"] if (run["of_plain"] or 1) < LEAST_OF_PLAIN]
+        off = max((abs(item["off"]) for item in result["rounds"]), default=0)
+        least = min((run["of_best"] for run in result["adaptive"]), default=1)
+        num_rounds, num_runs = len(result["rounds"]), len(result["adaptive"])
+        lines += [
+            f"{name}: {len(wrong)} of {num_rounds} predictions are off by more than {MOST_OFF:.0%} (worst {off:.1%});",
+            f"  {len(slow)} of {num_runs} adaptive runs are below {LEAST_OF_BEST} of the best k (worst {least});",
+            f"  {len(losing)} are below {LEAST_OF_PLAIN} of k = 0.",
+        ]
+        lines += [f"  off: B={item['batch']} k={item['k']} {item['off']:+.1%}" for item in wrong]
+        lines += [f"  slow: {run['length']} B={run['batch']} {run['of_best']} (k {run['mean_k']})" for run in slow]
+        lines += [f"  below k = 0: {run['length']} B={run['batch']} {run['of_plain']}" for run in losing]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
