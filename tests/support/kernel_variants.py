@@ -77,17 +77,26 @@ class Variants:
 
 
 def _pretend_gpu() -> None:
-    """CPU tensors go where CUDA tensors would; new ones hold zeros, as no kernel writes them."""
+    """CPU tensors go where CUDA tensors would; new whole numbers are zeros, as no kernel writes them."""
     for module in pkgutil.walk_packages(kimi_kernels.__path__, "kimi_kernels."):
         loaded: Any = importlib.import_module(module.name)
         if hasattr(loaded, "require"):
             loaded.require = lambda *_: None
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
     early_start.starts_early = lambda _: True  # type: ignore[assignment]
-    zeros: Callable[..., torch.Tensor] = torch.zeros
-    torch.empty = lambda *size, **how: zeros(*size, **how)  # type: ignore[assignment]
-    torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
-    torch.empty_like = torch.zeros_like
+    # No number of a product is read by anything.
+    torch.nn.functional.linear = lambda x, weight: x.new_zeros(*x.shape[:-1], len(weight))  # type: ignore[assignment]
+    empty: Callable[..., torch.Tensor] = torch.empty
+    torch.empty = lambda *size, **how: _whole_numbers_zeroed(empty(*size, **how))  # type: ignore[assignment]
+    new_empty: Callable[..., torch.Tensor] = torch.Tensor.new_empty
+    torch.Tensor.new_empty = lambda x, *size, **how: _whole_numbers_zeroed(new_empty(x, *size, **how))  # type: ignore[method-assign, assignment]
+    empty_like: Callable[..., torch.Tensor] = torch.empty_like
+    torch.empty_like = lambda x, **how: _whole_numbers_zeroed(empty_like(x, **how))  # type: ignore[assignment]
+
+
+def _whole_numbers_zeroed(tensor: torch.Tensor) -> torch.Tensor:
+    """Ids, lengths and statuses are read on the host."""
+    return tensor if tensor.is_floating_point() else tensor.zero_()
 
 
 def tiny_runners(folder: Path) -> tuple[Any, Any]:

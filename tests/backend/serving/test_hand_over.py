@@ -50,6 +50,7 @@ ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.reference(), 2.5
 """Draft tokens become the text: these models agree on none by themselves."""
 
 Outcomes = list[tuple[list[int], list[tuple[int, int]]]]
+Lockstep = Callable[[Setting], Outcomes]
 
 
 class FoundBuffer:
@@ -163,6 +164,24 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
         server.close()
 
 
+@pytest.fixture(scope="module")
+def lockstep() -> Lockstep:
+    """What such a pair writes when every step is waited for; each is run once."""
+    found: dict[int, Outcomes] = {}
+
+    def run(setting: Setting) -> Outcomes:
+        if id(setting) not in found:
+            with pytest.MonkeyPatch.context() as patch:
+                pair = Pair(patch, setting)
+                found[id(setting)] = outcomes(pair.engine(launch_ahead=False))
+                assert not any(pair.followed)
+                for server in pair.loopback.servers.values():
+                    server.close()
+        return found[id(setting)]
+
+    return run
+
+
 def outcomes(harness: EngineHarness, each_step: Callable[[int], None] | None = None) -> Outcomes:
     """Tokens and rounds."""
     harness.run(each_step=each_step)
@@ -190,9 +209,11 @@ def test_a_draft_in_another_process_follows_its_verify(make_pair: Callable[..., 
     assert following.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) == 0
 
 
-def test_a_follower_that_is_there_before_its_verify_waits_for_it(make_pair: Callable[..., Pair]) -> None:
+def test_a_follower_that_is_there_before_its_verify_waits_for_it(
+    make_pair: Callable[..., Pair], lockstep: Lockstep
+) -> None:
     """And its verify does not wait for it: the two are sent side by side."""
-    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    expected = lockstep(ACCEPTING)
     pair = make_pair(ACCEPTING)
     server = pair.loopback.servers["kimi_target"]
     run = server.run
@@ -208,8 +229,8 @@ def test_a_follower_that_is_there_before_its_verify_waits_for_it(make_pair: Call
     assert sum(pair.followed) > 12
 
 
-def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[..., Pair]) -> None:
-    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[..., Pair], lockstep: Lockstep) -> None:
+    expected = lockstep(ACCEPTING)
     pair = make_pair(ACCEPTING)
     pair.runner("kimi_target")._graphs.bucket_of = lambda plan: None
     assert outcomes(pair.engine()) == expected
@@ -226,8 +247,10 @@ def test_a_draft_step_that_no_graph_holds_reads_the_table_on_the_host(make_pair:
 
 
 @pytest.mark.parametrize("aux_transfer", ["tensor"])
-def test_without_a_shared_buffer_everything_is_waited_for(make_pair: Callable[..., Pair], aux_transfer: str) -> None:
-    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+def test_without_a_shared_buffer_everything_is_waited_for(
+    make_pair: Callable[..., Pair], lockstep: Lockstep, aux_transfer: str
+) -> None:
+    expected = lockstep(ACCEPTING)
     pair = make_pair(ACCEPTING)
     pair.start("eagle3_draft", aux_transfer)
     assert outcomes(pair.engine()) == expected
@@ -236,9 +259,12 @@ def test_without_a_shared_buffer_everything_is_waited_for(make_pair: Callable[..
 
 
 def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
-    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_pair: Callable[..., Pair],
+    lockstep: Lockstep,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    expected = lockstep(ACCEPTING)
     monkeypatch.setattr(
         "kimi_backend.runners.hand_over.board.OwnBoard.handle", property(lambda self: b'{"shape": [9, 9]}')
     )
@@ -249,9 +275,11 @@ def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
 
 
 @pytest.mark.parametrize("draft_has_ranks", [True, False])
-def test_runners_on_several_ranks_follow_too(make_pair: Callable[..., Pair], draft_has_ranks: bool) -> None:
+def test_runners_on_several_ranks_follow_too(
+    make_pair: Callable[..., Pair], lockstep: Lockstep, draft_has_ranks: bool
+) -> None:
     """Rank 0 shares what it found on the board: the other ranks come to the same KV, bit for bit."""
-    expected = outcomes(make_pair(ACCEPTING).engine(launch_ahead=False))
+    expected = lockstep(ACCEPTING)
     pair = make_pair(ACCEPTING)
     other_target, other_draft = runner_pair(ACCEPTING, "mla31", PlainRecorder(), shares_buffer=False, num_regions=1)
     other_target.table.is_split = other_draft.table.is_split = True  # type: ignore[union-attr]
@@ -274,9 +302,9 @@ def same_kv(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
 def test_a_restarted_runner_follows_again(
-    make_pair: Callable[..., Pair], model: str, caplog: pytest.LogCaptureFixture
+    make_pair: Callable[..., Pair], lockstep: Lockstep, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
+    expected = texts(lockstep(SETTING))
     pair, before = make_pair(), 0
     engine = pair.engine()
 
@@ -295,8 +323,10 @@ def test_a_restarted_runner_follows_again(
 
 
 @pytest.mark.parametrize("fails_after", ["before its step", "behind its step"])
-def test_a_draft_that_fails_costs_speculation_and_no_text(make_pair: Callable[..., Pair], fails_after: str) -> None:
-    expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
+def test_a_draft_that_fails_costs_speculation_and_no_text(
+    make_pair: Callable[..., Pair], lockstep: Lockstep, fails_after: str
+) -> None:
+    expected = texts(lockstep(SETTING))
     pair = make_pair()
     draft = pair.runner("eagle3_draft")
     launch, has_failed = draft.launch, False
@@ -316,8 +346,8 @@ def test_a_draft_that_fails_costs_speculation_and_no_text(make_pair: Callable[..
     assert sum(pair.followed) > 6, "the draft was met again"
 
 
-def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair]) -> None:
-    expected = texts(outcomes(make_pair().engine(launch_ahead=False)))
+def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair], lockstep: Lockstep) -> None:
+    expected = texts(lockstep(SETTING))
     pair = make_pair()
     target = pair.runner("kimi_target")
     launch, num_calls = target.launch, 0

@@ -58,12 +58,12 @@ def test_narrow_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_more_keys", [-1, 1])
-def test_a_causal_bound_that_is_off_by_one_shows(dtype: torch.dtype, num_more_keys: int) -> None:
+def test_a_causal_bound_that_is_off_by_one_shows(dtype: torch.dtype) -> None:
     """Planted fault."""
     case = with_a_key_to_spare(paged_case([30, 2], [61, 141], 64))
     check(case, dtype)
-    assert error_of(case, dtype, num_more_keys) > 4 * TOLERANCE[dtype]
+    for num_more_keys in (-1, 1):
+        assert error_of(case, dtype, num_more_keys) > 4 * TOLERANCE[dtype]
 
 
 def test_float8_latents() -> None:
