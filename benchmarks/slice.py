@@ -29,6 +29,7 @@ import torch
 
 from kernel_cases import Ceilings
 from kimi_backend.checkpoint.presets import Preset, vocab_size
+from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from slice_suite import judged, report, tables
 from slice_suite.configs import write_slice
@@ -69,6 +70,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--preset", type=Preset, default=Preset.KIMI_K25, help="tiny runs on a CPU")
+    parser.add_argument("--quantization", type=QuantizationMethod, default=QuantizationMethod.INT4, help="experts")
     parser.add_argument("--layers", type=numbers, default=[3, 5], help="depths, one dense layer included")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64])
     parser.add_argument("--prompts", type=numbers, default=[1024, 8192])
@@ -165,7 +167,8 @@ def measure_depth(
 
 def name_of(options: argparse.Namespace) -> str:
     """The model as tables name it: what is asked of the whole one is not asked of a rank."""
-    return options.preset.value + (f", one of {options.rank_of} ranks" if options.rank_of > 1 else "")
+    experts = "" if options.quantization is QuantizationMethod.INT4 else f", {options.quantization.value} experts"
+    return options.preset.value + experts + (f", one of {options.rank_of} ranks" if options.rank_of > 1 else "")
 
 
 def load_models(settings: ServingSettings, num_ranks: int, pause_us: float) -> tuple[Any, Any]:
@@ -206,7 +209,7 @@ def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -
     """Room for the largest case, and whatever --set says."""
     num_gpus = int(dict(item.split("=", 1) for item in options.set).get("tensor_parallel_size", "1"))
     divided_by = max(1, options.rank_of // num_gpus) if num_gpus > 1 else 1
-    target, draft = write_slice(folder, num_layers, options.preset, divided_by)
+    target, draft = write_slice(folder, num_layers, options.preset, divided_by, options.quantization)
     longest = max(case["prompt_len"] for case in cases(options)) + options.tokens + MARGIN_TOKENS
     most = max(
         case["batch_size"] * (case["prompt_len"] + options.tokens + MARGIN_TOKENS + 64) for case in cases(options)

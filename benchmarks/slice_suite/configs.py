@@ -12,8 +12,14 @@ DIVIDED_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_si
 """Fields of both models' configs that ranks divide, the vocabulary left out."""
 
 
-def write_slice(folder: Path, num_layers: int, preset: Preset, divided_by: int = 1) -> tuple[Path, Path]:
-    """Folders of a target of one dense and num_layers - 1 expert layers, int4, and of its EAGLE3 MLA draft.
+def write_slice(
+    folder: Path,
+    num_layers: int,
+    preset: Preset,
+    divided_by: int = 1,
+    quantization: QuantizationMethod = QuantizationMethod.INT4,
+) -> tuple[Path, Path]:
+    """Folders of a target of one dense and num_layers - 1 expert layers and of its EAGLE3 MLA draft.
 
     divided_by: what `DIVIDED_WIDTHS` are divided by, so that n ranks have the shapes of n * divided_by.
     """
@@ -23,7 +29,7 @@ def write_slice(folder: Path, num_layers: int, preset: Preset, divided_by: int =
             target,
             preset=preset,
             num_layers=num_layers,
-            quantization=QuantizationMethod.INT4,
+            quantization=quantization,
             draft=DraftKind.MLA,
             architecture=Architecture.KIMI_K25,
             has_weights=False,
