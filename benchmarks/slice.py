@@ -81,14 +81,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--profile", type=numbers, metavar="BATCHES", help="of these, GPU time by kernel; with --rank-of, of all"
     )
+    parser.add_argument(
+        "--masked", type=numbers, default=[0], help="sequences of a batch that a grammar masks, such as 0,1,4,16"
+    )
+    parser.add_argument(
+        "--masked-by", choices=["grammar", "allowed_token_ids"], default="grammar", help="what masks them"
+    )
     parser.add_argument("--rank-of", type=int, default=1, metavar="N", help="what one of N GPUs runs")
     parser.add_argument("--pause-us", type=float, default=0.0, help="with --rank-of: for each collective's way")
     parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
     parser.add_argument("--tables", type=Path, nargs="+", metavar="JSON", help="only print what these runs measured")
     parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
     options = parser.parse_args()
-    if options.served and options.rank_of > 1:
-        parser.error("--rank-of runs in this process, without --served")
+    if options.served and (options.rank_of > 1 or options.masked != [0]):
+        parser.error("--rank-of and --masked run in this process, without --served")
     if options.profile is None:
         options.profile = options.batches if options.rank_of > 1 else []
     return options
@@ -244,12 +250,16 @@ def settings_that_differ(settings: ServingSettings) -> dict[str, Any]:
     }
 
 
-def cases(options: argparse.Namespace) -> Iterator[dict[str, int]]:
-    """Every prompt length with every window and batch size."""
+def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every prompt length with every window, batch size and number of masked sequences."""
     for prompt_len in options.prompts:
         for k in options.ks:
             for batch_size in options.batches:
-                yield {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
+                case = {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
+                for num_masked in options.masked:
+                    if num_masked <= batch_size:
+                        masks = {"num_masked": num_masked, "masked_by": options.masked_by}
+                        yield case | masks if num_masked else case
 
 
 def save(options: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -30,20 +30,27 @@ def run_batch(
     launch_ahead: bool = False,
     vocab_size: int | None = None,
     temperature: float = 0.0,
+    num_masked: int = 0,
+    masked_by: str = "grammar",
 ) -> list[Round]:
     """Requests of random prompts, all submitted at once, none of which ends early.
 
     vocab_size: prompts are of the tokens below; the target's unless given.
+    num_masked: how many of them may not draw every token.
+    masked_by: "grammar", or "allowed_token_ids", which older code knows too.
     launch_ahead: the setting of that name; plans that are kept can be run again only where it is off.
 
     Raises:
         RuntimeError: a request ended by an error.
     """
     recording = Recording(keeps_plans=keeps_plans)
+    all_tokens = target.describe().vocab_size
+    masks, options = _masks(all_tokens, masked_by) if num_masked else ({}, {})
     engine = Engine(
         RecordedTarget(target, recording),
         None if draft is None else RecordedDraft(draft, recording),
         settings=replace(scheduler_settings(settings), enable_prefix_cache=False, launch_ahead=launch_ahead),
+        **options,
     )
     engine.start()
     problems: list[str] = []
@@ -58,7 +65,7 @@ def run_batch(
     try:
         engine.wait_until_ready(READY_TIMEOUT_S)
         rng = np.random.default_rng(seed)
-        vocab_size = vocab_size or target.describe().vocab_size
+        vocab_size = vocab_size or all_tokens
         requests = []
         for index in range(batch_size):
             prompt = rng.integers(min(FIRST_PROMPT_TOKEN, vocab_size // 2), vocab_size, prompt_len)
@@ -66,7 +73,10 @@ def run_batch(
                 request_id=str(index),
                 prompt_token_ids=tuple(prompt.tolist()),
                 sampling=SamplingParams(
-                    max_tokens=num_output_tokens, temperature=temperature, ignore_eos=True, seed=seed * 1000 + index
+                    max_tokens=num_output_tokens,
+                    temperature=temperature,
+                    seed=seed * 1000 + index,
+                    **({"ignore_eos": True} | (masks if index < num_masked else {})),
                 ),
                 num_speculative_tokens=num_speculative_tokens,
             )
@@ -82,3 +92,23 @@ def run_batch(
     if problems:
         raise RuntimeError(f"{len(problems)} of {batch_size} requests failed: {problems[0]}")
     return recording.rounds
+
+
+def _masks(vocab_size: int, masked_by: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sampling parameters of a masked request, and what its engine needs."""
+    if masked_by == "allowed_token_ids":
+        return {"allowed_token_ids": tuple(range(vocab_size - 1))}, {}
+    from slice_suite.grammars import GRAMMAR, compiler
+
+    options = {"grammars": _Kept(compiler(vocab_size)), "eos_token_ids": (vocab_size - 1,)}
+    return {"grammar": GRAMMAR, "ignore_eos": False}, options
+
+
+class _Kept:
+    """A compiler that outlives its engines."""
+
+    def __init__(self, compiler: Any) -> None:
+        self.request = compiler.request
+
+    def close(self) -> None:
+        pass

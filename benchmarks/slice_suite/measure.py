@@ -34,12 +34,15 @@ def measure_case(
     num_speculative_tokens: int,
     is_profiled: bool,
     num_ranks: int = 1,
+    num_masked: int = 0,
+    masked_by: str = "grammar",
 ) -> dict[str, Any]:
     """Everything that is measured of one case, as JSON values.
 
     Args:
         num_ranks: the models are one rank's (`one_of_ranks`). It has the embeddings of the first tokens only: prompts
             are of those, and what is drawn is among them.
+        num_masked, masked_by: see `run_batch`; such a case is run through the engine only.
     """
     target, draft = models[0], models[1] if num_speculative_tokens else None
     shape: dict[str, Any] = {
@@ -48,6 +51,9 @@ def measure_case(
         "num_speculative_tokens": num_speculative_tokens,
     }
     run = partial(run_batch, target, draft, settings, vocab_size=target.describe().vocab_size // num_ranks, **shape)
+    if num_masked:
+        run = partial(run, num_masked=num_masked, masked_by=masked_by)
+        shape |= {"num_masked": num_masked, "masked_by": masked_by}
     run(num_output_tokens=WARM_UP_TOKENS, seed=1)
     rounds = run(num_output_tokens=num_output_tokens, keeps_plans=True)
     steady = steady_rounds(rounds, batch_size, needs_draft=draft is not None)
@@ -58,6 +64,8 @@ def measure_case(
     if is_ahead:
         ahead = run(num_output_tokens=num_output_tokens, launch_ahead=True)
         result = _launched_ahead(result, ahead, batch_size)
+    if num_masked:
+        return result
     for _ in range(2):  # the first pass warms up
         times = replay(target, draft, steady)
     result["replayed_target_ms"] = _median([target_ms for target_ms, _ in times])

@@ -85,6 +85,8 @@ def row(case: Case) -> str:
         f"{case['num_layers']:2d} layers k={case['num_speculative_tokens']}"
         f" {case['batch_size']:3d} x {case['prompt_len']:5d}:",
     ]
+    if "num_masked" in case:
+        cells[0] = f"{cells[0][:-1]}, {case['num_masked']} masked by {case['masked_by']}:"
     if case.get("error"):
         return cells[0] + " FAILED " + case["error"]
     if "replayed_target_ms" in case and "round_ms" in case:
@@ -95,6 +97,10 @@ def row(case: Case) -> str:
             f" replayed {case['replayed_target_ms']:.3f} + {case['replayed_draft_ms']:.3f};"
             f" {case['tokens_a_round']:.2f} tokens a round, {case['decode_tokens_per_s']:.0f} tok/s"
         )
+    elif "round_ms" in case:
+        cells.append(f"round {case['round_ms']:7.3f} ms (p90 {case['round_p90_ms']:.2f});")
+        cells.append(f"in lockstep {case.get('lockstep_round_ms', case['round_ms']):.3f};")
+        cells.append(f"{case['tokens_a_round']:.2f} tokens a round")
     if "floor_ms" in case:
         cells.append(f"floor {case['floor_ms']:.2f} ({case['of_floor']}x)")
     if "gpu" in case:
