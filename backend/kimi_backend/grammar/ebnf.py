@@ -2,6 +2,7 @@
 
 import re
 from functools import singledispatch
+from typing import Any
 
 from kimi_backend.grammar.library import GrammarText
 from kimi_backend.types.grammar import Choice, Ebnf, Either, JsonSchema, Regex, ToolCalls
@@ -12,6 +13,7 @@ _SEPARATORS = [", ", ": "]
 _ANY_CHARACTER, _STRING_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 """What the library lets stand in a string of a limited length, control characters too, and what JSON does."""
 _LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z_][A-Za-z0-9_.-]*')
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|.)")
 _CALL = re.compile(r"\s*\(")
 _RULE = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*::=", re.MULTILINE)
 
@@ -30,12 +32,12 @@ def ebnf_of(form: object) -> str:
 def _(form: JsonSchema) -> str:
     # Whitespace as given, no indentation, names that no schema has are none, nothing printed, properties in order.
     grammar = GrammarText.from_json_schema(form.schema, False, None, _SEPARATORS, True, None, False, False)
-    return str(grammar.to_string()).replace(_ANY_CHARACTER, _STRING_CHARACTER)
+    return _printed(grammar).replace(_ANY_CHARACTER, _STRING_CHARACTER)
 
 
 @ebnf_of.register
 def _(form: Regex) -> str:
-    return str(GrammarText.from_regex(form.pattern, False).to_string())
+    return _printed(GrammarText.from_regex(form.pattern, False))
 
 
 @ebnf_of.register
@@ -76,6 +78,12 @@ def _(form: ToolCalls) -> str:
 def _(form: Either) -> str:
     texts = [_renamed(ebnf_of(inner), _prefix(index)) for index, inner in enumerate(form.forms)]
     return "\n".join([f"{ROOT} ::= {' | '.join(f'{_prefix(index)}{ROOT}' for index in range(len(texts)))}", *texts])
+
+
+def _printed(grammar: Any) -> str:
+    """The text of a grammar, so that it is read as what it was: the library prints two digits of a letter's code behind
+    \\x, and reads as many as follow."""
+    return _ESCAPE.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], str(grammar.to_string()))
 
 
 def _prefix(index: int) -> str:

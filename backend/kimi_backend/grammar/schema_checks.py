@@ -4,14 +4,18 @@ xgrammar takes any schema and passes over what it does not know, so that a text 
 was seen to enforce.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.grammar.exclusive import are_exclusive, as_any_of
 
 MOST_LEVELS = 64
+MOST_PAIRS = 1000
+"""Of parts of a `oneOf`."""
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "discriminator"}
 )
@@ -104,6 +108,16 @@ class _Checker:
             self._need(isinstance(value, list) and 1 <= len(value) <= most, there, value, allowed)
             for index, option in enumerate(value):
                 self._schema(option, f"{there}[{index}]", level + 1)
+            if name == "oneOf":
+                self._exclusive(value, there)
+
+    def _exclusive(self, options: list[Any], place: str) -> None:
+        for index, (first, second) in enumerate(itertools.combinations(range(len(options)), 2)):
+            if index > MOST_PAIRS or not are_exclusive(options[first], options[second], self._root):
+                raise InvalidRequestError(
+                    f"{_short(place)}: parts {first} and {second} do not exclude each other by their types or by"
+                    " constants of a property that both require; give anyOf"
+                )
 
     def _reference(self, value: Any, place: str) -> None:
         parts = value.split("/") if isinstance(value, str) else []
@@ -249,5 +263,5 @@ def _shown(value: Any) -> str:
 
 
 def schema_text(schema: Any) -> str:
-    """The schema as its compiler reads it, keys in the client's order."""
-    return json.dumps(schema, separators=(",", ":"))
+    """A checked schema as its compiler reads it, keys in the client's order."""
+    return json.dumps(as_any_of(schema), separators=(",", ":"))

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.grammar.schema_checks import check_schema
+from kimi_backend.grammar.schema_checks import check_schema, schema_text
 
 PASSING = [
     True,
@@ -19,6 +19,19 @@ PASSING = [
     {"type": "array", "prefixItems": [{"type": "integer"}], "items": False},
     {"type": "object", "additionalProperties": {"type": "number", "exclusiveMaximum": 2.5}, "maxProperties": 3},
     {"allOf": [{"const": {"a": [1]}}]},
+    {"oneOf": [{"type": "string", "maxLength": 3}, {"type": ["integer", "null"]}, {"enum": [True, []]}]},
+    {
+        "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        "discriminator": {"propertyName": "kind"},
+        "$defs": {
+            name: {
+                "type": "object",
+                "properties": {"kind": {"const": name}, "n": {"type": "null"}},
+                "required": ["n", "kind"],
+            }
+            for name in ("cat", "dog")
+        },
+    },
     {"type": "integer", "multipleOf": 7},
     {"type": "string", "format": "date-time"},
 ]
@@ -43,6 +56,13 @@ REFUSED = [
     ({"anyOf": []}, r"f.anyOf: \[\] given, a list of at least one schema"),
     ({"anyOf": [{"type": "null"}, {"x": 1}]}, r"f.anyOf\[1\].x: this keyword"),
     ({"anyOf": [{}], "properties": {}}, r"f.properties: cannot be enforced beside anyOf"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, r"f.oneOf: parts 0 and 1 do not exclude each other"),
+    ({"oneOf": [{"type": "null"}, {"enum": [1]}, {"enum": [2, 1]}]}, r"f.oneOf: parts 1 and 2 do not"),
+    ({"oneOf": [{"type": "null"}, {}]}, r"f.oneOf: parts 0 and 1 do not"),
+    (
+        {"oneOf": [{"type": "object", "properties": {"a": {"const": n}}, "required": []} for n in (1, 2)]},
+        r"f.oneOf: parts 0 and 1 do not",
+    ),
     ({"allOf": [{}, {}]}, r"f.allOf: .* given, a list of one schema"),
     ({"enum": []}, r"f.enum: \[\] given"),
     ({"type": "string", "enum": ["a", 3]}, r"f.enum: 3 is not of the type"),
@@ -70,6 +90,13 @@ def test_what_can_be_enforced_passes(schema: object) -> None:
 def test_the_rest_is_refused_by_its_place(schema: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{message}"):
         check_schema(schema, "f")
+
+
+def test_one_of_is_compiled_as_any_of() -> None:
+    schema = {"properties": {"oneOf": {"oneOf": [{"type": "null"}, {"const": {"oneOf": [1]}}]}}}
+    check_schema(schema, "f")
+    expected = '{"properties":{"oneOf":{"anyOf":[{"type":"null"},{"const":{"oneOf":[1]}}]}}}'
+    assert schema_text(schema) == expected
 
 
 def test_a_deep_schema_is_refused_and_its_place_is_cut() -> None:
