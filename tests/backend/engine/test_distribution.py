@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from support.chi_square import chi_square_p_value
 from support.engine_runs import generate
 from support.scripted_logits import LogitScript, prefix_hash
 from support.scripted_models import RowGrid, ScriptedDraft, ScriptedTarget, describe
@@ -55,28 +55,15 @@ def expected_distribution(output: list[int]) -> Floats:
     return weights / weights.sum()
 
 
-def chi_square_p_value(pairs: npt.NDArray[np.int64]) -> float:
-    """Of the joint distribution of both tokens; rare pairs are pooled until each cell expects at least 5."""
+def p_value(pairs: npt.NDArray[np.int64]) -> float:
+    """Of the joint distribution of both tokens."""
     first = expected_distribution([])
-    expected = np.stack([first[token] * expected_distribution([token]) for token in range(VOCAB)]).ravel()
-    expected *= len(pairs)
-    observed = np.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB * VOCAB).astype(np.float64)
-    assert observed[expected == 0].sum() == 0, "a token that the processors exclude was drawn"
-    order = np.argsort(expected)
-    pooled = int((np.cumsum(expected[order]) < 5).sum()) + 1
-    while expected[order[pooled]] < 5:
-        pooled += 1
-    cells = [(observed[order[:pooled]].sum(), expected[order[:pooled]].sum())]
-    cells += list(zip(observed[order[pooled:]], expected[order[pooled:]], strict=True))
-    assert min(e for _, e in cells) >= 5
-    statistic = sum((o - e) ** 2 / e for o, e in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    return chi_square_p_value(pairs, np.stack([first[t] * expected_distribution([t]) for t in range(VOCAB)]))
 
 
 def test_a_bad_draft_does_not_change_the_distribution() -> None:
     target = ScriptedTarget(describe("target", SCRIPT, num_blocks=2048), SCRIPT)
-    assert chi_square_p_value(draw_pairs(target)) > 1e-3
+    assert p_value(draw_pairs(target)) > 1e-3
 
 
 class AcceptsTopTwo(ScriptedTarget):
@@ -99,4 +86,4 @@ class AcceptsTopTwo(ScriptedTarget):
 
 def test_the_test_sees_a_lossy_acceptance_rule() -> None:
     target = AcceptsTopTwo(describe("target", SCRIPT, num_blocks=2048), SCRIPT)
-    assert chi_square_p_value(draw_pairs(target)) < 1e-6
+    assert p_value(draw_pairs(target)) < 1e-6
