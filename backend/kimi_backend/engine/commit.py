@@ -81,7 +81,7 @@ def _append(
     Where the last row failed, the tokens accepted before it still count, as they would without speculation; if one of
     them ends the sequence, nobody needed the row. Rows of tokens that the draft failed to propose checked nothing.
     """
-    has_forced = sequence.window is not None and sequence.window.num_forced > 0  # says nothing of the draft
+    window = sequence.window
     num_accepted = len(token_ids) - 1
     num_valid_rows = num_rows - num_draft_tokens + num_accepted
     if status != 0:
@@ -93,8 +93,9 @@ def _append(
         sequence.finish = _failed(sequence, status)
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
-    if num_proposed and not has_forced:
-        sequence.speculation.record(num_proposed, num_accepted)
+    num_drafted = num_proposed if window is None else window.num_drafted
+    if num_drafted:
+        sequence.speculation.record(num_drafted, num_accepted)
     return StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, finish=sequence.finish)
 
 

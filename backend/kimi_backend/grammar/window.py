@@ -28,6 +28,9 @@ class Window:
     """[len(guesses) + 1, num_words] the tokens that each row may draw if the guesses before it are right; None: all."""
     num_forced: int
     """Guesses that the grammar made, since nothing else can come; the others are the draft's."""
+    num_drafted: int
+    """Tokens that the draft proposed, those that do not fit included; 0 where a guess is not its own, which says
+    nothing of it."""
 
 
 @dataclass(slots=True)
@@ -104,7 +107,7 @@ class SequenceGrammar:
         self.matcher.rollback(num_followed)
         self.is_begun = was_begun
         self._left_s -= time.thread_time() - start_s
-        return Window(guesses, masks, num_forced)
+        return Window(guesses, masks, num_forced, 0 if num_forced else len(proposals))
 
     def _follow(self, token_id: int) -> bool:
         if self.is_begun:

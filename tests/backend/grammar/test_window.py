@@ -43,7 +43,7 @@ def allowed(mask: Int32Array | None) -> set[bytes]:
 def test_the_drafts_proposals_are_taken_while_they_fit(compiler: GrammarCompiler) -> None:
     grammar = sequence_grammar(compiler, "abab", "baba")
     window = grammar.look_ahead(letters(TOKENIZER, "1b"), 3)
-    assert (window.guesses, len(window.masks), window.num_forced) == ([], 1, 0)
+    assert (window.guesses, len(window.masks), window.num_forced, window.num_drafted) == ([], 1, 0, 2)
     first = allowed(window.masks[0])
     assert {b"a", b"b", b"ab", b"ba"} <= first
     window = grammar.look_ahead(letters(TOKENIZER, "b"), 3)
@@ -58,6 +58,7 @@ def test_what_is_forced_needs_no_draft(compiler: GrammarCompiler) -> None:
     window = grammar.look_ahead([], 7)
     assert TOKENIZER.decode(window.guesses) == "tab12tab"
     assert window.num_forced == len(window.guesses) == len(window.masks) - 1
+    assert window.num_drafted == 0
     assert allowed(window.masks[-1]) == {TOKENIZER.token_bytes(token_id) for token_id in END}, "only the end is left"
     assert grammar.look_ahead(letters(TOKENIZER, "1"), 2).guesses == window.guesses[:2], "the draft is wrong there"
     right = grammar.look_ahead(window.guesses, 7)
