@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kimi_backend.cli.serve import settings_from_options
+from kimi_backend.cli.setting_options import read_settings
 from kimi_backend.errors import KimiError
 from kimi_backend.hosting.embedded_server import ServerPorts, free_port
 from kimi_backend.hosting.settings_to_server import make_server
@@ -166,7 +167,7 @@ def draw_dashboard(address: str, start_s: float, end_s: float, title: str, out: 
 
 
 def run(options: argparse.Namespace) -> None:
-    settings = settings_from_options({"checkpoint": options.checkpoint, "draft": options.draft})
+    settings = read_settings({"checkpoint": str(options.checkpoint), "draft": str(options.draft or "")}, os.environ)
     with tempfile.TemporaryDirectory(prefix="kimi_dashboard_") as name:
         folder = Path(name)
         server = make_server(settings, log_file=folder / "server.log")

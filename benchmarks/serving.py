@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer
-from kimi_backend.cli.serve import settings_from_options
+from kimi_backend.cli.setting_options import read_settings
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.hosting.settings_to_server import make_server
@@ -72,7 +72,7 @@ def served(options: argparse.Namespace) -> Iterator[str]:
     if options.url is not None:
         yield options.url
         return
-    settings = settings_from_options({"checkpoint": options.checkpoint, "draft": options.draft})
+    settings = read_settings({"checkpoint": str(options.checkpoint), "draft": str(options.draft or "")}, os.environ)
     with tempfile.TemporaryDirectory(prefix="kimi_serving_") as folder:
         server = make_server(settings, log_file=Path(folder, "server.log"))
         server.start()

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Starts the server and stops it cleanly. Where `tritonserver` is on the PATH (the container) it is run as production
+# Starts the server and stops it cleanly. Its arguments go to Triton Server. Where `tritonserver` is on the PATH (the container) it is run as production
 # needs it; elsewhere `kimi serve` runs the embedded one. Both read the KIMI_* variables of docs/settings.md, and these:
 #   KIMI_HTTP_PORT, KIMI_GRPC_PORT, KIMI_METRICS_PORT   8000, 8001, 8002
 #   KIMI_MODEL_REPOSITORY   folder of the three models; default: beside this script or one above
 #   KIMI_ADMIN_SECRET       opens the admin APIs to requests with the header `kimi-admin`; default: a random one, nobody's
 #   KIMI_SHM_REGION_BYTES   first size of each model's shared-memory region
 #   KIMI_CUDA_POOL_BYTES    Triton Server's pool for GPU tensors, when KIMI_DEVICE is cuda
+#   KIMI_TRITON_ARGS        more options of Triton Server, separated by blanks; so are this script's arguments
 #   KIMI_EXIT_TIMEOUT_S     seconds, after the drain, that a stopping server waits for what it still counts as open
 set -euo pipefail
 
@@ -27,7 +28,7 @@ done
 if ! command -v tritonserver >/dev/null; then
   kimi=$(command -v kimi || echo "$here/../.venv/bin/kimi")
   [ -x "$kimi" ] || fail "neither tritonserver nor kimi is on the PATH: run \`make setup\`, or use the container"
-  exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port"
+  exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port" -- "$@"
 fi
 
 problem=$(python3 -m kimi_backend.cli.preflight) || fail "$problem"
@@ -76,6 +77,8 @@ command=(
 if [ "${KIMI_DEVICE:-auto}" = cuda ]; then
   command+=(--cuda-memory-pool-byte-size="0:${KIMI_CUDA_POOL_BYTES:-268435456}")
 fi
+read -ra more <<<"${KIMI_TRITON_ARGS:-}"
+command+=("${more[@]}" "$@") # last, as the last of an option counts
 
 is_stopping=
 drainer=

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
-from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
+from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings, describe_allowed
 from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS, Kind
 from kimi_backend.serving.request_limits import LIMITS
@@ -143,16 +143,10 @@ def settings_page(text: str) -> str:
     """docs/settings.md with its table rewritten."""
     rows = ["| setting | variable | default | allowed | effect |", "| --- | --- | --- | --- | --- |"]
     for field in dataclasses.fields(ServingSettings):
-        bounds = field.metadata
-        if "choices" in bounds:
-            allowed = ", ".join(f"`{c}`" if c else "empty" for c in map(str, bounds["choices"]))
-        elif "minimum" in bounds:
-            allowed = f"{bounds['minimum']} to {bounds['maximum']}" if "maximum" in bounds else f"≥ {bounds['minimum']}"
-        else:
-            allowed = "text"
+        allowed = describe_allowed(field)
         default = f"`{field.default}`" if field.default != "" else "empty"
         variable = f"`{ENVIRONMENT_PREFIX}{field.name.upper()}`"
-        rows.append(f"| `{field.name}` | {variable} | {default} | {allowed} | {bounds['effect']} |")
+        rows.append(f"| `{field.name}` | {variable} | {default} | {allowed} | {field.metadata['effect']} |")
     removed = ["| setting | variable | instead |", "| --- | --- | --- |"]
     for name, instead in REMOVED_SETTINGS.items():
         removed.append(f"| `{name}` | `{ENVIRONMENT_PREFIX}{name.upper()}` | {instead} |")

@@ -51,8 +51,8 @@ def example_variables():
 
 
 def substituted(text):
-    """Names that a compose file substitutes, with their defaults."""
-    return dict(re.findall(r"\$\{(\w+)(?::-([^}]*))?\}", text))
+    """Names that a compose file substitutes, with the default at the first place of each."""
+    return dict(reversed(re.findall(r"\$\{(\w+)(?::-((?:\$\{[^}]*\}|[^}])*))?\}", text)))
 
 
 def servers(compose):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kimi_backend.cli.main import app
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.serving.metric_table import METRICS
 
@@ -45,13 +44,3 @@ def test_metrics_are_published(page):
         re.findall(r"\b(?:kimi_(?:requests|kv|prefix|step|prompt|generation|time)|spec_decode)_\w+", page.read_text())
     )
     assert named <= published | parts, named - published - parts
-
-
-def test_commands_and_their_options_exist(page):
-    names = {command.name: command for command in app.registered_commands}
-    for name, options in re.findall(
-        r"`?\bkimi (inspect|serve|health|bench|make-checkpoint|generate)\b([^`\n]*)", page.read_text()
-    ):
-        source = Path(names[name].callback.__code__.co_filename).read_text()
-        for option in re.findall(r"--([a-z][a-z-]+)", options):
-            assert option.replace("-", "_") in source or f"--{option}" in source, f"kimi {name} --{option}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kimi_backend.cli.setting_options import read_settings, setting_options
 from kimi_backend.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -16,19 +17,18 @@ if TYPE_CHECKING:
 TRACE, SWEEP = "Traces (server only)", "Sweeps (server only)"
 
 
+@setting_options(without=("num_speculative_tokens", "max_num_seqs"), panel="Settings (--in-process only)")
 def bench_command(
+    settings: dict[str, str],
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines with prompt, messages or input_ids; by default eight short built-in ones."),
     ] = None,
     in_process: Annotated[bool, typer.Option("--in-process", help="Without a server.")] = False,
     url: Annotated[str, typer.Option(help="host:port of the server's gRPC endpoint.")] = "localhost:8001",
-    checkpoint: Annotated[str | None, typer.Option(help="Folder of the target; --in-process only.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Folder of the draft; --in-process only.")] = None,
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", min=0, max=7, help="Draft tokens a step.")
     ] = 3,
-    speculation_policy: Annotated[str, typer.Option(help="adaptive or fixed; --in-process only.")] = "fixed",
     draft_sampling: Annotated[str, typer.Option(help="coupled, greedy or auto.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
@@ -53,20 +53,6 @@ def bench_command(
     ] = 120.0,
     load_generator: Annotated[str, typer.Option(help="auto, perf_analyzer or own; server only.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the result; server only.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda; --in-process only.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="auto, reference, cpu or triton; --in-process only.")] = "auto",
-    tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="GPUs that share both models; --in-process only.")
-    ] = 1,
-    max_model_len: Annotated[int, typer.Option(min=0, help="0 takes the checkpoint's; --in-process only.")] = 0,
-    draft_vocab: Annotated[int, typer.Option(min=0, help="Tokens that the draft keeps; --in-process only.")] = 0,
-    draft_quantization: Annotated[str, typer.Option(help="none, fp8 or int4; --in-process only.")] = "none",
-    draft_head_quantization: Annotated[str, typer.Option(help="Of its head, if another; --in-process only.")] = "",
-    load_format: Annotated[str, typer.Option(help="dummy: random weights; --in-process only.")] = "safetensors",
-    routing: Annotated[str, typer.Option(help="uniform: experts drawn at random; --in-process only.")] = "model",
-    synthetic_acceptance: Annotated[
-        float, typer.Option(help="Tokens a round, drafts accepted at random; --in-process only.")
-    ] = 0.0,
     trace: Annotated[
         Path | None,
         typer.Option(help="Send a recorded load at its own times: Mooncake's JSON lines.", rich_help_panel=TRACE),
@@ -104,7 +90,7 @@ def bench_command(
         "ignore_eos": ignore_eos,
     }
     if in_process:
-        if checkpoint is None:
+        if "checkpoint" not in settings:
             raise InvalidRequestError(
                 "--checkpoint: not given, --in-process needs the folder of the target's checkpoint"
             )
@@ -112,26 +98,12 @@ def bench_command(
             raise InvalidRequestError(
                 "--compare-no-spec, --plot, --trace and --sweep-… go with a server, not with --in-process"
             )
-        settings = {
-            "checkpoint": checkpoint,
-            "draft": draft or "",
-            "max_num_seqs": concurrency,
-            "speculation_policy": speculation_policy,
-            "device": device,
-            "kernels": kernels,
-            "tensor_parallel_size": tensor_parallel_size,
-            "max_model_len": max_model_len,
-            "draft_vocab": draft_vocab,
-            "draft_quantization": draft_quantization,
-            "draft_head_quantization": draft_head_quantization,
-            "load_format": load_format,
-            "routing": routing,
-            "synthetic_acceptance": synthetic_acceptance,
-        }
-        _bench_in_process(settings, prompts, sampling, num_speculative_tokens, draft_sampling, num_requests, as_json)
+        chosen = {"speculation_policy": "fixed", **settings, "max_num_seqs": str(concurrency)}
+        _bench_in_process(chosen, prompts, sampling, num_speculative_tokens, draft_sampling, num_requests, as_json)
         return
-    if checkpoint is not None or draft is not None:
-        raise InvalidRequestError("--checkpoint and --draft go with --in-process; a server has its own")
+    if settings:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
+        raise InvalidRequestError(f"{names}: such settings go with --in-process; a server has its own")
     fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "draft_sampling": draft_sampling}
     given = {name: value for name, value in fields.items() if value is not None}
     if trace is not None:
@@ -222,7 +194,7 @@ def _show(report: dict[str, Any], print_table: Callable[[dict[str, Any]], None],
 
 
 def _bench_in_process(
-    settings: dict[str, Any],
+    settings: dict[str, str],
     prompts: Path | None,
     sampling: dict[str, Any],
     num_speculative_tokens: int,
@@ -231,7 +203,6 @@ def _bench_in_process(
     as_json: bool,
 ) -> None:
     from kimi_backend.cli.bench_in_process import BenchLoad, print_report, run_bench
-    from kimi_backend.config.settings import ServingSettings
     from kimi_backend.types.request import DraftSampling, SamplingParams
 
     if draft_sampling not in [choice.value for choice in DraftSampling]:
@@ -242,5 +213,5 @@ def _bench_in_process(
         draft_sampling=DraftSampling(draft_sampling),
         num_requests=num_requests,
     )
-    report = run_bench(ServingSettings(**settings), prompts, load)
+    report = run_bench(read_settings(settings, {}), prompts, load)
     _show(report, print_report, as_json)

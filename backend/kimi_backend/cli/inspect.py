@@ -6,48 +6,52 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kimi_backend.config.linear_format import LinearFormat
+from kimi_backend.cli.setting_options import setting_options
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _GIB = 1 << 30
-_MAX_GIB = 1e6
 
 
+PLANNED_BY = (
+    "tensor_parallel_size",
+    "gpu_memory_gib",
+    "block_size",
+    "kv_cache_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_speculative_tokens",
+    "draft_vocab",
+    "draft_quantization",
+    "draft_head_quantization",
+)
+"""Settings that the memory plan depends on."""
+
+
+@setting_options(only=PLANNED_BY, panel="Settings of the memory plan")
 def inspect(
+    settings: dict[str, str],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the target's checkpoint.")],
     draft: Annotated[Path | None, typer.Option(help="Folder of the draft's checkpoint.")] = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="GiB of one GPU to plan for.", min=0.001, max=_MAX_GIB)
-    ] = None,
-    tp: Annotated[int, typer.Option(help="GPUs that share the models.", min=1)] = 1,
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = 64,
-    kv_dtype: Annotated[str, typer.Option(help="KV element type.")] = "bfloat16",
-    max_model_len: Annotated[int, typer.Option(help="Longest sequence; 0 takes the checkpoint's.", min=0)] = 0,
-    draft_vocab: Annotated[int, typer.Option(help="Tokens that the draft's head keeps; 0: all.", min=0)] = 0,
-    draft_quantization: Annotated[
-        LinearFormat, typer.Option(help="Format that the draft is rounded to at load.")
-    ] = LinearFormat.NONE,
-    draft_head_quantization: Annotated[
-        LinearFormat | None, typer.Option(help="Format of the draft's head, if another.")
-    ] = None,
     values: Annotated[bool, typer.Option(help="Read every scale, norm and bias in search of NaN.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a checkpoint is, check its files against its config, and plan a GPU's memory.
 
     Configs and tokenizer files alone will do: fetch those first, and the weights when the plan fits. Exits with 1 when
-    it does not, with 2 when a file is wrong.
+    it does not, with 2 when a file is wrong. Plans where --gpu-memory-gib is given.
     """
     import torch
 
     from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
     from kimi_backend.cli import checkpoint_report
     from kimi_backend.config.memory_plan import MemorySettings
-    from kimi_backend.config.mla_dims import kv_item_bytes
+    from kimi_backend.config.settings import ServingSettings
+    from kimi_backend.runners.load.draft_choice import head_format, linear_format
 
-    kv_item_bytes(kv_dtype)  # refuses what is no KV type, even if no plan is asked for
+    chosen = ServingSettings.from_parameters(settings, {})
     has_weights, no_device = checkpoint_report.has_weights, torch.device("meta")
     target = TargetCheckpoint.open(path) if has_weights(path) else TargetCheckpoint.dummy(path, no_device)
     draft_checkpoint = None
@@ -60,18 +64,24 @@ def inspect(
     report: dict[str, Any] = {"target": checkpoint_report.report_target(target)}
     report["text"] = checkpoint_report.report_text(path, target.config)
     if draft_checkpoint is not None:
-        report["draft"] = checkpoint_report.report_draft(draft_checkpoint, tp)
-    if gpu_memory is not None:
-        settings = MemorySettings(
-            gpu_bytes=int(gpu_memory * _GIB),
-            tp_size=tp,
-            block_size=block_size,
-            kv_cache_dtype=kv_dtype,
-            max_model_len=max_model_len,
-            draft_format=draft_quantization,
-            draft_head_format=draft_head_quantization,
+        report["draft"] = checkpoint_report.report_draft(draft_checkpoint, chosen.tensor_parallel_size)
+    if chosen.gpu_memory_gib:
+        num_rows = chosen.max_speculative_tokens + 1 if draft_checkpoint is not None else 1
+        plan = MemorySettings(
+            gpu_bytes=int(chosen.gpu_memory_gib * _GIB),
+            tp_size=chosen.tensor_parallel_size,
+            block_size=chosen.block_size,
+            kv_cache_dtype="bfloat16" if chosen.kv_cache_dtype == "auto" else chosen.kv_cache_dtype,
+            max_model_len=chosen.max_model_len,
+            max_num_seqs=chosen.max_num_seqs,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
+            max_num_sampled_rows=chosen.max_num_seqs * num_rows,
+            draft_format=linear_format(chosen),
+            draft_head_format=head_format(chosen),
         )
-        report["memory_plan"] = checkpoint_report.report_memory(target.config, draft_checkpoint, settings, draft_vocab)
+        report["memory_plan"] = checkpoint_report.report_memory(
+            target.config, draft_checkpoint, plan, chosen.draft_vocab
+        )
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from kimi_backend.config.chosen_configs import ChosenConfigs, check_gpus
+from kimi_backend.config.known_variables import warnings_of_unknown
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError, KimiError
 from kimi_backend.runners.ranks.divisible import check_divides
@@ -60,6 +61,10 @@ def check_beside(environment: dict[str, str]) -> None:
 
 def main() -> int:
     """Returns the exit code."""
+    for line in warnings_of_unknown(os.environ):
+        sys.stderr.write(f"{line}\n")
+    for line in warnings_of_unknown(os.environ):
+        sys.stderr.write(f"{line}\n")
     try:
         settings = ServingSettings.from_parameters({}, os.environ)
         check_quickly(settings)

@@ -1,7 +1,5 @@
 """`kimi serve`: the real Triton Server on this machine, without a container."""
 
-import dataclasses
-import os
 import signal
 import threading
 from functools import partial
@@ -12,7 +10,6 @@ from rich.console import Console
 from kimi_backend.cli.openai_endpoint import start_beside
 from kimi_backend.cli.preflight import check_beside, check_quickly
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import EmbeddedServer, ServerPorts, free_port
 from kimi_backend.hosting.kept_process import KeptProcess
 from kimi_backend.hosting.ports import check_ports
@@ -31,10 +28,12 @@ def serve(
     host: str,
     model_repository: Path | None,
     log_file: Path | None,
+    triton_args: tuple[str, ...] = (),
 ) -> int:
     """Check, start, say where to send requests, wait for SIGTERM or Ctrl-C, drain, stop. Returns the exit code.
 
     Args:
+        triton_args: more of Triton Server's command line.
         openai_port: where an OpenAI-compatible endpoint listens too; None: there is none.
 
     Raises:
@@ -60,6 +59,7 @@ def serve(
         model_repository=model_repository,
         log_file=log_file,
         ends_with_parent=True,
+        options=triton_args,
     )
     server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,32 +104,3 @@ def _watch(server: EmbeddedServer, beside: list[KeptProcess], stop: threading.Ev
         for kept in beside:
             kept.look()
     return 0
-
-
-def settings_from_options(options: dict[str, object]) -> ServingSettings:
-    """Command-line options over the environment.
-
-    Args:
-        options: setting name -> value, or None where the option was not given.
-
-    Raises:
-        ConfigError: a value that is out of range.
-    """
-    given = {name: str(value) for name, value in options.items() if value is not None}
-    settings = ServingSettings.from_parameters(given, os.environ)
-    for name in ("checkpoint", "draft", "tokenizer"):
-        folder = getattr(settings, name)
-        if folder and not Path(folder).is_dir():
-            raise ConfigError(f"setting {name}: {folder} given, which is not a folder")
-    # The server runs elsewhere: a relative path would be looked up from there.
-    return dataclasses.replace(
-        settings,
-        checkpoint=_absolute(settings.checkpoint),
-        draft=_absolute(settings.draft),
-        tokenizer=_absolute(settings.tokenizer),
-        draft_vocab_counts=_absolute(settings.draft_vocab_counts),
-    )
-
-
-def _absolute(folder: str) -> str:
-    return str(Path(folder).resolve()) if folder else ""

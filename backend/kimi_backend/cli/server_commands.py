@@ -1,11 +1,14 @@
 """The commands around a server: serve, openai, generate, chat, demo. Options only; modules of their own do the work."""
 
-import dataclasses
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from kimi_backend.cli.setting_options import read_settings, setting_options
 
 URL_OPTION = Annotated[str, typer.Option(help="host:port of the server's gRPC endpoint.")]
 MAX_TOKENS_OPTION = Annotated[int, typer.Option(min=1, help="Most output tokens.")]
@@ -15,47 +18,35 @@ SEED_OPTION = Annotated[int | None, typer.Option(min=0, help="Same seed, same te
 K_OPTION = Annotated[int | None, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens a step, 0 to 7.")]
 
 
+@setting_options()
 def serve_command(
-    checkpoint: Annotated[str | None, typer.Option(help="Folder of the target's checkpoint.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Folder of the draft; without one there is no speculation.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder of the tokenizer, if not the checkpoint's.")] = None,
-    num_speculative_tokens: K_OPTION = None,
-    speculation_policy: Annotated[
-        str | None, typer.Option(help="adaptive: as many draft tokens as is fastest; fixed: as asked for.")
+    settings: dict[str, str],
+    triton_args: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- TRITON_ARGS", help="More options of Triton Server, such as --log-verbose=1.", show_default=False
+        ),
     ] = None,
-    draft_vocab: Annotated[int | None, typer.Option(help="Most frequent tokens that the draft keeps.")] = None,
-    draft_quantization: Annotated[str | None, typer.Option(help="Rounds the draft at load: none, fp8, int4.")] = None,
-    draft_head_quantization: Annotated[str | None, typer.Option(help="The same of its head, if another.")] = None,
-    kv_tokens: Annotated[int | None, typer.Option(help="Tokens that the KV pools hold.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in a step.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most rows in a step.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="auto, reference, cpu or triton.")] = None,
-    load_format: Annotated[str | None, typer.Option(help="dummy: random weights; for timing.")] = None,
-    routing: Annotated[str | None, typer.Option(help="uniform: experts drawn at random; for timing.")] = None,
-    synthetic_acceptance: Annotated[
-        float | None, typer.Option(help="Tokens a round, drafts accepted at random; for timing.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
     http_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="A free one by default.")] = None,
-    openai_port: Annotated[int | None, typer.Option(help="Of an OpenAI-compatible endpoint; none by default.")] = None,
+    openai_port: Annotated[
+        int | None, typer.Option("--openai-port", "--port", help="Of an OpenAI-compatible endpoint; none by default.")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. 0.0.0.0, every network, needs a proxy: docs/operations.md.")
     ] = "127.0.0.1",
     model_repository: Annotated[Path | None, typer.Option(help="Another model repository than the project's.")] = None,
     log_file: Annotated[Path | None, typer.Option(help="Where the server's log goes instead of this terminal.")] = None,
 ) -> None:
-    """Serve a checkpoint with the real Triton Server on this machine. docs/settings.md has all settings."""
-    given = locals()
-    from kimi_backend.cli.serve import serve, settings_from_options
-    from kimi_backend.config.settings import ServingSettings
+    """Serve a checkpoint with the real Triton Server on this machine.
 
-    options = {field.name: given[field.name] for field in dataclasses.fields(ServingSettings) if field.name in given}
+    Every setting can be given here, or as the variable KIMI_NAME. Names are vLLM's where they mean the same.
+    """
+    from kimi_backend.cli.serve import serve
+
     code = serve(
-        settings_from_options(options),
+        read_settings(settings, os.environ),
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
@@ -63,6 +54,7 @@ def serve_command(
         host=host,
         model_repository=model_repository,
         log_file=log_file,
+        triton_args=(*shlex.split(os.environ.get("KIMI_TRITON_ARGS", "")), *(triton_args or ())),
     )
     raise typer.Exit(code)
 
@@ -74,7 +66,10 @@ def openai_command(
         str, typer.Option(help="Address to listen on. 0.0.0.0, every network, needs a proxy: docs/operations.md.")
     ] = "127.0.0.1",
     model_name: Annotated[
-        list[str] | None, typer.Option(help="Name that clients ask for; may be given again (default: kimi).")
+        list[str] | None,
+        typer.Option(
+            "--model-name", "--served-model-name", help="Name that clients ask for; may be given again (default: kimi)."
+        ),
     ] = None,
     split_thinking: Annotated[
         bool, typer.Option(help="Send thoughts as reasoning_content, or leave them in the content as they are written.")

@@ -1,6 +1,7 @@
 """Settings that are gone. One that is still given stops the server by its name: `ServingSettings.from_parameters`."""
 
 REMOVED_SETTINGS = {
+    "gpu": "KIMI_GPUS says how many GPUs the container gets; docs/operations.md has how to name them",
     "mps": "leave it out: no CUDA MPS daemon is started any more, as rounds are not shorter under one",
 }
 """Name -> what to do instead."""

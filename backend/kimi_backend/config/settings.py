@@ -108,7 +108,9 @@ class ServingSettings:
     capture_batch_sizes: str = _setting(
         "", "Comma-separated numbers of sequences that steps are captured for; empty: 1, 2, 3, 4, 6, 8, 12, and so on."
     )
-    gpu_memory_gib: float = _setting(0.0, "GPU memory to plan for, in GiB; 0 takes 92 % of the card.", minimum=0)
+    gpu_memory_gib: float = _setting(
+        0.0, "GPU memory to plan for, in GiB; 0 takes 92 % of the card.", minimum=0, maximum=1_000_000
+    )
     max_model_len: int = _setting(0, "Longest sequence in tokens; 0 takes the checkpoint's limit.", minimum=0)
     max_num_seqs: int = _setting(64, "Most sequences in a step.", minimum=1)
     max_num_batched_tokens: int = _setting(2048, "Most rows in a step.", minimum=16)
@@ -223,6 +225,16 @@ class ServingSettings:
             if text:
                 values[name] = _parse(name, text, hints[name])
         return cls(**values)
+
+
+def describe_allowed(field: "dataclasses.Field[Any]") -> str:
+    """What a setting may be, for a reader."""
+    bounds = field.metadata
+    if "choices" in bounds:
+        return ", ".join(f"`{c}`" if c else "empty" for c in map(str, bounds["choices"]))
+    if "minimum" in bounds:
+        return f"{bounds['minimum']} to {bounds['maximum']}" if "maximum" in bounds else f"≥ {bounds['minimum']}"
+    return "text"
 
 
 _SERVER_OWN_PARAMETERS = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"})

@@ -12,6 +12,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from kimi_backend.cli import main
+from kimi_backend.cli.setting_options import NO_OPTIONS
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 
@@ -84,11 +85,14 @@ def test_help_lists_the_commands() -> None:
     ("arguments", "message"),
     [
         (["inspect"], "Missing argument 'PATH'"),
-        (["inspect", "/nowhere", "--tp", "0"], "'--tp'"),
+        (["inspect", "/nowhere", "--tp", "0"], "setting tensor_parallel_size: 0 given, at least 1"),
         (["inspect", "/nowhere", "--gpu-memory", "many"], "'--gpu-memory'"),
-        (["inspect", "/nowhere", "--gpu-memory", "inf"], "'--gpu-memory'"),
-        (["inspect", "/nowhere", "--gpu-memory", "1e300"], "'--gpu-memory'"),
-        (["inspect", "/nowhere", "--kv-dtype", "int3"], "kv_cache_dtype is 'int3', expected one of float32"),
+        (["inspect", "/nowhere", "--gpu-memory", "inf"], "setting gpu_memory_gib: inf given, at most"),
+        (["inspect", "/nowhere", "--gpu-memory", "1e300"], "setting gpu_memory_gib: 1e+300 given, at most"),
+        (
+            ["inspect", "/nowhere", "--kv-dtype", "int3"],
+            "setting kv_cache_dtype: 'int3' given, one of 'auto'",
+        ),
         (["make-checkpoint", "/nowhere", "--shard-gb", "inf"], "'--shard-gb'"),
         (["make-checkpoint", "/nowhere", "--shard-gb", "nan"], "'--shard-gb'"),
         (["make-checkpoint", "/nowhere", "--preset", "huge"], "'tiny', 'kimi-k2.5'"),
@@ -153,8 +157,9 @@ def test_serves_options_are_settings_but_for_those_of_the_server() -> None:
     command = typer.main.get_command(main.app).commands["serve"]  # type: ignore[attr-defined]
     names = {parameter.name for parameter in command.params}
     settings = {field.name for field in dataclasses.fields(ServingSettings)}
+    assert settings - names == NO_OPTIONS
     ports = {"http_port", "grpc_port", "metrics_port", "openai_port"}
-    assert names - settings == ports | {"host", "model_repository", "log_file"}
+    assert names - settings == ports | {"host", "model_repository", "log_file", "triton_args"}
 
 
 def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +170,11 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return 7
 
     monkeypatch.setattr("kimi_backend.cli.serve.serve", record)
-    monkeypatch.setattr("sys.argv", ["kimi", "serve", "-k", "5", "--max-num-seqs", "9", "--http-port", "4711"])
+    arguments = ["-k", "5", "--max-num-seqs", "9", "-tp", "2", "--enforce-eager", "--no-launch-ahead"]
+    monkeypatch.setattr("sys.argv", ["kimi", "serve", *arguments, "--http-port", "4711"])
     with pytest.raises(SystemExit) as caught:
         main.main()
     assert (caught.value.code, seen["http_port"], seen["grpc_port"], seen["host"]) == (7, 4711, None, "127.0.0.1")
-    assert (seen["settings"].num_speculative_tokens, seen["settings"].max_num_seqs) == (5, 9)
+    settings = seen["settings"]
+    assert (settings.num_speculative_tokens, settings.max_num_seqs, settings.tensor_parallel_size) == (5, 9, 2)
+    assert (settings.enforce_eager, settings.launch_ahead, settings.draft_fc_norm) == ("true", "false", "")
