@@ -1,9 +1,14 @@
 """What can be seen of another process on this machine, and what a long-lived one does to itself."""
 
+import ctypes
 import gc
+import os
+import signal
+import sys
 from pathlib import Path
 
 _DEAD_STATES = ("Z", "X")
+_PR_SET_PDEATHSIG = 1
 
 
 def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:
@@ -24,6 +29,17 @@ def start_ticks(process_id: int, proc: Path = Path("/proc")) -> str:
         return (proc / str(process_id) / "stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def end_with_starter(parent_pid: int) -> None:
+    """Be killed when the thread that started this process ends, and by no signal that a terminal or a service manager
+    sends to all processes: rank 0 says when. Linux only; elsewhere the end of a pipe is the sign."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # died before the line above
+        os._exit(1)
 
 
 def freeze_what_is_loaded() -> None:

@@ -20,6 +20,7 @@ def probe_command(
     ] = None,
     num_tokens: Annotated[int, typer.Option(help="Tokens the target writes after each prompt.", min=8)] = 64,
     num_speculative_tokens: Annotated[int, typer.Option("-k", help="Draft tokens a round.", min=1, max=7)] = 3,
+    tp: Annotated[int, typer.Option(help="GPUs that share the models; on a CPU: processes.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -33,18 +34,22 @@ def probe_command(
 
     from kimi_backend.cli.prompt_file import read_prompt_token_ids
     from kimi_backend.config.settings import ServingSettings
-    from kimi_backend.probe.loading import open_probe
     from kimi_backend.probe.probing import verdict
+    from kimi_backend.probe.ranks import ProbeJob, opened_on_ranks
     from kimi_backend.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint)
     token_ids = read_prompt_token_ids(prompts, tokenizer)
-    settings = ServingSettings(checkpoint=str(checkpoint), draft=str(draft), device=device)
-    longest = max(map(len, token_ids)) + num_tokens
+    settings = ServingSettings(checkpoint=str(checkpoint), draft=str(draft), device=device, tensor_parallel_size=tp)
+    job = ProbeJob(
+        settings=settings, prompts=tuple(token_ids), num_tokens=num_tokens, num_draft_tokens=num_speculative_tokens
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     results = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        opened = open_probe(settings, longest + num_speculative_tokens)
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+        opened_on_ranks(job) as opened,
+    ):
         task = progress.add_task("the target writes", total=len(token_ids))
         texts = opened.write_texts(token_ids, num_tokens, lambda: progress.advance(task))
         task = progress.add_task("settings", total=len(opened.candidates))

@@ -12,7 +12,7 @@ from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
-from kimi_backend.parallel import SingleRank
+from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.probe.probing import ProbeResult, ProbeText, ProbeTexts, probe, write_texts
 from kimi_backend.probe.settings import ProbeSetting, candidate_settings, layers_to_keep
 from kimi_backend.runners.draft_runner import DraftRunner
@@ -20,6 +20,8 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.load.placement import Placement, place
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
+
+SINGLE_RANK = SingleRank()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class OpenedProbe:
     settings: ServingSettings
     draft: DraftCheckpoint
     placement: Placement
+    group: TensorParallelGroup
     limits: RunnerLimits
     candidates: list[ProbeSetting]
     layers: tuple[int, ...]
@@ -57,7 +60,7 @@ class OpenedProbe:
     def _load_draft(self, overrides: DraftOverrides) -> DraftRunner:
         checkpoint = DraftCheckpoint.open(self.draft.path, self.target.config, overrides)
         config, place = checkpoint.config, self.placement
-        args = (checkpoint.tensors, place.kernels, SingleRank(), place.device, place.dtype)
+        args = (checkpoint.tensors, place.kernels, self.group, place.device, place.dtype)
         model: Eagle3Draft
         if isinstance(config, Eagle3MlaDraftConfig):
             model = Eagle3MlaDraft(config, *args)
@@ -65,11 +68,11 @@ class OpenedProbe:
             model = Eagle3MhaDraft(config, *args)
         model.set_embed_and_head(self.target.get_embed_and_head())
         pool = _pool(model.kv_pool_shape, self.settings, place, self.limits)
-        return DraftRunner(model, place.kernels, pool, self.limits, place.dtype)
+        return DraftRunner(model, place.kernels, pool, self.limits, place.dtype, group=self.group)
 
 
-def open_probe(settings: ServingSettings, max_model_len: int) -> OpenedProbe:
-    """Load the target and check the draft's files.
+def open_probe(settings: ServingSettings, max_model_len: int, group: TensorParallelGroup = SINGLE_RANK) -> OpenedProbe:
+    """Load the target, or this rank's part of it, and check the draft's files.
 
     Args:
         settings: must name checkpoint and draft; overrides of the draft's config would hide what is looked for.
@@ -79,12 +82,7 @@ def open_probe(settings: ServingSettings, max_model_len: int) -> OpenedProbe:
     """
     if draft_overrides(settings) != DraftOverrides():
         raise ConfigError("setting draft_*: overrides given, none is allowed here: the probe tries them itself")
-    if settings.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"setting tensor_parallel_size: {settings.tensor_parallel_size} given, the probe runs in one process; 1 is"
-            " allowed"
-        )
-    placement, checkpoint = place(settings), TargetCheckpoint.open(settings.checkpoint)
+    placement, checkpoint = place(settings, group.rank), TargetCheckpoint.open(settings.checkpoint)
     draft = DraftCheckpoint.open(settings.draft, checkpoint.config)
     has_fc_norm = "fc_norm.0.weight" in draft.tensors.names()
     candidates = candidate_settings(draft.config, checkpoint.config.num_hidden_layers, has_fc_norm)
@@ -93,16 +91,15 @@ def open_probe(settings: ServingSettings, max_model_len: int) -> OpenedProbe:
         max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=1, max_model_len=max_model_len
     )
     with checkpoint.loading() as tensors:
-        target = KimiTarget(
-            checkpoint.config, tensors, placement.kernels, SingleRank(), placement.device, placement.dtype
-        )
+        target = KimiTarget(checkpoint.config, tensors, placement.kernels, group, placement.device, placement.dtype)
     pool = _pool(target.kv_pool_shape, settings, placement, limits)
     return OpenedProbe(
         target=target,
-        target_runner=TargetRunner(target, placement.kernels, pool, limits, layers),
+        target_runner=TargetRunner(target, placement.kernels, pool, limits, layers, group=group),
         settings=settings,
         draft=draft,
         placement=placement,
+        group=group,
         limits=limits,
         candidates=candidates,
         layers=layers,

@@ -7,11 +7,9 @@ it, however that ends, and when a step fails: the others are in a collective the
 """
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -21,6 +19,7 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.parallel import TensorParallelGroup
+from kimi_backend.processes import end_with_starter
 from kimi_backend.rank_worker.follower import Follower
 from kimi_backend.runners.load.loading import Role, load_rank
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints
@@ -39,20 +38,7 @@ from kimi_backend.runners.ranks.messages import (
     unpacked,
 )
 
-_PR_SET_PDEATHSIG = 1
-
 logger = logging.getLogger("kimi_backend.runners")
-
-
-def _end_with(parent_pid: int) -> None:
-    """Be killed when the thread that started this process ends. Linux only; elsewhere the pipe's end is the sign."""
-    # A terminal or a service manager tells all processes of a server to end: rank 0 says when.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # died before the line above
-        os._exit(1)
 
 
 def _load(assignment: Assignment) -> tuple[Follower, TensorParallelGroup]:
@@ -88,7 +74,7 @@ def main(arguments: list[str]) -> None:
     """Does not return."""
     pipe = Connection(int(arguments[0]))
     assignment = Assignment(**pipe.recv())
-    _end_with(assignment.parent_pid)
+    end_with_starter(assignment.parent_pid)
     logging.basicConfig(
         level=logging.ERROR, format=f"%(levelname)s rank {assignment.rank} of the {assignment.role}: %(message)s"
     )
