@@ -5,7 +5,7 @@ from collections.abc import Callable
 import regex
 
 from kimi_backend.config.json_fields import JsonFields
-from kimi_backend.config.quantization_config import QuantizationConfig, QuantizationMethod, StoredFormat
+from kimi_backend.config.quantization_config import AS_IT_IS, QuantizationConfig, QuantizationMethod, StoredFormat
 from kimi_backend.errors import ConfigError
 
 DEFAULT_FP8_BLOCK_SIZE = 128
@@ -51,10 +51,7 @@ def _read_compressed_tensors(fields: JsonFields) -> QuantizationConfig:
         raise fields.error("config_groups", "an object with exactly one group, or several of mixed-precision")
     stored: list[tuple[tuple[str, ...], StoredFormat]] = []
     for name in groups.data:
-        group = groups.object(name)
-        if group is None:
-            raise groups.error(name, "an object")
-        stored.append(_read_group(group, None if layout == "mixed-precision" else layout))
+        stored.append(_read_group(_object(groups, name), None if layout == "mixed-precision" else layout))
     # A group of all linear layers comes last: it holds where no other does.
     stored.sort(key=lambda item: "Linear" in item[0])
     *others, (targets, default) = stored
@@ -76,14 +73,12 @@ def _read_group(group: JsonFields, layout: str | None) -> tuple[tuple[str, ...],
     if not targets:
         raise group.error("targets", "['Linear'], or the names of the routed experts")
     own = group.choice("format", tuple(_GROUP_READERS) if layout is None else (layout,), layout)
-    weights = group.object("weights")
     group.require("output_activations")
     if own == "pack-quantized":
         group.require("input_activations")
     else:
         _check_activations(group, "input_activations", "dynamic")
-    if weights is None:
-        raise group.error("weights", "an object")
+    weights = _object(group, "weights")
     weights.require("symmetric", True)
     # "static" and its newer name "weight" order the columns while they are rounded, and store them as they were.
     weights.require("actorder", "static", "weight", False, takes="columns in another order, with their index")
@@ -134,21 +129,12 @@ def _read_quark(fields: JsonFields) -> QuantizationConfig:
         export.require("weight_format", "real_quantized", takes="float weights that are rounded at load")
         export.require("kv_cache_group", [])
         export.require("weight_merge_groups", [])
-    default = fields.object("global_quant_config")
-    own = fields.object("layer_quant_config")
-    special = []
-    for pattern in own.data if own is not None else ():
-        assert own is not None, "a pattern stands in it"
-        layer = own.object(pattern)
-        if layer is None:
-            raise own.error(pattern, "an object")
-        special.append((pattern, _read_quark_layer(layer)))
-    has_default = default is not None and bool(default.data)
+    default, own = fields.object("global_quant_config"), fields.object("layer_quant_config")
+    special = () if own is None else tuple((name, _read_quark_layer(_object(own, name))) for name in own.data)
     return QuantizationConfig(
-        default=_read_quark_layer(default) if default is not None and has_default else StoredFormat(),
-        targets=("Linear",) if has_default else (),
+        default=_read_quark_layer(default) if default is not None and default.data else AS_IT_IS,
         ignore=fields.strings("exclude"),
-        special=tuple(special),
+        special=special,
     )
 
 
@@ -156,9 +142,7 @@ def _read_quark_layer(layer: JsonFields) -> StoredFormat:
     for name in ("output_tensors", "bias"):
         layer.require(name)
     _check_activations(layer, "input_tensors", "is_dynamic")
-    weight = layer.object("weight")
-    if weight is None:
-        raise layer.error("weight", "an object")
+    weight = _object(layer, "weight")
     weight.require("is_dynamic", False)
     if weight.choice("dtype", ("fp4", "fp8_e4m3")) == "fp4":
         weight.choice("qscheme", ("per_group",))
@@ -191,6 +175,13 @@ def _read_fp8(fields: JsonFields) -> QuantizationConfig:
         default=StoredFormat(method=QuantizationMethod.FP8, block_size=blocks, scales="weight_scale_inv"),
         ignore=tuple(name for names in ignored for name in names),
     )
+
+
+def _object(fields: JsonFields, name: str) -> JsonFields:
+    found = fields.object(name)
+    if found is None:
+        raise fields.error(name, "an object")
+    return found
 
 
 def _mxfp4(values: str) -> StoredFormat:

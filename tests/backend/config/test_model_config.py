@@ -505,6 +505,7 @@ def test_quarks_files_say_each_modules_format() -> None:
     specs = target_tensor_specs(config)
     scales = [name for name, spec in specs.items() if spec.role is TensorRole.MXFP4_SCALES]
     assert len(scales) == 69_303
+    assert len(specs) == 139_613 - 335  # of its vision tower and projector
     assert sum(".mlp.experts." in name for name in scales) == 69_120
     assert sum(".mlp.shared_experts." in name for name in scales) == 180
     assert sum(".layers.0.mlp." in name for name in scales) == 3
