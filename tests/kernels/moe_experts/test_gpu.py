@@ -13,7 +13,7 @@ from support.expert_layers import expected_experts, random_choices, random_exper
 from support.row_errors import worst_row_error
 
 pytestmark = pytest.mark.gpu
-MXFP4_TOLERANCE = 5e-3
+MXFP4_TOLERANCE = 7e-3
 """bf16 activations between the products, bf16 products and result."""
 TOLERANCE = 6e-3
 """bf16 activations between the products, bf16 products and result; from 32 columns on, scaled weights in bf16."""
