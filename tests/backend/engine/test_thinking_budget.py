@@ -51,7 +51,7 @@ def run(requests: list[GenerateRequest], *, overlaps: bool, num_blocks: int = 16
     return [outcome.token_ids for outcome in outcomes]
 
 
-REQUESTS = requests_with_budgets(60)
+REQUESTS = requests_with_budgets(40)
 EXPECTED = decode_plainly(SCRIPT, REQUESTS, eos_token_ids=EOS, max_model_len=MAX_LEN)
 
 
@@ -67,8 +67,7 @@ def test_the_budgets_of_these_requests_are_used_up() -> None:
     assert max(forced_at) > MOST_UNREAD_TOKENS, "steps were launched ahead before"
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("k", range(8))
+@pytest.mark.parametrize(("k", "overlaps"), [*((k, True) for k in range(8)), (0, False), (3, False)])
 def test_the_tokens_are_those_of_plain_decoding_for_every_k(k: int, overlaps: bool) -> None:
     assert run([replace(request, num_speculative_tokens=k) for request in REQUESTS], overlaps=overlaps) == EXPECTED
 
@@ -78,11 +77,11 @@ def test_a_sequence_that_is_preempted_keeps_its_budget(overlaps: bool) -> None:
     assert run(REQUESTS, overlaps=overlaps, num_blocks=260) == EXPECTED
 
 
-@pytest.mark.parametrize("k", [0, 1, 3, 7])
+@pytest.mark.parametrize("k", [0, 3])
 def test_steps_that_were_launched_ahead_give_way_in_time(k: int) -> None:
     """Alone, and with nothing else that the host must look at, a sequence runs ahead until its budget comes near."""
     draw = random.Random(5)
-    for num_tokens in range(30, 50):
+    for num_tokens in range(30, 44):
         sampling = SamplingParams(
             temperature=draw.choice((0.0, 1.0)),
             seed=draw.randrange(2**64),
