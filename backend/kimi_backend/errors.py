@@ -4,6 +4,7 @@ KimiError
 ├── InvalidRequestError      the request is wrong; says which field, what was given, what is allowed
 ├── CapacityError            no room now; try later
 │   └── ModelUnavailableError    a runner is loading, dead or of another epoch
+├── RequestCancelledError    its client has left
 ├── CheckpointError          files that cannot be served; lists every reason found
 └── ConfigError              a config.json field or a server setting is missing, contradictory or unsupported
 """
@@ -29,6 +30,12 @@ class CapacityError(KimiError):
 
 class ModelUnavailableError(CapacityError):
     """A model runner does not answer: loading, dead, or restarted."""
+
+
+class RequestCancelledError(KimiError):
+    """A request whose client left before anything of it was done."""
+
+    code = "CANCELLED"
 
 
 _SHOWN_AT_EACH_END = 30

@@ -6,13 +6,14 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine, RequestHandle
-from kimi_backend.engine.loop import Patience
+from kimi_backend.engine.loop import SHUTTING_DOWN, Patience
 from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.grammar.compiler import GrammarCompiler
 from kimi_backend.processes import freeze_what_is_loaded, is_alive
@@ -23,6 +24,7 @@ from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.drain_file import DrainFile
 from kimi_backend.serving.metrics import MetricsPublisher
+from kimi_backend.serving.request_lanes import Arrival, RequestLanes
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.serving.runner_secret import read_secret
@@ -85,9 +87,8 @@ class SpecEnsembleServer:
         self._parser, self._tokenizer = make_parser(settings)
         tokenizer = self._tokenizer
         self._ids = itertools.count()
-        self._handles: dict[str, RequestHandle] = {}
-        # A request can end, or its client leave, before `submit` has returned its handle.
-        self._handles_lock = threading.Lock()
+        self._handles: dict[str, Future[RequestHandle]] = {}
+        """A request can end, or its client leave, before `submit` has returned its handle."""
         self._sender = ResponseSender(pb_utils, self._cancel, partial(_token_text, tokenizer))
         aux_transfer, board = AuxTransfer(), BoardTransfer()
         self._engine = Engine(
@@ -102,6 +103,7 @@ class SpecEnsembleServer:
         self._metrics = MetricsPublisher(pb_utils, self._engine.statistics, settings.metrics_interval_s)
         self._drain_file = DrainFile(Path(settings.drain_file)) if settings.drain_file else None
         self._drains_since: float | None = None
+        self._lanes = RequestLanes(self._start, self._refuse, settings.max_queue_size)
         self._has_started = False
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="kimi-watch", daemon=True).start()
@@ -118,7 +120,7 @@ class SpecEnsembleServer:
         return server
 
     def accept(self, requests: list[Any]) -> None:
-        """Start each request; a bad one is answered at once and disturbs no other.
+        """Put each request into a lane; one that has no room there is answered at once.
 
         The first one starts the engine. It calls the runners through the server, and a call that is under way before
         the server has seen `initialize` return ends the server's process (segmentation fault in 24.10).
@@ -127,10 +129,10 @@ class SpecEnsembleServer:
             sender = request.get_response_sender()
             request_id = f"{_name(request)}#{next(self._ids)}"
             try:
-                self._start(request_id, request, sender)
+                self._begin()
+                self._lanes.put(Arrival.of(request_id, sender, request.inputs(), _parameters(request)))
             except Exception as error:
-                self._metrics.refused(error.code if isinstance(error, KimiError) else KimiError.code)
-                self._sender.refuse(request_id, sender, error)
+                self._send_refusal(request_id, sender, error)
 
     def close(self) -> None:
         """Cancel what is live, send every final response, end the threads."""
@@ -138,6 +140,7 @@ class SpecEnsembleServer:
         self._end()
 
     def _end(self) -> None:
+        self._lanes.close(SHUTTING_DOWN, LAST_RESPONSES_S)
         self._engine.stop()
         self._sender.close(LAST_RESPONSES_S)
         self._leave()
@@ -150,18 +153,29 @@ class SpecEnsembleServer:
         self._metrics.close()
         self._seat.leave()
 
-    def _start(self, request_id: str, request: Any, sender: Any) -> None:
+    def _begin(self) -> None:
         if not self._has_started:
             self._seat.take(HANDSHAKE_PATIENCE_S)
             self._has_started = True
             self._engine.start()
             self._probe_at_start()
+
+    def _start(self, arrival: Arrival) -> None:
+        """Read a request and hand it to the engine, on its lane's thread."""
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        parsed = self._parser.parse(request_id, tensors, _parameters(request), self._engine.max_prompt_tokens)
-        with self._handles_lock:
-            self._sender.register(request_id, sender, parsed)
-            self._handles[request_id] = self._engine.submit(parsed.generate, self._on_delta)
+        request_id, parameters = arrival.request_id, dict(json.loads(arrival.parameters or "{}"))
+        parsed = self._parser.parse(request_id, arrival.tensors, parameters, self._engine.max_prompt_tokens)
+        handle = self._handles[request_id] = Future()
+        self._sender.register(request_id, arrival.sender, parsed)
+        handle.set_result(self._engine.submit(parsed.generate, self._on_delta))
+
+    def _refuse(self, arrival: Arrival, error: BaseException) -> None:
+        self._handles.pop(arrival.request_id, None)
+        self._send_refusal(arrival.request_id, arrival.sender, error)
+
+    def _send_refusal(self, request_id: str, sender: Any, error: BaseException) -> None:
+        self._metrics.refused(error.code if isinstance(error, KimiError) else KimiError.code)
+        self._sender.refuse(request_id, sender, error)
 
     def _probe_at_start(self) -> None:
         settings = self._settings
@@ -173,8 +187,7 @@ class SpecEnsembleServer:
 
     def _on_delta(self, delta: Any) -> None:
         if delta.finish_reason is not None:
-            with self._handles_lock:
-                self._handles.pop(delta.request_id, None)
+            self._handles.pop(delta.request_id, None)
         if delta.stats is not None:
             self._metrics.finished(delta.stats)
         self._sender.put(delta)
@@ -188,16 +201,15 @@ class SpecEnsembleServer:
             self._drains_since = time.monotonic()
             logger.info("draining: new requests are refused, live ones have %g s", limit_s)
             self._engine.begin_drain()
-        num_left = self._sender.num_live
+        num_left = self._lanes.num_waiting + self._sender.num_live  # in the order in which requests pass
         if num_left:  # none is reported when their last responses have been sent
             self._drain_file.report(num_left)
         return not num_left or time.monotonic() - self._drains_since >= limit_s
 
     def _cancel(self, request_id: str) -> None:
-        with self._handles_lock:
-            handle = self._handles.get(request_id)
+        handle = self._handles.get(request_id)
         if handle is not None:
-            handle.cancel()
+            handle.add_done_callback(lambda submitted: submitted.result().cancel())
 
     def _watch(self) -> None:
         """Look for the drain file, for another engine that wants the seat, and whether the runners' processes live.
@@ -228,9 +240,9 @@ def _name(request: Any) -> str:
         return "request"
 
 
-def _parameters(request: Any) -> dict[str, Any]:
+def _parameters(request: Any) -> str:
+    """JSON, or nothing."""
     try:
-        text = request.parameters()
+        return str(request.parameters() or "")
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"parameters: not valid UTF-8 ({error.reason} at byte {error.start})") from None
-    return dict(json.loads(text)) if text else {}

@@ -5,7 +5,7 @@ from kimi_backend.serving.metric_kinds import Metric, MetricKind, counter, label
 from kimi_backend.types.request import CANCEL_CAUSES, EndCause, FinishReason
 
 REFUSED = "kimi_requests_refused_total"
-REFUSAL_CODES = ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")
+REFUSAL_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 FAIL_CAUSES = tuple(cause for cause in EndCause if cause not in CANCEL_CAUSES)
 
 
@@ -83,7 +83,7 @@ REQUESTS: tuple[Metric, ...] = (
     labelled(
         MetricKind.COUNTER,
         REFUSED,
-        "Requests that were answered with an error at once, by its code: wrong, or no room.",
+        "Requests that were answered with an error at once, by its code: wrong, no room, or left by their clients.",
         "code",
         REFUSAL_CODES,
         lambda s: {},
