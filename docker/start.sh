@@ -31,13 +31,15 @@ if ! command -v tritonserver >/dev/null; then
   exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port" -- "$@"
 fi
 
+models=(kimi_target spec_ensemble)
+[ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
+region_bytes=${KIMI_SHM_REGION_BYTES:-33554432}
+problem=$(python3 -m kimi_backend.hosting.shared_memory "${#models[@]}" "$region_bytes") || fail "$problem"
 problem=$(python3 -m kimi_backend.cli.preflight) || fail "$problem"
 
 repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
 [[ ${KIMI_ADMIN_SECRET:-x} =~ ^[A-Za-z0-9._~-]+$ ]] || fail "KIMI_ADMIN_SECRET: letters, digits and . _ ~ - are allowed"
 [ -d "$repository" ] || repository=$here/../model_repository
-models=(kimi_target spec_ensemble)
-[ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
 
 for port in "$http_port" "$grpc_port" "$metrics_port"; do
   # Asked before the sweep below: the regions of a server that has the port are in use.
@@ -53,7 +55,6 @@ export KIMI_RUNNER_SECRET_FILE=$work/runner_secret
 region_prefix=kimi_${http_port}_
 secret=${KIMI_ADMIN_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 admin=shared-memory,model-repository,model-config,statistics,trace,logging
-region_bytes=${KIMI_SHM_REGION_BYTES:-33554432}
 
 command=(
   tritonserver
@@ -76,6 +77,11 @@ command=(
 )
 if [ "${KIMI_DEVICE:-auto}" = cuda ]; then
   command+=(--cuda-memory-pool-byte-size="0:${KIMI_CUDA_POOL_BYTES:-268435456}")
+fi
+# A body is copied to a region twice. A server that knows a limit (24.10 does not) refuses what would not fit before that.
+known=$(tritonserver --help 2>&1 || true)
+if [[ $known == *--http-max-input-size* ]]; then
+  command+=(--http-max-input-size="$((region_bytes / 2))")
 fi
 read -ra more <<<"${KIMI_TRITON_ARGS:-}"
 command+=("${more[@]}" "$@") # last, as the last of an option counts

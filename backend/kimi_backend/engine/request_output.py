@@ -140,6 +140,7 @@ class RequestOutput:
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_cached_tokens or 0,
             num_output_tokens=self.num_output_tokens,
+            max_tokens=sequence.max_num_tokens - sequence.num_prompt_tokens,
             queue_time_s=scheduled_s - sequence.arrival_s,
             first_token_time_s=None if first_s is None else first_s - sequence.arrival_s,
             total_time_s=end_s - sequence.arrival_s,

@@ -1,5 +1,8 @@
 """/dev/shm, where the server's processes share memory: enough of it at the start, and a watch on what is left.
 
+`python -m kimi_backend.hosting.shared_memory NUM_MODELS REGION_BYTES` asks for the first: where there is too little it
+says so on stdout, with exit code 2.
+
 Triton Server 24.10 copies a request there before any code of this project sees it. Where a region cannot grow the
 request is refused; a write into a page that the file system cannot give ends the server.
 """
@@ -7,6 +10,7 @@ request is refused; a write into a page that the file system cannot give ends th
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,3 +94,16 @@ class SharedMemoryWatch:
         finally:
             os.close(descriptor)
         self._reserved[region.name] = size
+
+
+def main() -> int:
+    try:
+        check_shared_memory(int(sys.argv[1]), region_bytes=int(sys.argv[2]))
+    except ConfigError as error:
+        sys.stdout.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -175,6 +175,8 @@ class RequestStats:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    max_tokens: int
+    """Most output tokens that it could have: less than it asked for where the longest sequence ends before."""
     queue_time_s: float
     first_token_time_s: float | None
     """From arrival to the first token; None when none came."""

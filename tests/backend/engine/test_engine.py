@@ -55,6 +55,17 @@ def test_requests_from_many_threads_get_their_own_tokens(start: Callable[..., En
         assert 0 <= final.stats.queue_time_s <= final.stats.first_token_time_s <= final.stats.total_time_s
 
 
+@pytest.mark.parametrize(("asked", "said"), [(5, 5), (1000, 125), (None, 125)])
+def test_what_is_cut_at_the_longest_sequence_is_said(
+    start: Callable[..., Engine], asked: int | None, said: int
+) -> None:
+    engine, client = ready(start(make_target(), make_draft())), Client()
+    engine.submit(request((1, 2, 3), max_tokens=asked), client)
+    stats = client.wait().stats
+    assert stats is not None
+    assert (stats.max_tokens, stats.num_output_tokens) == (said, said)
+
+
 def test_statistics_count_what_left_the_engine(start: Callable[..., Engine]) -> None:
     engine = ready(start(make_target(), make_draft()))
     clients = [Client() for _ in range(3)]

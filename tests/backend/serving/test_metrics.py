@@ -136,6 +136,7 @@ def test_a_finished_request_is_observed_once_at_the_next_flush(server, publisher
         num_prompt_tokens=5,
         num_cached_tokens=0,
         num_output_tokens=11,
+        max_tokens=11,
         queue_time_s=0.25,
         first_token_time_s=1.0,
         total_time_s=3.0,

@@ -166,6 +166,7 @@ def test_a_stop_token_is_told_from_a_stop_text_that_looks_like_it():
         num_prompt_tokens=1,
         num_cached_tokens=0,
         num_output_tokens=1,
+        max_tokens=8,
         queue_time_s=0.0,
         first_token_time_s=None,
         total_time_s=1.0,
