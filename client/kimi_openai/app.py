@@ -1,10 +1,10 @@
 """The endpoint as an ASGI application. It holds no state but a gRPC connection."""
 
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,15 +12,18 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kimi_client.aio import AsyncKimiClient
 from kimi_client.replies import DeclaredTools, ReplyReader
+from kimi_openai.api_keys import ApiKey, KeyRing
 from kimi_openai.chat_page import show_chat_page
 from kimi_openai.chat_replies import ChatWriter
 from kimi_openai.connection import ClientLeft, read_body
 from kimi_openai.connection_limits import BodyBudget
 from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
 from kimi_openai.generation import Generation
+from kimi_openai.observing import KEY_NAME, EndpointMetrics, Observed
 from kimi_openai.own_names import OwnNames
 from kimi_openai.replies import CompletionWriter, Envelope, ReplyWriter
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
@@ -40,6 +43,8 @@ class Endpoint:
         self._settings = settings
         self._started_at = int(time.time())
         self._bodies = BodyBudget(settings.limits.max_bytes_of_all_bodies)
+        self._keys = KeyRing(settings.api_keys)
+        self.metrics = EndpointMetrics()
         self._client: AsyncKimiClient
 
     def make_app(self) -> Starlette:
@@ -51,11 +56,11 @@ class Endpoint:
                 Route("/health", self.health),
                 Route("/v1/models", self._guarded(self.list_models)),
                 Route("/v1/models/{name:path}", self._guarded(self.show_model)),
-                Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
-                Route("/v1/completions", self._guarded(self.complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._limited(self.chat), methods=["POST"]),
+                Route("/v1/completions", self._limited(self.complete), methods=["POST"]),
             ],
             lifespan=self._connected,
-            middleware=[Middleware(OwnNames, names=self._settings.names)],
+            middleware=[Middleware(Observed, metrics=self.metrics), Middleware(OwnNames, names=self._settings.names)],
             exception_handlers={
                 ApiError: _answer_error,
                 HTTPException: _answer_http_error,
@@ -72,16 +77,32 @@ class Endpoint:
 
     def _guarded(self, handler: Handler) -> Handler:
         """The same, for callers that have the key."""
-        expected = f"Bearer {self._settings.api_key}".encode()
 
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode("latin-1")
-            if self._settings.api_key and not hmac.compare_digest(given, expected):
-                message = "the header Authorization has no valid key; Bearer KEY is needed"
-                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            self._owner(request)
             return await handler(request)
 
         return guarded
+
+    def _limited(self, handler: Handler) -> Handler:
+        """The same, held to the key's limits until the reply has been sent."""
+
+        async def limited(request: Request) -> Response:
+            running = self._keys.running(self._owner(request))
+            running.__enter__()
+            try:
+                return _EndsWith(await handler(request), running)
+            except BaseException:
+                running.__exit__(None, None, None)
+                raise
+
+        return limited
+
+    def _owner(self, request: Request) -> ApiKey | None:
+        key = self._keys.owner(request.headers)
+        if key is not None:
+            request.scope[KEY_NAME] = key.name
+        return key
 
     async def health(self, request: Request) -> Response:
         """200 while the server and its model answer, else 503. Needs no key."""
@@ -152,6 +173,18 @@ class Endpoint:
             return await generation.answer_whole(request, writer, envelope)
         includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return await generation.answer_streamed(request, writer, envelope, includes_usage=includes_usage)
+
+
+class _EndsWith(Response):
+    """A reply whose end, whichever it is, leaves a context."""
+
+    def __init__(self, reply: Response, context: AbstractContextManager[None]) -> None:
+        self._reply, self._context = reply, context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._context)
+            await self._reply(scope, receive, send)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

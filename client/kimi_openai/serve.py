@@ -1,6 +1,5 @@
 """The endpoint as a process: a socket, uvicorn, a line that says where it listens."""
 
-import logging
 import signal
 import socket
 import threading
@@ -8,34 +7,48 @@ from collections.abc import Callable
 from functools import partial
 
 import uvicorn
+from prometheus_client import start_http_server
 
 from kimi_client import KimiClient
 from kimi_openai.app import Endpoint
 from kimi_openai.connection_limits import ACCEPTED_AT_ONCE
 from kimi_openai.guarded_protocol import GuardedProtocol
-from kimi_openai.log_limits import RateLimit
+from kimi_openai.logs import set_up_logs
 from kimi_openai.settings import EndpointSettings
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 
-def serve(settings: EndpointSettings, *, host: str, port: int, say: Callable[[str], None]) -> None:
+def serve(
+    settings: EndpointSettings,
+    *,
+    host: str,
+    port: int,
+    say: Callable[[str], None],
+    metrics_port: int | None = None,
+    logs_json: bool = False,
+    logs_access: bool = False,
+) -> None:
     """Serve until SIGTERM or Ctrl-C; streams that run then may end.
 
     Args:
         port: 0 takes a free one.
         say: gets a line once clients may connect.
+        metrics_port: where Prometheus asks for /metrics, on the same host; None: nowhere.
+        logs_json, logs_access: see `set_up_logs`.
 
     Raises:
         InvalidRequest: the url is none of a gRPC endpoint.
         OSError: the address cannot be taken.
     """
     client = KimiClient(settings.url)
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(RateLimit())
+    set_up_logs(as_json=logs_json, with_access=logs_access)
+    endpoint = Endpoint(settings)
     with open_socket(host, port) as listener:
+        if metrics_port is not None:
+            start_http_server(metrics_port, host, endpoint.metrics.registry)
+            say(f"metrics at http://{host}:{metrics_port}/metrics")
         address, taken, *_ = listener.getsockname()
         shown = f"[{address}]" if ":" in address else address
         say(f"http://{shown}:{taken}/v1 for {', '.join(settings.model_names)}, answered by {settings.url}")
@@ -43,7 +56,7 @@ def serve(settings: EndpointSettings, *, host: str, port: int, say: Callable[[st
         for number in (signal.SIGTERM, signal.SIGINT):
             # When it has stopped, uvicorn hands the signal on to who had it before: nothing is left to do.
             signal.signal(number, lambda *_: None)
-        make_server(settings).run(sockets=[listener])
+        make_server(settings, endpoint).run(sockets=[listener])
 
 
 def _say_if_nobody_answers(client: KimiClient, say: Callable[[str], None]) -> None:
@@ -71,11 +84,11 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise OSError(error.errno, f"{host}:{port} cannot be taken: {error.strerror}") from error
 
 
-def make_server(settings: EndpointSettings) -> uvicorn.Server:
+def make_server(settings: EndpointSettings, endpoint: Endpoint | None = None) -> uvicorn.Server:
     """uvicorn around the application, not running yet."""
     limits, waiting = settings.limits.within_descriptors(), dict[GuardedProtocol, None]()
     config = uvicorn.Config(
-        Endpoint(settings).make_app(),
+        (endpoint or Endpoint(settings)).make_app(),
         http=partial(GuardedProtocol, limits=limits, waiting=waiting),  # type: ignore[arg-type]
         ws="none",
         backlog=ACCEPTED_AT_ONCE,

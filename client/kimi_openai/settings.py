@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kimi_openai.api_keys import ApiKey
 from kimi_openai.connection_limits import ConnectionLimits
 
 
@@ -11,8 +12,8 @@ class EndpointSettings:
     """host:port of the server's gRPC endpoint."""
     model_names: tuple[str, ...] = ("kimi",)
     """Names that clients may ask for; replies carry the one that was asked for."""
-    api_key: str = ""
-    """What clients must send as a bearer token; empty asks for none."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """What clients must send as a bearer token, one of them; without any nobody is asked."""
     names: tuple[str, ...] = ()
     """Hosts, with or without a port, that clients and pages may call it by, besides localhost and its address."""
     splits_thinking: bool = True

@@ -14,13 +14,14 @@ import typer.main
 import yaml
 
 from kimi_backend.cli.main import app
-from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, NAMES_VARIABLE
+from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, API_KEYS_FILE_VARIABLE, NAMES_VARIABLE
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.hosting.drain import LAST_RESPONSES_S
 from kimi_backend.hosting.embedded_server import MODELS
 from kimi_backend.hosting.server_installation import find_installation
 from kimi_backend.serving.metric_table import METRICS
+from kimi_openai.observing import EndpointMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -187,7 +188,12 @@ def test_the_openai_endpoint_finds_the_server_and_needs_no_more_than_its_extra(c
     assert {word.split("=")[0] for word in (*entry[2:], *command)} <= options
     assert service["ports"][0].endswith(":9000")
     assert "--port=9000" in entry
-    assert set(service["environment"]) == {API_KEY_VARIABLE, NAMES_VARIABLE, "KIMI_DRAIN_TIMEOUT_S"}
+    assert set(service["environment"]) == {
+        API_KEY_VARIABLE,
+        API_KEYS_FILE_VARIABLE,
+        NAMES_VARIABLE,
+        "KIMI_DRAIN_TIMEOUT_S",
+    }
     assert dockerfile.rindex("\nFROM ") > dockerfile.index(stage), "the server's image stays the last, the default"
 
 
@@ -234,12 +240,32 @@ def test_constraints_cover_what_the_wheel_needs():
     assert names - {"torch"} <= pinned, names - pinned
 
 
+def endpoint_metrics():
+    """Names of the endpoint's series, as Prometheus sees them."""
+    return {
+        name
+        for metric in EndpointMetrics().registry.collect()
+        for suffix in ("", "_total", "_bucket", "_sum", "_count")
+        if (name := metric.name + suffix)
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_prometheus_takes_its_configuration_and_the_alert_rules():
+    command = ["promtool", "check", "config", "prometheus.yml"]
+    done = subprocess.run(command, cwd=DOCKER, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 rules found" in done.stdout
+
+
 def test_the_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads((DOCKER / "grafana/dashboards/kimi.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert len(expressions) >= 12
     histograms = {f"{m.name}_{part}" for m in METRICS if m.observe for part in ("bucket", "sum", "count")}
-    published = {m.name for m in METRICS if m.read} | histograms
+    published = {m.name for m in METRICS if m.read} | histograms | endpoint_metrics()
+    rules = yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"][0]["rules"]
+    expressions += [rule["expr"] for rule in rules]
     asked = {name for e in expressions for name in re.findall(r"\b(?:kimi|spec|nv)_\w+", e)}
     assert {name for name in asked if not name.startswith("nv_")} <= published
     documented = (ROOT / "docs/metrics.md").read_text()

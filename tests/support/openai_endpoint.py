@@ -47,12 +47,12 @@ class RunningEndpoint:
 
 
 @contextmanager
-def running_endpoint(settings: EndpointSettings) -> Iterator[RunningEndpoint]:
+def running_endpoint(settings: EndpointSettings, endpoint: Any = None) -> Iterator[RunningEndpoint]:
     # Not above: hosts that only run tests on a GPU have no web server.
     from kimi_openai import make_server, open_socket
 
     with open_socket("127.0.0.1", 0) as listener:
-        server = make_server(settings)
+        server = make_server(settings, endpoint)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         deadline = time.monotonic() + STARTS_WITHIN_S

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -12,6 +14,11 @@ from kimi_backend.errors import ConfigError
 from kimi_backend.hosting import with_parent
 from kimi_backend.hosting.embedded_server import EVERY_HOST, LOCAL_HOST
 
+if TYPE_CHECKING:
+    from kimi_openai.api_keys import ApiKey
+
+API_KEYS_FILE_VARIABLE = "KIMI_API_KEYS_FILE"
+"""A file of keys with limits (`kimi_openai.api_keys`)."""
 API_KEY_VARIABLE = "KIMI_API_KEY"
 """Not an option: a command line is no place for a secret."""
 NAMES_VARIABLE = "KIMI_OPENAI_NAMES"
@@ -21,7 +28,16 @@ _STOP_SLACK_S = 25
 
 
 def run_endpoint(
-    *, url: str, host: str, port: int, model_names: Sequence[str], splits_thinking: bool, has_chat_page: bool
+    *,
+    url: str,
+    host: str,
+    port: int,
+    model_names: Sequence[str],
+    splits_thinking: bool,
+    has_chat_page: bool,
+    metrics_port: int | None,
+    access_log: bool,
+    log_format: str,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
@@ -40,14 +56,36 @@ def run_endpoint(
     settings = kimi_openai.EndpointSettings(
         url=url,
         model_names=tuple(model_names),
-        api_key=os.environ.get(API_KEY_VARIABLE, ""),
+        api_keys=_read_keys(),
         names=tuple(name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(",") if name.strip()),
         splits_thinking=splits_thinking,
         has_chat_page=has_chat_page,
         stop_within_s=_STOP_SLACK_S + round(ServingSettings.from_parameters({}, os.environ).drain_timeout_s),
     )
+    if log_format not in ("text", "json"):
+        raise ConfigError(f"--log-format: {log_format!r} given, text or json is allowed")
     with client_errors():
-        kimi_openai.serve(settings, host=host, port=port, say=Console(stderr=True, highlight=False).print)
+        kimi_openai.serve(
+            settings,
+            host=host,
+            port=port,
+            say=Console(stderr=True, highlight=False).print,
+            metrics_port=metrics_port,
+            logs_json=log_format == "json",
+            logs_access=access_log,
+        )
+
+
+def _read_keys() -> "tuple[ApiKey, ...]":
+    from kimi_openai.api_keys import ApiKey, BadKeys, read_keys
+
+    one, file = os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(API_KEYS_FILE_VARIABLE, "")
+    if one and file:
+        raise ConfigError(f"{API_KEY_VARIABLE} and {API_KEYS_FILE_VARIABLE} are both given, one is allowed")
+    try:
+        return read_keys(Path(file)) if file else (ApiKey.of("default", one),) if one else ()
+    except BadKeys as error:
+        raise ConfigError(f"{API_KEYS_FILE_VARIABLE}: {error}") from None
 
 
 def start_beside(*, grpc_port: int, host: str, port: int) -> subprocess.Popen[bytes]:

@@ -75,8 +75,16 @@ def openai_command(
         bool, typer.Option(help="Send thoughts as reasoning_content, or leave them in the content as they are written.")
     ] = True,
     chat_page: Annotated[bool, typer.Option(help="Answer / with a chat page for browsers.")] = True,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of /metrics, on the same host; none by default.")
+    ] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request, with its id.")] = False,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
 ) -> None:
-    """An OpenAI-compatible HTTP endpoint in front of a running server. KIMI_API_KEY sets a key. See docs/openai.md."""
+    """An OpenAI-compatible HTTP endpoint in front of a running server.
+
+    The variable KIMI_API_KEY sets a key, KIMI_API_KEYS_FILE several with limits. See docs/openai.md.
+    """
     from kimi_backend.cli.openai_endpoint import run_endpoint
 
     run_endpoint(
@@ -86,6 +94,9 @@ def openai_command(
         model_names=model_name or ["kimi"],
         splits_thinking=split_thinking,
         has_chat_page=chat_page,
+        metrics_port=metrics_port,
+        access_log=access_log,
+        log_format=log_format,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kimi_backend.engine.statistics import EngineState, EngineStatistics
 from kimi_backend.serving.metric_kinds import UNLABELLED, Metric, MetricKind
-from kimi_backend.serving.metric_table import ACCEPT_LENGTH, METRICS, REFUSED
+from kimi_backend.serving.metric_table import ACCEPT_LENGTH, METRICS, REFUSED, RESPONSE_LAG
 from kimi_backend.types.request import RequestStats
 
 logger = logging.getLogger("kimi_backend.serving")
@@ -88,14 +88,22 @@ class _RecentAcceptance:
 class MetricsPublisher:
     """Owns the metrics and the thread that updates them."""
 
-    def __init__(self, pb_utils: Any, statistics: Callable[[], EngineStatistics], interval_s: float) -> None:
+    def __init__(
+        self,
+        pb_utils: Any,
+        statistics: Callable[[], EngineStatistics],
+        interval_s: float,
+        response_lag_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """
         Args:
             statistics: the engine's snapshot.
+            response_lag_s: seconds that the oldest output waits to be sent.
             interval_s: seconds between updates; 0: no metrics at all.
         """
         self._statistics = statistics
         self._interval_s = interval_s
+        self._response_lag_s = response_lag_s
         self._finished: deque[RequestStats] = deque()
         self._refused: dict[str, int] = {}
         self._refused_lock = threading.Lock()
@@ -140,6 +148,7 @@ class MetricsPublisher:
         with self._refused_lock:
             refused = dict(self._refused)
         self._families[REFUSED].publish(refused)
+        self._families[RESPONSE_LAG].publish({UNLABELLED: self._response_lag_s()})
         self._publish_acceptance(statistics)
         while self._finished:
             self._observe(self._finished.popleft())

@@ -35,6 +35,8 @@ class _Live:
     pending: list[TokenDelta] = field(default_factory=list)
     is_first: bool = True
     is_cancelled: bool = False
+    pending_since_s: float = 0.0
+    """When the first of `pending` came; it counts while the request is ready."""
     asked: int = 0
     """When it was last asked whether its client has left; 0: never."""
 
@@ -64,6 +66,13 @@ class ResponseSender:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def lag_s(self) -> float:
+        """Age of the oldest output that is ready and has not been sent."""
+        with self._changed:
+            since = [live.pending_since_s for key in self._ready if (live := self._live.get(key)) is not None]
+        return time.monotonic() - min(since) if since else 0.0
+
     def register(self, request_id: str, sender: Any, parsed: ParsedRequest) -> None:
         """Take charge of a request's responses, before any delta of it can come."""
         with self._changed:
@@ -83,6 +92,8 @@ class ResponseSender:
             live = self._live.get(delta.request_id)
             if live is None:
                 return
+            if not live.pending:
+                live.pending_since_s = time.monotonic()
             live.pending.append(delta)
             if live.parsed.stream or delta.finish_reason is not None:
                 self._ready[delta.request_id] = None

@@ -100,7 +100,9 @@ class SpecEnsembleServer:
             patience=Patience(target_s=settings.target_patience_s),
             grammars=GrammarCompiler(tokenizer),
         )
-        self._metrics = MetricsPublisher(pb_utils, self._engine.statistics, settings.metrics_interval_s)
+        self._metrics = MetricsPublisher(
+            pb_utils, self._engine.statistics, settings.metrics_interval_s, lambda: self._sender.lag_s
+        )
         self._drain_file = DrainFile(Path(settings.drain_file)) if settings.drain_file else None
         self._drains_since: float | None = None
         self._lanes = RequestLanes(self._start, self._refuse, settings.max_queue_size)

@@ -9,6 +9,7 @@ import pytest
 from kimi_client import Chunk, InvalidRequest
 from kimi_client.aio import AsyncStream
 from kimi_openai import EndpointSettings
+from kimi_openai.api_keys import ApiKey
 from support.browser import CHROMIUM, open_page
 from support.openai_endpoint import running_endpoint
 
@@ -141,7 +142,7 @@ def test_it_is_one_answer_that_may_load_nothing(endpoint):
 
 
 def test_a_key_is_not_needed_for_the_page_itself():
-    with running_endpoint(EndpointSettings(api_key="secret")) as endpoint:
+    with running_endpoint(EndpointSettings(api_keys=(ApiKey.of("one", "secret"),))) as endpoint:
         assert endpoint.send("GET", "/")[0] == 200
         assert endpoint.send("GET", "/v1/models")[0] == 401
 

@@ -14,6 +14,7 @@ import pytest
 from kimi_backend.engine.engine import Engine
 from kimi_client import InvalidRequest, RequestTimedOut, ServerBusy, ServerFailed, ServerUnreachable
 from kimi_openai import EndpointSettings, open_socket
+from kimi_openai.api_keys import ApiKey
 from kimi_openai.connection_limits import ConnectionLimits
 from kimi_openai.errors import QUEUE_IS_FULL, from_client_error
 from support.openai_endpoint import running_endpoint
@@ -31,7 +32,7 @@ def endpoint():
 
 @pytest.fixture(scope="module")
 def locked():
-    with running_endpoint(EndpointSettings(url=NOBODY, api_key=KEY)) as running:
+    with running_endpoint(EndpointSettings(url=NOBODY, api_keys=(ApiKey.of("one", KEY),))) as running:
         yield running
 
 

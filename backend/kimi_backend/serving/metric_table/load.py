@@ -3,6 +3,7 @@
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.metric_kinds import Metric, MetricKind, counter, gauge, labelled
 
+RESPONSE_LAG = "kimi_response_lag_seconds"
 PHASES = ("schedule", "target", "commit", "draft", "publish")
 MODELS = ("target", "draft")
 
@@ -21,6 +22,12 @@ def _cache_usage(statistics: EngineStatistics) -> float:
 
 
 LOAD: tuple[Metric, ...] = (
+    Metric(
+        name=RESPONSE_LAG,
+        kind=MetricKind.GAUGE,
+        meaning="Age of the oldest output that is ready and has not been sent to its client.",
+        read=lambda _: {},
+    ),
     gauge("kimi_requests_running", "Sequences that hold a row.", lambda s: s.num_running, "vllm:num_requests_running"),
     gauge(
         "kimi_requests_waiting",
