@@ -14,7 +14,7 @@ import typer.main
 import yaml
 
 from kimi_backend.cli.main import app
-from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, API_KEYS_FILE_VARIABLE, NAMES_VARIABLE
+from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, NAMES_VARIABLE
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.hosting.drain import LAST_RESPONSES_S
@@ -190,7 +190,6 @@ def test_the_openai_endpoint_finds_the_server_and_needs_no_more_than_its_extra(c
     assert "--port=9000" in entry
     assert set(service["environment"]) == {
         API_KEY_VARIABLE,
-        API_KEYS_FILE_VARIABLE,
         NAMES_VARIABLE,
         "KIMI_DRAIN_TIMEOUT_S",
     }
