@@ -80,7 +80,7 @@ def test_an_mxfp4_weight_costs_what_an_int4_one_does(
 ) -> None:
     """A product that scales replaces the subtraction, and where int4 scales products, those too."""
     counts = [sum(compiled[name]["instructions"].values()) for name in (mxfp4, int4)]
-    assert counts[0] <= 1.05 * counts[1]
+    assert counts[0] <= counts[1]
     assert compiled[mxfp4]["registers"] <= compiled[int4]["registers"]
 
 

@@ -37,12 +37,14 @@ def _plane(words, packed, P: gl.constexpr, KIND: gl.constexpr):
     """Weights of plane P, scaled: `kernel_tiles.int4_plane` with its scales, or `mxfp4_plane`."""
     if KIND == "mxfp4":
         ASM: gl.constexpr = MXFP4_ASM_0 if P == 0 else MXFP4_ASM_1 if P == 1 else MXFP4_ASM_2 if P == 2 else MXFP4_ASM_3
-        exponent = packed << 7 if P == 0 else packed >> (8 * P - 7)
-        bits = exponent & 0x7F80
+        bits = packed.to(gl.uint32, bitcast=True)
+        if P > 1:
+            bits = (bits >> 8) | (bits << 24)
+        bits = (bits & 0x7F807F80) >> (16 * (P % 2))
     else:
         ASM: gl.constexpr = INT4_ASM_0 if P == 0 else INT4_ASM_1 if P == 1 else INT4_ASM_2 if P == 2 else INT4_ASM_3
         bits = packed >> (16 * P)
-    return _widen(words, ASM) * bits.to(gl.int16).to(gl.bfloat16, bitcast=True).expand_dims(1)
+    return _widen(words, ASM) * bits.to(gl.uint16).to(gl.bfloat16, bitcast=True).expand_dims(1)
 
 
 @gluon.jit

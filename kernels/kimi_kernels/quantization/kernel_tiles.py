@@ -73,6 +73,17 @@ def int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
 
 
 @triton.jit
+def mxfp4_scale(packed, PLANE: tl.constexpr):
+    """A step's scales of plane PLANE, 2^126 too large, [ROWS] bf16: one mask gives those of two planes (`tiles`)."""
+    bits = packed.to(tl.uint32, bitcast=True)
+    if PLANE > 1:
+        bits = (bits >> 8) | (bits << 24)
+    bits = bits & 0x7F807F80
+    half = (bits >> 16) if PLANE % 2 == 1 else bits
+    return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def mxfp4_plane(words, packed, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
     """Weights of plane PLANE, scaled, exact: powers of two only move a code's exponent.
 
@@ -85,8 +96,8 @@ def mxfp4_plane(words, packed, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
         code = (words >> LOW).to(tl.int32) & 7
         halves = tl.where(code < 2, code, (2 + (code & 1)) << (tl.maximum(code >> 1, 1) - 1))
         halves = tl.where((words >> SIGN) & 1 == 1, -halves, halves)
-        exponent = ((packed >> (8 * PLANE)) & 255) - 126
-        weights = halves.to(tl.float32) * 0.5 * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
+        scale = mxfp4_scale(packed, PLANE).to(tl.float32) * 2.0**-126
+        weights = halves.to(tl.float32) * 0.5 * scale[:, None]
     else:
         if PLANE == 0:
             tiny = tl.inline_asm_elementwise(MXFP4_ASM_0, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
@@ -96,8 +107,7 @@ def mxfp4_plane(words, packed, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
             tiny = tl.inline_asm_elementwise(MXFP4_ASM_2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
             tiny = tl.inline_asm_elementwise(MXFP4_ASM_3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-        exponent = packed << 7 if PLANE == 0 else packed >> (8 * PLANE - 7)
-        weights = tiny * (exponent & 0x7F80).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+        weights = tiny * mxfp4_scale(packed, PLANE)[:, None]
     return weights
 
 

@@ -11,7 +11,8 @@ plane is taken out of a register of two words by one mask and never has to be in
 | float | 64      | [128, 64] in the weight's own dtype                       | none                   |
 
 An int4 or mxfp4 plane is one scale group. Rows past the weight and columns past a whole step hold zeros. An mxfp4 scale
-is kept 2^126 too large, as the code's bits, seen as a bf16, are 2^126 too small.
+is kept 2^126 too large, as the code's bits, seen as a bf16, are 2^126 too small; one mask leaves those of planes 0 and
+1, or of 2 and 3 in a word turned right by 8, as two bf16.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ MXFP4_BITS = ((15, 6), (12, 3), (13, 0), (14, 9))
 """Of each plane's code, in a word: the bit of its sign, the lowest of its three bits of magnitude. A bf16 has them at
 bits 15 and 6: one shift and one mask take a code of the first two planes out, the others need more."""
 MXFP4_SCALE_OFFSET = 126
+MXFP4_SCALE_ORDER, MXFP4_SCALE_TURN = [0, 2, 1, 3], 7
+"""Planes whose scales are the bytes of a word, which is turned left by the bits of a bf16's mantissa."""
 MXFP4_MAX_SCALE = SCALE_BIAS + 1
 """Scales of at most 2, weights of at most 12: what keeps a scale that is 2^126 too large finite."""
 FP8_PLANE_COLUMNS = 64
@@ -162,8 +165,10 @@ def _mxfp4_tiles(codes: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, T
     ]
     words = parts[0] | parts[1] | parts[2] | parts[3]
     padded = _gather(scales + MXFP4_SCALE_OFFSET, rows, 4, MXFP4_SCALE_OFFSET)
-    groups = padded.view(-1, TILE_ROWS, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
-    return (words << 16 >> 16).to(torch.int16), groups.view(torch.int32).squeeze(-1)
+    groups = padded.view(-1, TILE_ROWS, padded.shape[1] // 4, 4).transpose(1, 2)
+    bits = groups[..., MXFP4_SCALE_ORDER].contiguous().view(torch.int32).squeeze(-1).to(torch.int64) & 0xFFFFFFFF
+    turned = bits << MXFP4_SCALE_TURN | bits >> (32 - MXFP4_SCALE_TURN)
+    return (words << 16 >> 16).to(torch.int16), (turned << 32 >> 32).to(torch.int32)
 
 
 def _check_fp8(weight: Fp8Weight) -> None:

@@ -22,8 +22,10 @@ def read_back(cut: WeightTiles) -> Tensor:
     elif cut.kind == "mxfp4":
         halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
         planes = [(1 - 2 * (words >> sign & 1)) * halves[(words >> low & 7).int()] for sign, low in MXFP4_BITS]
-        # The bytes hold exponents that are 126 too large.
-        scales = cut.scales.unsqueeze(-1).view(torch.uint8).int() - 127 - 126
+        bits = cut.scales.long() & 0xFFFFFFFF
+        pairs = [bits, bits >> 8 | bits << 24]
+        exponents = [pairs[plane // 2] >> (7 + 16 * (plane % 2)) & 255 for plane in range(4)]
+        scales = torch.stack(exponents, dim=-1).int() - 127 - 126  # 126 too large
         values = torch.ldexp(torch.stack(planes, dim=-2) / 2, scales.unsqueeze(-1)).flatten(-2)
     else:
         planes = torch.stack([(words.int() >> 8 * plane & 255).to(torch.uint8) for plane in range(2)], dim=-2)
