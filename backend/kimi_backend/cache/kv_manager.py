@@ -20,6 +20,8 @@ class SequenceBlocks:
     num_published_target: int = 0
     """Leading blocks that were offered to the prefix cache or came from it."""
     num_published_draft: int = 0
+    draft_start: int = 0
+    """The position in the draft's first slot: it begins in mid text where the target's hit is much the longer one."""
 
 
 class KvManager:
@@ -50,8 +52,9 @@ class KvManager:
     ) -> SequenceBlocks | None:
         """Take blocks for a sequence that (re)starts, the leading ones from the prefix cache where it has them.
 
-        A hit covers at most all tokens but the last, so that there is a row to sample from; for a sequence that uses
-        the draft it is the smaller of both pools' hits.
+        A hit covers at most all tokens but the last, so that there is a row to sample from. For a sequence that uses
+        the draft it is the smaller of both pools' hits; where that is less than half of the target's, it is the
+        target's, and the draft begins behind it: its guesses are worse for a while, but no prompt is computed again.
 
         Args:
             chain: the sequence's own; extended here as far as needed.
@@ -66,6 +69,7 @@ class KvManager:
         blocks, uses_draft = SequenceBlocks(chain), num_draft_slots > 0
         if self.enable_prefix_cache:
             self._take_cached(blocks, token_ids, uses_draft)
+        num_draft_slots = max(num_draft_slots - blocks.draft_start, 0)
         if self.grow(blocks, num_target_slots, num_draft_slots) and self._has_spare(uses_draft, num_spare_blocks):
             return blocks
         self.release(blocks)
@@ -169,7 +173,10 @@ class KvManager:
                 (key, int(token_ids[(block + 1) * size])) for block, key in enumerate(keys[: len(target_ids)])
             ]
             draft_ids = self.prefix_cache.find_draft(draft_keys)
-            target_ids = target_ids[: len(draft_ids)]
+            if 2 * len(draft_ids) < len(target_ids):
+                draft_ids, blocks.draft_start = [], len(target_ids) * size
+            else:
+                target_ids = target_ids[: len(draft_ids)]
             self.draft_pool.share(draft_ids)
             blocks.draft_ids = draft_ids
             blocks.num_published_draft = len(draft_ids)

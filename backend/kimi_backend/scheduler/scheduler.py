@@ -253,6 +253,7 @@ class Scheduler:
         sequence.target_len = blocks.num_cached_tokens
         if uses_draft:
             sequence.draft, sequence.draft_len = DraftState.ON, blocks.num_cached_tokens
+            sequence.draft_start = blocks.draft_start
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = blocks.num_cached_tokens
             sequence.first_scheduled_s = self._clock()

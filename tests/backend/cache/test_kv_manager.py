@@ -53,20 +53,24 @@ def test_a_hit_leaves_one_token_to_compute() -> None:
     assert start(kv, tokens(9)).num_cached_tokens == 8
 
 
-def test_a_hit_is_the_smaller_of_both_pools() -> None:
+def test_a_hit_is_the_smaller_of_both_pools_and_what_the_draft_lacks_is_computed() -> None:
     kv = manager()
-    finish(kv, start(kv, tokens(13)), tokens(13), 12, 4)
-    assert start(kv, tokens(13)).num_cached_tokens == 4
+    finish(kv, start(kv, tokens(13)), tokens(13), 12, 8)
     assert start(kv, tokens(13), uses_draft=False).num_cached_tokens == 12
-
-
-def test_recomputing_publishes_the_missing_draft_blocks() -> None:
-    kv = manager()
-    finish(kv, start(kv, tokens(13), uses_draft=False), tokens(13), 12, 0)
     blocks = start(kv, tokens(13))
-    assert blocks.num_cached_tokens == 0
+    assert (blocks.num_cached_tokens, blocks.draft_start, len(blocks.draft_ids)) == (8, 0, 4)
     finish(kv, blocks, tokens(13), 12, 12)
     assert start(kv, tokens(13)).num_cached_tokens == 12
+
+
+@pytest.mark.parametrize("draft_valid", [0, 4])
+def test_a_draft_that_lacks_more_than_half_begins_behind_the_targets_hit(draft_valid: int) -> None:
+    kv = manager()
+    finish(kv, start(kv, tokens(13), uses_draft=draft_valid > 0), tokens(13), 12, draft_valid)
+    blocks = start(kv, tokens(13))
+    assert (blocks.num_cached_tokens, blocks.draft_start, len(blocks.draft_ids)) == (12, 12, 1)
+    finish(kv, blocks, tokens(13), 12, 0)
+    assert start(kv, tokens(13)).draft_start == 12, "its KV depends on where it began, and is shared with nobody"
 
 
 def test_a_draft_block_needs_the_same_successor() -> None:
@@ -119,7 +123,7 @@ def test_resetting_the_draft_keeps_the_target_cache() -> None:
     finish(kv, start(kv, tokens(9)), tokens(9), 8, 8)
     kv.reset_draft(16)
     kv.check_invariants()
-    assert start(kv, tokens(9)).num_cached_tokens == 0
+    assert start(kv, tokens(9)).draft_start == 8
     assert start(kv, tokens(9), uses_draft=False).num_cached_tokens == 8
 
 
@@ -162,7 +166,7 @@ def test_draft_blocks_can_be_withdrawn_alone() -> None:
     kv.publish(bad, tokens(9), 8, 8)
     kv.withdraw_draft(bad)
     kv.check_invariants()
-    assert start(kv, tokens(9)).num_cached_tokens == 0
+    assert start(kv, tokens(9)).draft_start == 8, "none of its KV is found"
     assert start(kv, tokens(9), uses_draft=False).num_cached_tokens == 8
 
 

@@ -71,6 +71,8 @@ class KvManagerMachine(RuleBasedStateMachine):
     def check_hit(self, blocks: SequenceBlocks, token_ids: list[int], salt: str | None, uses_draft: bool) -> None:
         hit = blocks.num_cached_tokens
         assert hit <= len(token_ids) - 1
+        assert blocks.draft_start in ((0, hit) if uses_draft else (0,))
+        uses_draft = uses_draft and not blocks.draft_start  # nothing of what begins in mid text is ever published
         running = Running(list(token_ids), salt, blocks, uses_draft, hit, hit if uses_draft else 0)
         for block in range(hit // SIZE):
             end = (block + 1) * SIZE

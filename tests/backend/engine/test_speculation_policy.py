@@ -209,8 +209,55 @@ def test_draft_blocks_that_began_in_the_middle_are_shared_with_nobody() -> None:
     harness.run()
     again = harness.add(replace(request, prompt_token_ids=(1, 2, 3, *outcome.token_ids)))
     harness.step()
-    assert (again.sequence.num_cached_tokens or 0) <= 3, "both pools' hit ends where the draft's first KV ended"
+    assert again.sequence.num_cached_tokens == again.sequence.draft_start > 30, (
+        "the target's hit, and none of the draft's"
+    )
     harness.run()
+    assert again.rounds
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_speculation_after_none_keeps_the_prefix_hit(launch_ahead: bool) -> None:
+    """The first request of a prompt has no draft; the second one begins its draft behind what the target knows, guesses
+    right there, and the third one too, whose prompt the draft has never seen whole."""
+    sizes = {"block_size": 2, "max_model_len": MAX_LEN}
+    harness = EngineHarness(
+        ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT),
+        ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT, 1.0),
+        SchedulerSettings(launch_ahead=launch_ahead),
+    )
+    prompt = tuple(token % VOCAB for token in range(40))
+    sampling = SamplingParams(seed=1, temperature=1.2, max_tokens=20, ignore_eos=True)
+    outcomes = []
+    for k in (0, 3, 3):
+        request = GenerateRequest(
+            request_id=f"{len(outcomes)}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            num_speculative_tokens=k,
+            draft_sampling=DraftSampling.COUPLED,
+        )
+        outcomes.append(harness.add(request))
+        harness.run()
+    assert [o.sequence.num_cached_tokens for o in outcomes] == [0, 38, 38]
+    assert outcomes[0].token_ids == outcomes[1].token_ids == outcomes[2].token_ids
+    for outcome in outcomes[1:]:
+        assert len(outcome.rounds) >= 4
+        assert all(accepted == drafted for drafted, accepted in outcome.rounds)
+
+
+def test_a_draft_that_lacks_little_computes_it_again() -> None:
+    """Half of the prompt is in both caches, all of it in the target's: the draft is worth more with its KV."""
+    harness = harness_of(False)
+    sampling = SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
+    prompt = tuple(token % VOCAB for token in range(41))
+    for length, k, expected in ((25, 3, 0), (41, 0, 24), (41, 3, 24)):
+        request = GenerateRequest(
+            request_id="r", prompt_token_ids=prompt[:length], sampling=sampling, num_speculative_tokens=k
+        )
+        outcome = harness.add(request)
+        harness.run()
+        assert outcome.sequence.num_cached_tokens in (expected, expected - 2), (length, k)
 
 
 @pytest.mark.parametrize("name", [PolicyName.FIXED, PolicyName.ADAPTIVE])
