@@ -153,7 +153,7 @@ def _publish_always(core: object, sequences: list[object]) -> None:
                 sequence.blocks,
                 sequence.token_ids,
                 sequence.target_len,
-                sequence.draft_len,  # type: ignore[attr-defined]
+                sequence.publishable_draft_len,  # type: ignore[attr-defined]
             )
 
 
