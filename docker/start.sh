@@ -2,7 +2,7 @@
 # Starts the server and stops it cleanly. Its arguments go to Triton Server. Where `tritonserver` is on the PATH (the container) it is run as production
 # needs it; elsewhere `kimi serve` runs the embedded one. Both read the KIMI_* variables of docs/settings.md, and these:
 #   KIMI_HTTP_PORT, KIMI_GRPC_PORT, KIMI_METRICS_PORT   8000, 8001, 8002
-#   KIMI_MODEL_REPOSITORY   folder of the three models; default: beside this script or one above
+#   KIMI_MODEL_REPOSITORY   folder of the four models; default: beside this script or one above
 #   KIMI_ADMIN_SECRET       opens the admin APIs to requests with the header `kimi-admin`; default: a random one, nobody's
 #   KIMI_SHM_REGION_BYTES   first size of each model's shared-memory region
 #   KIMI_CUDA_POOL_BYTES    Triton Server's pool for GPU tensors, when KIMI_DEVICE is cuda
@@ -31,8 +31,8 @@ if ! command -v tritonserver >/dev/null; then
   exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port" -- "$@"
 fi
 
-models=(kimi_target spec_ensemble)
-[ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
+models=(kimi_target spec_ensemble_unary spec_ensemble)
+[ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble_unary spec_ensemble)
 region_bytes=${KIMI_SHM_REGION_BYTES:-33554432}
 problem=$(python3 -m kimi_backend.hosting.shared_memory "${#models[@]}" "$region_bytes") || fail "$problem"
 problem=$(python3 -m kimi_backend.cli.preflight) || fail "$problem"
@@ -69,6 +69,8 @@ command=(
   "--backend-config=python,shm-region-prefix-name=$region_prefix"
   "--backend-config=python,shm-default-byte-size=$region_bytes"
   "--backend-config=python,shm-growth-byte-size=$region_bytes"
+  # For each call of spec_ensemble_unary one, and 32 for all else.
+  "--backend-config=python,thread-pool-size=160"
   --disable-auto-complete-config
   --exit-on-error=true
   --strict-readiness=true

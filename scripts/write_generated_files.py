@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_IN_COMPOSE = {"checkpoint", "draft", "device", "tokenizer", "drain_file"}
 """Settings that compose.yaml or start.sh set themselves; the tokenizer is the checkpoint's own there."""
 
+INSTANCE = "instance_group [ { kind: KIND_CPU, count: 1 } ]\n"
 CONFIG_HEADER = """\
 # Text in, text out: the orchestrator. A Python model that calls the other two (BLS), not platform "ensemble".
 # The inputs and outputs are written by `make generated`; docs/protocol.md explains them.
@@ -30,18 +31,33 @@ backend: "python"
 # Tools that send [[x]] and tools that send [x] both fit; batching happens inside, step by step.
 max_batch_size: 1
 model_transaction_policy { decoupled: true }
-instance_group [ { kind: KIND_CPU, count: 1 } ]
+"""
+UNARY_CONFIG_HEADER = """\
+# spec_ensemble for clients that take one response, such as tritonclient's `infer`: it calls spec_ensemble (BLS).
+# The inputs and outputs are written by `make generated`; docs/protocol.md explains them.
+name: "spec_ensemble_unary"
+backend: "python"
+max_batch_size: 1
 """
 
 
 def spec_ensemble_config(_: str) -> str:
     """model_repository/spec_ensemble/config.pbtxt, whole."""
+    return CONFIG_HEADER + _inputs_and_outputs()
+
+
+def unary_config(_: str) -> str:
+    """model_repository/spec_ensemble_unary/config.pbtxt, whole."""
+    return UNARY_CONFIG_HEADER + _inputs_and_outputs()
+
+
+def _inputs_and_outputs() -> str:
     inputs = []
     for f in INPUT_FIELDS:
         dims = "[ -1 ]" if f.kind.is_list else "[ 1 ]"
         inputs.append(f'  {{ name: "{f.name}", data_type: {f.kind.data_type}, dims: {dims}, optional: true }}')
     outputs = [f'  {{ name: "{f.name}", data_type: {f.data_type}, dims: {f.dims} }}' for f in OUTPUT_FIELDS]
-    return CONFIG_HEADER + "input [\n" + ",\n".join(inputs) + "\n]\noutput [\n" + ",\n".join(outputs) + "\n]\n"
+    return INSTANCE + "input [\n" + ",\n".join(inputs) + "\n]\noutput [\n" + ",\n".join(outputs) + "\n]\n"
 
 
 NOT_IN_CLIENT = {
@@ -211,6 +227,7 @@ def openai_page(text: str) -> str:
         CompletionRequest,
         GenerationRequest,
     )
+    from kimi_openai.routes import ROUTES
 
     rows = ["| field | of | meaning |", "| --- | --- | --- |"]
     kinds = {"both": GenerationRequest, "chat": ChatRequest, "completions": CompletionRequest}
@@ -224,7 +241,9 @@ def openai_page(text: str) -> str:
     for name, allowed in REFUSED.items():
         shown = "nothing" if allowed is NO_VALUE else f"`{json.dumps(allowed)}`"
         refused.append(f"| `{name}` | {shown} | {INSTEAD.get(name, '')} |")
-    ignored = [", ".join(f"`{name}`" for name in sorted(IGNORED)) + "."]
+    ignored = ["| field | why |", "| --- | --- |", *(f"| `{name}` | {why} |" for name, why in IGNORED.items())]
+    urls = ["| URL | does |", "| --- | --- |", *(f"| `{r.method} {r.path}` | {r.does} |" for r in ROUTES)]
+    text = _replace_table(text, "urls", urls)
     text = _replace_table(_replace_table(text, "taken", rows), "refused", refused)
     return _replace_table(text, "ignored", ignored)
 
@@ -265,6 +284,7 @@ def tool_calls_page(text: str) -> str:
 
 GENERATED: dict[str, Callable[[str], str]] = {
     "model_repository/spec_ensemble/config.pbtxt": spec_ensemble_config,
+    "model_repository/spec_ensemble_unary/config.pbtxt": unary_config,
     "client/kimi_client/_fields.py": client_fields,
     "docker/compose.yaml": compose_file,
     "docker/.env.example": env_example,

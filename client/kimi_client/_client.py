@@ -4,12 +4,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import grpc
 
-from kimi_client._errors import KimiClientError, RequestCancelled, RequestTimedOut
+from kimi_client._errors import InvalidRequest, KimiClientError, RequestCancelled, RequestTimedOut
 from kimi_client._fields import RequestFields
+from kimi_client._http import HttpTransport
 from kimi_client._retries import may_retry, retry_pauses
 from kimi_client._tensors import build_inputs
 from kimi_client._transport import (
@@ -103,8 +104,18 @@ class Stream:
         self.cancel()
 
 
+TRANSPORTS: dict[str, tuple[Callable[[str], Transport], str]] = {
+    "grpc": (GrpcTransport, "localhost:8001"),
+    "http": (HttpTransport, "localhost:8000"),
+}
+"""Protocol -> its transport and where a server listens."""
+
+
 class KimiClient:
-    """Talks to a server's `spec_ensemble` over gRPC. Threads may share one: every request has its own stream.
+    """Talks to a server's `spec_ensemble`. Threads may share one: every request has its own stream.
+
+    Over HTTP it is `spec_ensemble_unary`, which answers once: a stream there has one chunk, and a request that is
+    cancelled ends on the server when its time is over.
 
     Example:
         >>> client = KimiClient("localhost:8001")
@@ -113,27 +124,31 @@ class KimiClient:
 
     def __init__(
         self,
-        url: str = "localhost:8001",
+        url: str | None = None,
         *,
+        protocol: Literal["grpc", "http"] = "grpc",
         timeout_s: float | None = None,
         max_retries: int = 0,
         transport: Transport | None = None,
     ) -> None:
         """
         Args:
-            url: host:port of the server's gRPC endpoint.
+            url: host:port of the server's endpoint of that protocol; by default localhost with 8001, or 8000 for HTTP.
             timeout_s: longest that a request may take, unless it says otherwise.
             max_retries: how often a request that was refused (ServerBusy, ServerUnreachable) is sent again, each time
                 over a new connection and after a longer pause, up to two seconds.
-            transport: another connection than gRPC to `url`.
+            transport: another connection than one to `url`.
 
         Raises:
-            InvalidRequest: the url has a scheme.
+            InvalidRequest: the url has a scheme, or the protocol is none of the two.
         """
-        self.url = url
+        if protocol not in TRANSPORTS:
+            raise InvalidRequest(f"protocol: {protocol!r} given, one of {', '.join(TRANSPORTS)} is allowed")
+        kind, default_url = TRANSPORTS[protocol]
+        self.url = url or default_url
         self.timeout_s = timeout_s
         self.max_retries = max_retries
-        self._transport = GrpcTransport(url) if transport is None else transport
+        self._transport = kind(self.url) if transport is None else transport
 
     def is_ready(self) -> bool:
         """Whether the server and the model answer. False when nothing is there."""

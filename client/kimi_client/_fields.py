@@ -19,7 +19,7 @@ class RequestFields(TypedDict, total=False):
     stream: bool | None
     """One response a step instead of one in all (default false)."""
     max_tokens: int | None
-    """Most output tokens (default: the setting `default_max_tokens`)."""
+    """Most output tokens; 0 draws none (default: the setting `default_max_tokens`)."""
     min_tokens: int | None
     """No stop token before this many output tokens (default 0)."""
     temperature: float | None
@@ -80,6 +80,8 @@ class RequestFields(TypedDict, total=False):
     """JSON object for the chat template, such as {"thinking": false}."""
     thinking_token_budget: int | None
     """Most tokens of thoughts, where the prompt ends inside a think block; the next one ends it."""
+    echo: bool | None
+    """The text begins with that of the prompt (default false)."""
     return_token_ids: bool | None
     """Send `output_ids` and `prompt_token_ids` too (default false)."""
     return_token_origins: bool | None
@@ -125,6 +127,7 @@ INPUT_TYPES = {
     "parallel_tool_calls": "BOOL",
     "chat_template_kwargs": "BYTES",
     "thinking_token_budget": "INT32",
+    "echo": "BOOL",
     "return_token_ids": "BOOL",
     "return_token_origins": "BOOL",
     "return_control_offsets": "BOOL",

@@ -90,6 +90,11 @@ def _ids(result: grpcclient.InferResult, name: str) -> tuple[int, ...]:
     return () if array is None else tuple(array.reshape(-1).tolist())
 
 
+def _count(result: grpcclient.InferResult, name: str) -> int:
+    array = result.as_numpy(name)
+    return 0 if array is None else int(array.reshape(-1)[0])
+
+
 def _flag(result: grpcclient.InferResult, name: str) -> bool:
     array = result.as_numpy(name)
     return array is not None and bool(array.any())
@@ -111,13 +116,13 @@ def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
 
 def parse_chunk(result: grpcclient.InferResult) -> Chunk:
     """One response's tensors as a chunk."""
-    count = result.as_numpy("num_output_tokens")
     text = _text(result, "statistics")
     statistics = json.loads(text) if text else {}
     stop_token_id = statistics.get("stop_token_id")
     return Chunk(
         text=_text(result, "text_output"),
-        num_tokens=0 if count is None else int(count.reshape(-1)[0]),
+        num_tokens=_count(result, "num_output_tokens"),
+        num_prompt_tokens=_count(result, "num_input_tokens"),
         token_ids=_ids(result, "output_ids"),
         prompt_token_ids=_ids(result, "prompt_token_ids"),
         token_origins=_ids(result, "token_origins"),

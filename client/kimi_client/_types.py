@@ -33,6 +33,8 @@ class Chunk:
     """The stop text or token id that matched, or why it was cancelled."""
     statistics: dict[str, Any] = field(default_factory=dict)
     """The last chunk's: usage, times, speculation."""
+    num_prompt_tokens: int = 0
+    """The first chunk's; 0 in all others."""
     prompt_token_ids: tuple[int, ...] = ()
     """The first chunk's, with `return_token_ids=True`."""
     token_origins: tuple[int, ...] = ()

@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,20 +20,31 @@ from kimi_client.replies import DeclaredTools, ReplyReader
 from kimi_openai.api_keys import ApiKey, KeyRing
 from kimi_openai.chat_page import show_chat_page
 from kimi_openai.chat_replies import ChatWriter
-from kimi_openai.connection import ClientLeft, read_body
+from kimi_openai.connection import ClientLeft, read_body, while_connected
 from kimi_openai.connection_limits import BodyBudget
 from kimi_openai.errors import CLIENT_CLOSED_REQUEST, ApiError
-from kimi_openai.generation import Generation
+from kimi_openai.event_stream import UsageMode
+from kimi_openai.generation import REQUEST_ID_HEADER, Generation, MakeWriter
 from kimi_openai.observing import KEY_NAME, EndpointMetrics, Observed
+from kimi_openai.openapi import describe
 from kimi_openai.own_names import OwnNames
-from kimi_openai.replies import CompletionWriter, Envelope, ReplyWriter
-from kimi_openai.request_fields import ChatRequest, CompletionRequest, GenerationRequest
-from kimi_openai.request_parsing import parse_body, shown
+from kimi_openai.replies import CompletionWriter, Envelope
+from kimi_openai.request_fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from kimi_openai.request_parsing import RequestT, parse_body, shown
+from kimi_openai.routes import ROUTES, ApiRoute
 from kimi_openai.server_fields import ServerRequest, chat_fields, completion_fields, declares_tools
 from kimi_openai.settings import EndpointSettings
+from kimi_openai.tokens import text_of, token_ids_of
 
 logger = logging.getLogger("kimi_openai")
-HINTS = {404: "; /v1/chat/completions, /v1/completions, /v1/models and /health are there"}
+HINTS = {404: "; /openapi.json lists what is there"}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -51,16 +63,9 @@ class Endpoint:
         """The application; it connects when its server starts it."""
         page = [Route("/", show_chat_page)] if self._settings.has_chat_page else []
         return Starlette(
-            routes=[
-                *page,
-                Route("/health", self.health),
-                Route("/v1/models", self._guarded(self.list_models)),
-                Route("/v1/models/{name:path}", self._guarded(self.show_model)),
-                Route("/v1/chat/completions", self._limited(self.chat), methods=["POST"]),
-                Route("/v1/completions", self._limited(self.complete), methods=["POST"]),
-            ],
+            routes=[*page, *map(self._route, ROUTES)],
             lifespan=self._connected,
-            middleware=[Middleware(Observed, metrics=self.metrics), Middleware(OwnNames, names=self._settings.names)],
+            middleware=self._middleware(),
             exception_handlers={
                 ApiError: _answer_error,
                 HTTPException: _answer_http_error,
@@ -69,6 +74,31 @@ class Endpoint:
                 Exception: _answer_failure,
             },
         )
+
+    def _route(self, route: ApiRoute) -> Route:
+        handler: Handler = getattr(self, route.handler)
+        path = route.path.replace("{name}", "{name:path}")
+        if route.body is not None:
+            handler = self._limited(handler)
+        elif route.needs_key:
+            handler = self._guarded(handler)
+        return Route(path, handler, methods=[route.method])
+
+    def _middleware(self) -> list[Middleware]:
+        origins = self._settings.cors_origins
+        own_names = Middleware(OwnNames, names=self._settings.names, origins=origins)
+        always = [Middleware(Observed, metrics=self.metrics), own_names]
+        if not origins:
+            return always
+        headers = ["Authorization", "Content-Type"]
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=headers,
+            expose_headers=[REQUEST_ID_HEADER],
+        )
+        return [*always, cors]
 
     @contextlib.asynccontextmanager
     async def _connected(self, app: Starlette) -> AsyncIterator[None]:
@@ -109,6 +139,19 @@ class Endpoint:
         is_ready = await self._client.is_ready()
         return JSONResponse({"status": "ready" if is_ready else "unavailable"}, 200 if is_ready else 503)
 
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(describe())
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._parse(request, TokenizeRequest)
+        self._served(body.model)
+        return JSONResponse(await while_connected(request, token_ids_of(self._client, body)))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._parse(request, DetokenizeRequest)
+        self._served(body.model)
+        return JSONResponse(await while_connected(request, text_of(self._client, body)))
+
     async def list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self._settings.model_names]})
 
@@ -131,7 +174,7 @@ class Endpoint:
         return names[0] if name is None else name
 
     async def chat(self, request: Request) -> Response:
-        body = parse_body(await self._read_body(request), ChatRequest)
+        body = await self._parse(request, ChatRequest)
         asked = chat_fields(body)
         tools = DeclaredTools(body.tools, body.messages) if declares_tools(body) else None
 
@@ -143,36 +186,52 @@ class Endpoint:
                 is_one_call_enough=body.parallel_tool_calls is False,
             )
 
-        writer = ChatWriter(
-            make_reader,
-            with_logprobs=bool(body.logprobs),
-            with_token_ids=bool(body.return_token_ids),
-            with_origins=bool(body.return_token_origins),
-        )
-        return await self._reply(request, body, asked, writer, "chatcmpl-")
+        def make_writer() -> ChatWriter:
+            return ChatWriter(
+                make_reader,
+                with_logprobs=bool(body.logprobs),
+                with_token_ids=bool(body.return_token_ids),
+                with_origins=bool(body.return_token_origins),
+            )
+
+        return await self._reply(request, body, [asked], make_writer, "chatcmpl-")
 
     async def complete(self, request: Request) -> Response:
-        body = parse_body(await self._read_body(request), CompletionRequest)
-        writer = CompletionWriter(
-            with_logprobs=body.logprobs is not None,
-            with_token_ids=bool(body.return_token_ids),
-            with_origins=bool(body.return_token_origins),
-        )
-        return await self._reply(request, body, completion_fields(body), writer, "cmpl-")
+        body = await self._parse(request, CompletionRequest)
 
-    async def _read_body(self, request: Request) -> bytes:
-        return await read_body(request, self._settings.limits, self._bodies)
+        def make_writer() -> CompletionWriter:
+            return CompletionWriter(
+                with_logprobs=body.logprobs is not None,
+                with_token_ids=bool(body.return_token_ids),
+                with_origins=bool(body.return_token_origins),
+            )
+
+        return await self._reply(request, body, completion_fields(body), make_writer, "cmpl-")
+
+    async def _parse(self, request: Request, kind: type[RequestT]) -> RequestT:
+        body = await read_body(request, self._settings.limits, self._bodies)
+        return parse_body(body, kind, refuses_unknown=self._settings.refuses_unknown_fields)
 
     async def _reply(
-        self, request: Request, body: GenerationRequest, asked: ServerRequest, writer: ReplyWriter, prefix: str
+        self,
+        request: Request,
+        body: GenerationRequest,
+        prompts: Sequence[ServerRequest],
+        make_writer: MakeWriter,
+        prefix: str,
     ) -> Response:
         model = self._served(body.model)
-        generation = Generation(self._client, asked, is_streamed=bool(body.stream))
+        generation = Generation(self._client, prompts, body.n or 1, is_streamed=bool(body.stream))
         envelope = Envelope(reply_id=prefix + generation.request_id, model=model)
         if not body.stream:
-            return await generation.answer_whole(request, writer, envelope)
-        includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return await generation.answer_streamed(request, writer, envelope, includes_usage=includes_usage)
+            return await generation.answer_whole(request, make_writer, envelope)
+        return await generation.answer_streamed(request, make_writer, envelope, _usage_mode(body.stream_options))
+
+
+def _usage_mode(options: StreamOptions | None) -> UsageMode:
+    if options is None or not (options.include_usage or options.continuous_usage_stats):
+        return UsageMode.NONE
+    return UsageMode.CONTINUOUS if options.continuous_usage_stats else UsageMode.AT_THE_END
 
 
 class _EndsWith(Response):

@@ -3,36 +3,56 @@
 import dataclasses
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kimi_client import Chunk, KimiClientError
-from kimi_client.aio import AsyncStream
-from kimi_openai.errors import ApiError, from_client_error, timed_out
+from kimi_client import Chunk
+from kimi_openai.errors import ApiError, timed_out
 from kimi_openai.replies import Envelope, ReplyWriter, usage
 
 logger = logging.getLogger("kimi_openai")
+
+ChoiceChunk = tuple[int, Chunk]
+"""(index of the choice, what came for it)."""
+
+
+class UsageMode(Enum):
+    """Where a stream tells the usage."""
+
+    NONE = auto()
+    AT_THE_END = auto()
+    """In a chunk of its own without choices; in all others it is null."""
+    CONTINUOUS = auto()
+    """What was used so far in every chunk too."""
+
+
+class Cancellable(Protocol):
+    """What runs on the server for a stream."""
+
+    def cancel(self) -> None: ...
+
 
 DONE = "data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """Sends events while its client listens; whichever way it ends, the server's request ends with it."""
+    """Sends events while its client listens; whichever way it ends, the server's requests end with it."""
 
-    def __init__(self, stream: AsyncStream, events: AsyncIterator[str], headers: Mapping[str, str]) -> None:
+    def __init__(self, generation: Cancellable, events: AsyncIterator[str], headers: Mapping[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**HEADERS, **headers})
-        self._stream = stream
+        self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The events may never have been asked for: a client can leave before the first.
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._stream.cancel()
+            self._generation.cancel()
 
 
 def event(value: dict[str, Any]) -> str:
@@ -41,41 +61,85 @@ def event(value: dict[str, Any]) -> str:
 
 
 async def chunk_events(
-    chunks: AsyncIterator[Chunk],
-    writer: ReplyWriter,
+    chunks: AsyncIterator[ChoiceChunk],
+    writers: Sequence[ReplyWriter],
     envelope: Envelope,
-    names: Mapping[str, str],
+    usage_mode: UsageMode = UsageMode.NONE,
     *,
-    includes_usage: bool,
+    choices_a_prompt: int = 1,
 ) -> AsyncIterator[str]:
     """All events of a reply.
 
     Args:
-        names: see `from_client_error`.
-        includes_usage: one more chunk, without choices, has the usage; in all others it is null.
+        chunks: of all choices, each choice's in order.
+        writers: one a choice.
     """
-    no_usage = {"usage": None} if includes_usage else {}
+    reply = _StreamedReply(writers, envelope, usage_mode, choices_a_prompt)
     try:
-        for choice in writer.opening():
-            yield event(envelope.wrap(writer.chunk_object, [choice], **no_usage))
-        async for chunk in whole_reply(chunks):
-            more: dict[str, Any] = no_usage
-            if chunk.prompt_token_ids:
-                more = more | {"prompt_token_ids": list(chunk.prompt_token_ids)}
-            for choice in writer.choices(chunk):
-                if choice["finish_reason"] is not None:
-                    more = more | {"statistics": chunk.statistics}
-                yield event(envelope.wrap(writer.chunk_object, [choice], **more))
-            if includes_usage and chunk.finish_reason is not None:
-                yield event(envelope.wrap(writer.chunk_object, [], usage=usage(chunk.statistics)))
-    except KimiClientError as error:
-        yield event(from_client_error(error, names).body())
+        for index in range(len(writers)):
+            for opening in reply.opening(index):
+                yield opening
+        async for index, chunk in chunks:
+            for written in reply.events(index, chunk):
+                yield written
+        for written in reply.ending():
+            yield written
     except ApiError as error:
         yield event(error.body())
     except Exception:
         logger.exception("%s: the reply could not be written", envelope.reply_id)
         yield event(ApiError(500, "internal error").body())
     yield DONE
+
+
+class _StreamedReply:
+    """What the events of one reply have said so far."""
+
+    def __init__(
+        self, writers: Sequence[ReplyWriter], envelope: Envelope, usage_mode: UsageMode, choices_a_prompt: int
+    ) -> None:
+        self._writers = writers
+        self._envelope = envelope
+        self._usage_mode = usage_mode
+        self._choices_a_prompt = choices_a_prompt
+        self._statistics: dict[int, dict[str, Any]] = {}
+        """Of the choices that have ended."""
+        self._num_prompt = [0] * len(writers)
+        self._num_output = [0] * len(writers)
+
+    def opening(self, index: int) -> Iterator[str]:
+        for choice in self._writers[index].opening():
+            yield self._event(index, choice, {})
+
+    def events(self, index: int, chunk: Chunk) -> Iterator[str]:
+        self._num_prompt[index] += chunk.num_prompt_tokens
+        self._num_output[index] += chunk.num_tokens
+        more: dict[str, Any] = {"prompt_token_ids": list(chunk.prompt_token_ids)} if chunk.prompt_token_ids else {}
+        for choice in self._writers[index].choices(chunk):
+            if choice["finish_reason"] is not None:
+                self._statistics[index] = chunk.statistics
+                more = more | {"statistics": chunk.statistics}
+            yield self._event(index, choice, more)
+
+    def ending(self) -> Iterator[str]:
+        if self._usage_mode is not UsageMode.NONE:
+            statistics = [self._statistics[index] for index in range(len(self._writers))]
+            total = usage(statistics, self._choices_a_prompt)
+            yield event(self._envelope.wrap(self._writers[0].chunk_object, [], usage=total))
+
+    def _event(self, index: int, choice: dict[str, Any], more: dict[str, Any]) -> str:
+        kind = self._writers[index].chunk_object
+        return event(self._envelope.wrap(kind, [{**choice, "index": index}], **self._usage_so_far(), **more))
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        if self._usage_mode is UsageMode.NONE:
+            return {}
+        if self._usage_mode is UsageMode.AT_THE_END:
+            return {"usage": None}
+        prompt, output = sum(self._num_prompt[:: self._choices_a_prompt]), sum(self._num_output)
+        return {
+            "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
+        }
 
 
 async def whole_reply(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:

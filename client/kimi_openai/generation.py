@@ -1,93 +1,170 @@
-"""One running request of the server, and the two ways to answer with it."""
+"""The running requests of one call, a request for each of its choices, and the two ways to answer with them."""
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pydantic_core
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kimi_client import Chunk, KimiClientError
-from kimi_client.aio import AsyncKimiClient
+from kimi_client import Completion, KimiClientError
+from kimi_client.aio import AsyncKimiClient, AsyncStream
 from kimi_openai.connection import while_connected
-from kimi_openai.errors import from_client_error
-from kimi_openai.event_stream import EventStream, check_end, chunk_events
+from kimi_openai.errors import ApiError, bad_field, from_client_error
+from kimi_openai.event_stream import ChoiceChunk, EventStream, UsageMode, check_end, chunk_events, whole_reply
+from kimi_openai.merging import merged
 from kimi_openai.replies import Envelope, ReplyWriter, usage
 from kimi_openai.server_fields import ServerRequest
 
 REQUEST_ID_HEADER = "X-Request-Id"
+MOST_CHOICES = 256
+"""Of one call: each is a request of its own on the server, whose queue others need too."""
+
+MakeWriter = Callable[[], ReplyWriter]
+
+
+def spread(prompts: Sequence[ServerRequest], n: int) -> list[ServerRequest]:
+    """n choices of each prompt. Choice i draws with the request's seed + i: it is what a request with that seed gets.
+
+    Raises:
+        ApiError: too many in all.
+    """
+    if len(prompts) * n > MOST_CHOICES:
+        given = f"{len(prompts)} prompts of {n} choices each given" if n > 1 else f"{len(prompts)} given"
+        raise bad_field("prompt", f"{given}, at most {MOST_CHOICES} choices a request are allowed")
+    return [_choice(prompt, index) for prompt in prompts for index in range(n)]
+
+
+def _choice(prompt: ServerRequest, index: int) -> ServerRequest:
+    seed = prompt.fields.get("seed")
+    if seed is None or index == 0:
+        return prompt
+    return dataclasses.replace(prompt, fields={**prompt.fields, "seed": (seed + index) % 2**64})
 
 
 class Generation:
-    """A client that leaves ends it on the server too."""
+    """A client that leaves ends all of it on the server too."""
 
-    def __init__(self, client: AsyncKimiClient, asked: ServerRequest, *, is_streamed: bool) -> None:
-        """Starts the request.
+    def __init__(self, client: AsyncKimiClient, prompts: Sequence[ServerRequest], n: int, *, is_streamed: bool) -> None:
+        """Starts the requests.
+
+        Args:
+            prompts: in the order of the choices, n of each.
 
         Raises:
-            ApiError: a value that the client library cannot send.
+            ApiError: too many, or a value that the client library cannot send.
         """
-        self._names: Mapping[str, str] = asked.names
-        try:
-            self._stream = client.stream(stream=is_streamed, **asked.fields)
-        except KimiClientError as error:
-            raise from_client_error(error, asked.names) from None
-        self._chunks = aiter(self._stream)
+        self._n = n
+        self._asked = spread(prompts, n)
+        self._streams: list[AsyncStream] = []
+        for asked in self._asked:
+            try:
+                self._streams.append(client.stream(stream=is_streamed, **asked.fields))
+            except KimiClientError as error:
+                self.cancel()
+                raise _api_error(error, asked) from None
 
     @property
     def request_id(self) -> str:
-        """What the server's log calls it."""
-        return self._stream.request_id
+        """What the server's log calls its first request."""
+        return self._streams[0].request_id
 
-    async def answer_whole(self, request: Request, writer: ReplyWriter, envelope: Envelope) -> Response:
+    def cancel(self) -> None:
+        """End what still runs."""
+        for stream in self._streams:
+            stream.cancel()
+
+    async def answer_whole(self, request: Request, make_writer: MakeWriter, envelope: Envelope) -> Response:
         """One body.
 
         Raises:
-            ApiError: the server refused the request, or it did not end by itself.
+            ApiError: the server refused a request, or one did not end by itself.
             ClientLeft: nobody waits for it.
         """
         try:
-            completion = await while_connected(request, self._stream.result())
-        except KimiClientError as error:
-            raise from_client_error(error, self._names) from None
+            completions = await while_connected(request, self._results())
         finally:
-            self._stream.cancel()
-        check_end(completion.finish_reason, completion.stop_reason)
-        more = {"prompt_token_ids": list(completion.prompt_token_ids)} if completion.prompt_token_ids else {}
-        statistics, choice = completion.statistics, await writer.whole(completion)
-        body = envelope.wrap(writer.whole_object, [choice], usage=usage(statistics), statistics=statistics, **more)
+            self.cancel()
+        choices = [await make_writer().whole(c) | {"index": index} for index, c in enumerate(completions)]
+        details = [_details(completion) for completion in completions]
+        if len(choices) > 1:
+            choices, details = [choice | more for choice, more in zip(choices, details, strict=True)], [{}]
+        total = usage([completion.statistics for completion in completions], self._n)
+        body = envelope.wrap(make_writer().whole_object, choices, usage=total, **details[0])
         # Not JSONResponse: Python's encoder takes ten times as long, in which nobody else gets an answer.
         return Response(pydantic_core.to_json(body), headers=self._headers(), media_type="application/json")
 
     async def answer_streamed(
-        self, request: Request, writer: ReplyWriter, envelope: Envelope, *, includes_usage: bool
+        self, request: Request, make_writer: MakeWriter, envelope: Envelope, usage_mode: UsageMode
     ) -> Response:
         """Events, once the first chunk is there, so that a request that is refused gets an HTTP status.
 
         Raises:
-            ApiError: the server refused the request.
+            ApiError: the server refused a request.
             ClientLeft: nobody waits for it.
         """
+        chunks = merged([self._chunks(index) for index in range(len(self._streams))])
 
-        async def first() -> Chunk | None:
-            return await anext(self._chunks, None)
+        async def first() -> ChoiceChunk | None:
+            return await anext(chunks, None)
 
         try:
             chunk = await while_connected(request, first())
-        except KimiClientError as error:
-            raise from_client_error(error, self._names) from None
         except BaseException:
-            self._stream.cancel()
+            self.cancel()
             raise
-        events = chunk_events(
-            _put_back(chunk, self._chunks), writer, envelope, self._names, includes_usage=includes_usage
-        )
-        return EventStream(self._stream, events, self._headers())
+        writers = [make_writer() for _ in self._streams]
+        events = chunk_events(_put_back(chunk, chunks), writers, envelope, usage_mode, choices_a_prompt=self._n)
+        return EventStream(self, events, self._headers())
+
+    async def _results(self) -> list[Completion]:
+        """Every completion, or the first failure."""
+        tasks = [asyncio.create_task(self._result(index)) for index in range(len(self._streams))]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _result(self, index: int) -> Completion:
+        try:
+            completion = await self._streams[index].result()
+            check_end(completion.finish_reason, completion.stop_reason)
+        except (KimiClientError, ApiError) as error:
+            raise _api_error(error, self._asked[index]) from None
+        return completion
+
+    async def _chunks(self, index: int) -> AsyncIterator[ChoiceChunk]:
+        try:
+            async for chunk in whole_reply(aiter(self._streams[index])):
+                yield index, chunk
+        except (KimiClientError, ApiError) as error:
+            raise _api_error(error, self._asked[index]) from None
 
     def _headers(self) -> dict[str, str]:
         return {REQUEST_ID_HEADER: self.request_id}
 
 
-async def _put_back(first: Chunk | None, rest: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+def _details(completion: Completion) -> dict[str, Any]:
+    """What the server says of one completion; beside the choices where there is only one, else in each."""
+    ids = {"prompt_token_ids": list(completion.prompt_token_ids)} if completion.prompt_token_ids else {}
+    return {"statistics": completion.statistics, **ids}
+
+
+def _api_error(error: KimiClientError | ApiError, asked: ServerRequest) -> ApiError:
+    """The error in this API's terms; of several prompts it says which has failed."""
+    said = error if isinstance(error, ApiError) else from_client_error(error, asked.names)
+    if asked.prompt_name is None or said.param is not None:
+        return said
+    return ApiError(
+        said.status, f"{asked.prompt_name}: {said}", param=asked.prompt_name, code=said.code, headers=said.headers
+    )
+
+
+async def _put_back(first: ChoiceChunk | None, rest: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
     if first is not None:
         yield first
     async for chunk in rest:

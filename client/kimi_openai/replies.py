@@ -1,6 +1,7 @@
 """What the server sends -> the bodies and chunks of the API."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,14 +9,16 @@ from kimi_client import Chunk, Completion, TextOrigins
 from kimi_openai.logprobs import CompletionLogprobs
 
 
-def usage(statistics: dict[str, Any]) -> dict[str, Any]:
-    """The API's usage object from the server's statistics of a finished request."""
-    prompt, output = statistics["num_prompt_tokens"], statistics["num_output_tokens"]
+def usage(statistics: Sequence[dict[str, Any]], choices_a_prompt: int = 1) -> dict[str, Any]:
+    """The API's usage object from the server's statistics of a call's finished requests; a prompt counts once."""
+    firsts = statistics[::choices_a_prompt]
+    prompt = sum(s["num_prompt_tokens"] for s in firsts)
+    output = sum(s["num_output_tokens"] for s in statistics)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": statistics["num_cached_tokens"]},
+        "prompt_tokens_details": {"cached_tokens": sum(s["num_cached_tokens"] for s in firsts)},
     }
 
 

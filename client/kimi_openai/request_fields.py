@@ -9,6 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Choices = Annotated[int, Field(ge=1, le=16)]
 Number = Annotated[float, Field(ge=-3e38, le=3e38)]
 
 
@@ -33,6 +35,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Thinking(BaseModel):
@@ -61,7 +64,10 @@ class GenerationRequest(BaseModel):
         '{"type": "json_object"}, or "json_schema" with a schema that the reply then fits; "text" is anything.'
     )
     stream: bool | None = _taken("Server-sent events instead of one body (default false).")
-    stream_options: StreamOptions | None = _taken("`include_usage`: one more chunk with the usage.")
+    stream_options: StreamOptions | None = _taken(
+        "`include_usage`: one more chunk with the usage; `continuous_usage_stats` ⁺: what was used so far in each."
+    )
+    n: Choices | None = _taken("Choices of each prompt, 1 to 16; choice i draws with `seed` + i (default 1).")
 
     top_k: Int | None = _extension("Keep the k most likely tokens.")
     min_p: Number | None = _extension("Keep tokens at least this likely, relative to the best.")
@@ -110,25 +116,59 @@ class ChatRequest(GenerationRequest):
     )
 
 
+class TokenizeRequest(BaseModel):
+    """Body of /tokenize: a text, or a chat."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = _taken("As elsewhere.")
+    prompt: str | None = _taken("A text.")
+    messages: list[Any] | None = _taken("A chat, in place of a text.")
+    tools: list[Any] | None = _taken("Declared in the chat.")
+    chat_template_kwargs: dict[str, Any] | None = _taken("For the chat's template.")
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = _taken("As elsewhere.")
+    tokens: list[TokenId] = Field(description="Token ids, at least one.", min_length=1)
+
+
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Any = Field(description="A text, or a list of token ids; or a list of one of them.")
+    prompt: Any = Field(description="A text or a list of token ids; or a list of these, each a prompt of its own.")
     logprobs: Int | None = _taken("Log-probabilities of the tokens and of this many most likely ones, 0 to 20.")
+    echo: bool | None = _taken("The text begins with that of the prompt (default false); not with `logprobs`.")
 
 
-IGNORED = frozenset(
-    {
-        *("user", "safety_identifier", "metadata", "store", "service_tier"),
-        *("prompt_cache_key", "prompt_cache_retention"),
-    }
-)
-"""Cannot change the text."""
+_WHO = "says who asks or why, which no text depends on"
+_IMAGES = "images are not served"
+IGNORED = {
+    "user": _WHO,
+    "safety_identifier": _WHO,
+    "metadata": _WHO,
+    "store": "nothing is stored",
+    "service_tier": "there is one; `priority` orders requests",
+    "prompt_cache_key": "prefixes are found by their content; `cache_salt` keeps them apart",
+    "prompt_cache_retention": "blocks stay cached until their memory is needed",
+    "verbosity": "the models know no such setting; say it in the prompt",
+    "length_penalty": "concerns beam search, which is refused",
+    "request_id": "the reply's X-Request-Id names the request",
+    "kv_transfer_params": "one server holds all KV",
+    "mm_processor_kwargs": _IMAGES,
+    "media_io_kwargs": _IMAGES,
+    "spaces_between_special_tokens": "the tokenizer puts none",
+    "add_special_tokens": "the tokenizer adds none, and the chat template writes its own",
+}
+"""Known, and taken without effect -> why. None of them can change the text here."""
 
 NO_VALUE = object()
 
 REFUSED: dict[str, Any] = {
-    "n": 1,
     "best_of": 1,
     "echo": False,
     "suffix": "",
@@ -137,15 +177,35 @@ REFUSED: dict[str, Any] = {
     "functions": NO_VALUE,
     "function_call": NO_VALUE,
     "prediction": NO_VALUE,
-    "verbosity": NO_VALUE,
     "web_search_options": NO_VALUE,
     "prompt_logprobs": NO_VALUE,
     "use_beam_search": False,
+    "return_tokens_as_token_ids": False,
+    "include_reasoning": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template": NO_VALUE,
+    "documents": NO_VALUE,
+    "truncate_prompt_tokens": NO_VALUE,
+    "logits_processors": NO_VALUE,
+    "vllm_xargs": NO_VALUE,
+    "guided_json": NO_VALUE,
+    "guided_regex": NO_VALUE,
+    "guided_choice": NO_VALUE,
+    "guided_grammar": NO_VALUE,
 }
 """Known, not served: name -> the only value that is accepted, beside null."""
 
 INSTEAD = {
+    "best_of": "give n and choose",
+    "suffix": "the models fill nothing in",
     "functions": "give tools",
+    "return_tokens_as_token_ids": "give return_token_ids",
+    "include_reasoning": "leave reasoning_content out where you show the reply",
+    "add_generation_prompt": 'give "partial": true in the last message to continue it',
+    "continue_final_message": 'give "partial": true in the last message',
+    "chat_template": "the checkpoint's own is used",
+    **{f"guided_{kind}": "give structured_outputs" for kind in ("json", "regex", "choice", "grammar")},
     "function_call": "give tool_choice",
 }
 """What a refusal suggests."""

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -9,16 +10,19 @@ import pydantic
 import pydantic_core
 
 from kimi_openai.errors import ApiError, bad_field
-from kimi_openai.request_fields import IGNORED, INSTEAD, NO_VALUE, REFUSED, GenerationRequest
+from kimi_openai.request_fields import IGNORED, INSTEAD, NO_VALUE, REFUSED
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+logger = logging.getLogger("kimi_openai")
+RequestT = TypeVar("RequestT", bound=pydantic.BaseModel)
 
 
-def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
+def parse_body(body: bytes, kind: type[RequestT], *, refuses_unknown: bool = True) -> RequestT:
     """
     Args:
         body: JSON, UTF-8.
         kind: which endpoint's fields.
+        refuses_unknown: fields that nobody knows are refused; else they are told in the log and left out. Fields that
+            are known and not served are refused either way.
 
     Raises:
         ApiError: 400; not JSON, or a field that is missing, unknown, not served or of a wrong type, by its name.
@@ -32,7 +36,9 @@ def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
     known = kind.model_fields
     for name, value in values.items():
         if name not in known and name not in IGNORED and value is not None:
-            _refuse(name, value, known)
+            if name in REFUSED or refuses_unknown:
+                _refuse(name, value, known)
+            logger.warning("unknown field %s is left out", shown_name(name))
     try:
         return kind.model_validate({name: value for name, value in values.items() if name in known})
     except pydantic.ValidationError as error:

@@ -35,6 +35,8 @@ class ServerRequest:
     """Arguments of `AsyncKimiClient.stream`."""
     names: dict[str, str]
     """The server's name of a field -> this request's, where they differ."""
+    prompt_name: str | None = None
+    """What errors call this one of several prompts; None where there is only one."""
 
 
 def chat_fields(request: ChatRequest) -> ServerRequest:
@@ -108,18 +110,30 @@ def declares_tools(request: ChatRequest) -> bool:
     return bool(request.tools) and request.tool_choice != "none"
 
 
-def completion_fields(request: CompletionRequest) -> ServerRequest:
-    """
+def completion_fields(request: CompletionRequest) -> list[ServerRequest]:
+    """One for each prompt, in their order.
+
     Raises:
-        ApiError: a prompt that is none, or several prompts.
+        ApiError: a prompt that is none.
     """
     fields = _common_fields(request)
-    name, prompt = _prompt(request.prompt)
-    fields[name] = prompt
     fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     if request.logprobs is not None:
         fields["logprobs"] = request.logprobs
-    return ServerRequest(fields, {name: "prompt"})
+    if request.echo:
+        if request.logprobs is not None:
+            raise bad_field("echo", "true given, with logprobs it is not supported")
+        fields["echo"] = True
+    prompts = _prompts(request.prompt)
+    if len(prompts) == 1:
+        field, value = _prompt("prompt", prompts[0])
+        return [ServerRequest({**fields, field: value}, {field: "prompt"})]
+    asked = []
+    for index, prompt in enumerate(prompts):
+        name = f"prompt[{index}]"
+        field, value = _prompt(name, prompt)
+        asked.append(ServerRequest({**fields, field: value}, {field: name, "prompt": name}, name))
+    return asked
 
 
 def _common_fields(request: GenerationRequest) -> dict[str, Any]:
@@ -133,17 +147,18 @@ def _common_fields(request: GenerationRequest) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None and value != []}
 
 
-def _prompt(prompt: Any) -> tuple[str, Any]:
+def _prompts(prompt: Any) -> list[Any]:
+    is_list = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    return prompt if is_list else [prompt]
+
+
+def _prompt(name: str, prompt: Any) -> tuple[str, Any]:
     """The server's field for it, and its value."""
-    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else [prompt]
-    if len(prompts) > 1:
-        raise bad_field("prompt", f"{len(prompts)} prompts given, only 1 a request is supported")
-    (only,) = prompts
-    if isinstance(only, str):
-        return "text_input", only
-    if isinstance(only, list) and only and all(map(_is_token_id, only)):
-        return "input_ids", only
-    raise bad_field("prompt", f"{shown(only)} given, a text or a list of token ids is allowed")
+    if isinstance(prompt, str):
+        return "text_input", prompt
+    if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
+        return "input_ids", prompt
+    raise bad_field(name, f"{shown(prompt)} given, a text or a list of token ids is allowed")
 
 
 def _is_token_id(value: Any) -> bool:

@@ -16,6 +16,10 @@ class EndpointSettings:
     """What clients must send as a bearer token, one of them; without any nobody is asked."""
     names: tuple[str, ...] = ()
     """Hosts, with or without a port, that clients and pages may call it by, besides localhost and its address."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages elsewhere that may talk to it, such as https://app.example."""
+    refuses_unknown_fields: bool = True
+    """False leaves fields that nobody knows out, with a line in the log."""
     splits_thinking: bool = True
     """Thoughts are sent as `reasoning_content`; False leaves them in `content`, as the model wrote them."""
     has_chat_page: bool = True

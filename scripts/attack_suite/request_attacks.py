@@ -101,4 +101,26 @@ def load_with_the_secret_in_the_wrong_place(victim: Victim) -> str:
     return f"403 for {', '.join(attempts)}"
 
 
-REQUEST_ATTACKS = (request_that_bans_itself, load_with_the_secret_in_the_wrong_place)
+def unary_twin(victim: Victim) -> str:
+    """It is no way around a limit, to a runner, or to a stream that nobody reads."""
+    refused: tuple[dict[str, Any], ...] = (
+        {"text_input": "a" * (8 * 2**20 + 1)},
+        {"text_input": "a", "stop": ["x"] * 1025},
+        {"text_input": "a", "stream": True},
+        {"text_input": "a", "sampling_parameters": '{"stream": true}'},
+        {"text_input": "a", "max_tokens": -1},
+        {"text_input": "a", "SECRET": "x"},
+        {"text_input": "a", "PLAN": "x"},
+        {"text_input": "a", "model_name": "kimi_target"},
+    )
+    for fields in refused:
+        status, reply = victim.post("models/spec_ensemble_unary/generate", fields)
+        if status != 400:
+            raise Broken(f"{list(fields)}: {status} {reply[:200]!r}")
+    status, reply = victim.post("models/spec_ensemble_unary/generate", {"text_input": "a", "max_tokens": 4})
+    if status != 200 or not json.loads(reply)["statistics"]:
+        raise Broken(f"{status} {reply[:200]!r}")
+    return f"400 for {len(refused)}"
+
+
+REQUEST_ATTACKS = (request_that_bans_itself, load_with_the_secret_in_the_wrong_place, unary_twin)

@@ -18,7 +18,7 @@ from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, NAMES_VARIABLE
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.hosting.drain import LAST_RESPONSES_S
-from kimi_backend.hosting.embedded_server import MODELS
+from kimi_backend.hosting.embedded_server import CALL_THREADS, MODELS
 from kimi_backend.hosting.server_installation import find_installation
 from kimi_backend.serving.metric_table import METRICS
 from kimi_openai.observing import EndpointMetrics
@@ -205,10 +205,11 @@ def test_stopping_takes_less_time_than_it_is_given(compose):
         assert service["stop_grace_period"] == f"${{KIMI_STOP_GRACE_PERIOD:-{grace_s}s}}"
 
 
-def test_all_three_models_are_named(start_script):
+def test_all_models_and_their_threads_are_named(start_script):
     names = re.findall(r"models=\((.*?)\)", start_script)
     assert set(names[1].split()) == set(MODELS)
     assert set(names[0].split()) == set(MODELS) - {"eagle3_draft"}
+    assert f"thread-pool-size={CALL_THREADS}" in start_script
     for name in MODELS:
         assert (ROOT / "model_repository" / name / "config.pbtxt").exists()
 

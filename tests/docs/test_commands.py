@@ -30,6 +30,7 @@ PLACES = (
     (r"kimi serve --checkpoint PATH .*", ON_A_SERVER),
     (r"kimi serve --checkpoint demo/kimi-nano .*", ON_A_SERVER),
     (r"kimi bench --(prompts|sweep-k|trace) .*", "tests/server/test_commands.py"),
+    (r"kimi eval problems\.jsonl .*", "tests/server/test_eval.py"),
     (r"kimi make-checkpoint OUT --preset kimi-k2\.5 .* --no-weights", HERE),
     (r"kimi make-checkpoint OUT --preset tiny\|.*", "tests/backend/cli/test_make_checkpoint.py"),
     (r"kimi serve --checkpoint OUT .* --load-format dummy .*", "tests/backend/runners/test_dummy_loading.py"),

@@ -32,7 +32,7 @@ def measure(server):
 def test_nothing_grows_over_many_requests(server, url, in_all):
     run_requests(url, 0, MEASURED_FROM)
     before, regions_before = measure(server)
-    assert set(before) == {"tritonserver", "kimi_target", "eagle3_draft", "spec_ensemble"}
+    assert set(before) == {"tritonserver", "kimi_target", "eagle3_draft", "spec_ensemble", "spec_ensemble_unary"}
     run_requests(url, MEASURED_FROM, in_all - MEASURED_FROM)
     after, regions_after = measure(server)
     assert regions_after == regions_before

@@ -164,7 +164,7 @@ BAD = [
     ("completions", {"prompt": [10**6]}, "prompt"),
     ("completions", {"prompt": "a " * 5000}, "prompt"),
     ("completions", {"prompt": "a", "top_p": 7}, "top_p"),
-    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
     ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
     ("completions", {"prompt": "a", "logprobs": 10**6}, "logprobs"),
     ("completions", {"prompt": "a", "num_speculative_tokens": 8}, "num_speculative_tokens"),

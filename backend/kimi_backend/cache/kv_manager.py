@@ -157,33 +157,45 @@ class KvManager:
             self.draft_pool.check_invariants()
         self.prefix_cache.check_invariants()
 
+    def num_cached_blocks(self, chain: HashChain, token_ids: Int32Array, uses_draft: bool) -> int:
+        """Leading blocks that `start` would take from the prefix cache now."""
+        return len(self._find_cached(chain, token_ids, uses_draft)[0]) if self.enable_prefix_cache else 0
+
     def _has_spare(self, uses_draft: bool, count: int) -> bool:
         draft = self.draft_pool if uses_draft else None
         return self.target_pool.num_available >= count and (draft is None or draft.num_available >= count)
 
-    def _take_cached(self, blocks: SequenceBlocks, token_ids: Int32Array, uses_draft: bool) -> None:
+    def _find_cached(self, chain: HashChain, token_ids: Int32Array, uses_draft: bool) -> tuple[list[int], list[int]]:
+        """(target ids, draft ids) of the leading blocks that are cached: as many of each, or the target's alone where
+        the draft has less than half of them or is not used."""
         size = self.block_size
         num_blocks = (len(token_ids) - 1) // size
-        blocks.chain.extend(token_ids, num_blocks)
-        keys = blocks.chain.keys[:num_blocks]
+        chain.extend(token_ids, num_blocks)
+        keys = chain.keys[:num_blocks]
         target_ids = self.prefix_cache.find_target(keys)
+        if not uses_draft:
+            return target_ids, []
+        draft_keys: list[DraftBlockKey] = [
+            (key, int(token_ids[(block + 1) * size])) for block, key in enumerate(keys[: len(target_ids)])
+        ]
+        draft_ids = self.prefix_cache.find_draft(draft_keys)
+        if 2 * len(draft_ids) < len(target_ids):
+            return target_ids, []
+        return target_ids[: len(draft_ids)], draft_ids
+
+    def _take_cached(self, blocks: SequenceBlocks, token_ids: Int32Array, uses_draft: bool) -> None:
+        target_ids, draft_ids = self._find_cached(blocks.chain, token_ids, uses_draft)
         if uses_draft:
             assert self.draft_pool is not None
-            draft_keys: list[DraftBlockKey] = [
-                (key, int(token_ids[(block + 1) * size])) for block, key in enumerate(keys[: len(target_ids)])
-            ]
-            draft_ids = self.prefix_cache.find_draft(draft_keys)
-            if 2 * len(draft_ids) < len(target_ids):
-                draft_ids, blocks.draft_start = [], len(target_ids) * size
-            else:
-                target_ids = target_ids[: len(draft_ids)]
+            if len(draft_ids) < len(target_ids):
+                blocks.draft_start = len(target_ids) * self.block_size
             self.draft_pool.share(draft_ids)
             blocks.draft_ids = draft_ids
             blocks.num_published_draft = len(draft_ids)
         self.target_pool.share(target_ids)
         blocks.target_ids = target_ids
         blocks.num_published_target = len(target_ids)
-        blocks.num_cached_tokens = len(target_ids) * size
+        blocks.num_cached_tokens = len(target_ids) * self.block_size
 
 
 def _draft_pool(num_blocks: int | None) -> BlockPool | None:

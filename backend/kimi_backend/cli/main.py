@@ -12,6 +12,7 @@ import typer
 
 from kimi_backend.cli.bench import bench_command
 from kimi_backend.cli.count_tokens import count_tokens_command
+from kimi_backend.cli.evaluate import eval_command
 from kimi_backend.cli.health import health_command
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
@@ -44,6 +45,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "chat": (chat_command, "kimi chat --system 'You answer in one sentence.' --temperature 0.6"),
     "demo": (demo_command, "kimi demo --temperature 0"),
     "bench": (bench_command, "kimi bench --prompts mine.jsonl --concurrency 4 --compare-no-spec"),
+    "eval": (eval_command, "kimi eval problems.jsonl --task gsm8k --json result.json"),
     "health": (health_command, "kimi health --url localhost:8000 --draft"),
     "probe": (probe_command, "kimi probe /models/Kimi-K2.5 --draft /models/Kimi-K2.5-eagle3 --prompts mine.jsonl"),
     "count-tokens": (count_tokens_command, "kimi count-tokens /models/Kimi-K2.5 answers.jsonl --out counts.json"),

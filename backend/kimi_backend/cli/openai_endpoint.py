@@ -38,11 +38,13 @@ def run_endpoint(
     metrics_port: int | None,
     access_log: bool,
     log_format: str,
+    cors_origins: Sequence[str] = (),
+    refuses_unknown_fields: bool = True,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
-        ConfigError: its packages are not installed, or no model name is given.
+        ConfigError: its packages are not installed, no model name is given, or every origin.
         KimiError: the url has a scheme.
         OSError: the address cannot be taken.
     """
@@ -51,6 +53,8 @@ def run_endpoint(
         from kimi_backend.cli.talk import client_errors
     except ImportError as error:
         raise ConfigError(f"no {error.name}: install the extra, pip install 'kimi-spec-serving[openai]'") from error
+    if "*" in cors_origins:
+        raise ConfigError("CORS origin: '*' given, name each origin: any page could talk to the models otherwise")
     if "" in model_names:
         raise ConfigError("model name: '' given, a name is needed")
     settings = kimi_openai.EndpointSettings(
@@ -61,6 +65,8 @@ def run_endpoint(
         splits_thinking=splits_thinking,
         has_chat_page=has_chat_page,
         stop_within_s=_STOP_SLACK_S + round(ServingSettings.from_parameters({}, os.environ).drain_timeout_s),
+        cors_origins=tuple(cors_origins),
+        refuses_unknown_fields=refuses_unknown_fields,
     )
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format: {log_format!r} given, text or json is allowed")

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,13 @@ TEMPERATURE_OPTION = Annotated[float | None, typer.Option(min=0, help="0 is gree
 TOP_P_OPTION = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")]
 SEED_OPTION = Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")]
 K_OPTION = Annotated[int | None, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens a step, 0 to 7.")]
+
+
+class UnknownFields(str, Enum):
+    """What the endpoint does with fields that nobody knows."""
+
+    REFUSE = "refuse"
+    WARN = "warn"
 
 
 @setting_options()
@@ -80,6 +88,13 @@ def openai_command(
     ] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log each request, with its id.")] = False,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages elsewhere that may ask, https://app.example; may be given again."),
+    ] = None,
+    unknown_fields: Annotated[
+        UnknownFields, typer.Option(help="What becomes of a request's fields that nobody knows.")
+    ] = UnknownFields.REFUSE,
 ) -> None:
     """An OpenAI-compatible HTTP endpoint in front of a running server.
 
@@ -97,6 +112,8 @@ def openai_command(
         metrics_port=metrics_port,
         access_log=access_log,
         log_format=log_format,
+        cors_origins=cors_origin or (),
+        refuses_unknown_fields=unknown_fields is UnknownFields.REFUSE,
     )
 
 

@@ -1,7 +1,7 @@
 """Server settings: one declaration each, read once from model parameters and environment variables.
 
 A setting `x` is taken from the model's config.pbtxt parameter `x` when that is not empty, else from the environment
-variable `KIMI_X`, else from its default. The three models of one server see the same environment, so `kimi serve` and
+variable `KIMI_X`, else from its default. The models of one server see the same environment, so `kimi serve` and
 docker compose set variables; a parameter in a config.pbtxt overrides them for that model alone.
 
     python -m kimi_backend.config.settings      0, or 2 and the reason, of this process's environment

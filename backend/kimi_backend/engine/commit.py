@@ -86,6 +86,8 @@ def _append(
     num_valid_rows = num_rows - num_draft_tokens + num_accepted
     if status != 0:
         token_ids = token_ids[:-1]
+    if not sequence.num_remaining_tokens:  # a request for none: its prompt was all that it wanted
+        token_ids, sequence.finish = [], Finish(FinishReason.LENGTH)
     num_kept = sequence.append(token_ids)
     if num_kept < len(token_ids):
         token_ids = token_ids[:num_kept]

@@ -96,7 +96,7 @@ class Engine:
             CapacityError: the queue is full or the engine shuts down; ModelUnavailableError: a runner is missing.
         """
         geometry = self._loop.require_ready().geometry
-        check_request(request, _limits(geometry, self._eos_token_ids), self._settings)
+        self.check(request)
         compiled = self._compiled(request, geometry)
         sequence = self._make_sequence(request, geometry)
         output = RequestOutput(
@@ -117,6 +117,11 @@ class Engine:
             self._loop.emitter.register(output)
             self._loop.add(sequence, compiled)
         return RequestHandle(request.request_id, sequence.seed, lambda reason: self._loop.cancel(sequence, reason))
+
+    def check(self, request: GenerateRequest) -> None:
+        """Pass silently if the request can be served; raises as `submit`."""
+        limits = _limits(self._loop.require_ready().geometry, self._eos_token_ids)
+        check_request(request, limits, self._settings)
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -25,8 +25,12 @@ from kimi_backend.hosting.shared_memory import REGION_BYTES, check_shared_memory
 from kimi_backend.hosting.watchdog import watch_command
 from kimi_backend.serving.drain_file import DRAIN_FILE_VARIABLE, DrainFile
 from kimi_backend.serving.runner_secret import SECRET_FILE_VARIABLE, write_secret
+from kimi_backend.serving.unary_server import MOST_CALLS
 
-MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble")
+MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble_unary", "spec_ensemble")
+"""Unloaded from the last to the first: `spec_ensemble` ends the requests that its unary twin waits for."""
+CALL_THREADS = MOST_CALLS + 32
+"""Threads of each model for its calls of others and its responses; the server's own number is 32."""
 LOCAL_HOST = "127.0.0.1"
 EVERY_HOST = "0.0.0.0"
 _POLL_S = 0.1
@@ -217,6 +221,7 @@ class EmbeddedServer:
             f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
             f"--backend-config=python,shm-default-byte-size={REGION_BYTES}",
             f"--backend-config=python,shm-growth-byte-size={REGION_BYTES}",
+            f"--backend-config=python,thread-pool-size={CALL_THREADS}",
             "--disable-auto-complete-config",
             *restricting_options(self.admin_secret, self._host),
             *self._options,

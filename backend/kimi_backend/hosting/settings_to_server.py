@@ -23,7 +23,7 @@ def find_model_repository() -> Path:
 
 
 def settings_as_environment(settings: ServingSettings) -> dict[str, str]:
-    """Variables that make the three models read these settings."""
+    """Variables that make the models read these settings."""
     return {ENVIRONMENT_PREFIX + f.name.upper(): str(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
 
 

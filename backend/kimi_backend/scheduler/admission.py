@@ -73,7 +73,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     _check_range("presence_penalty", params.presence_penalty, -2, 2)
     _check_range("min_tokens", params.min_tokens, 0, 2**31 - 1)
     if params.max_tokens is not None:
-        _check_range("max_tokens", params.max_tokens, 1, 2**31 - 1)
+        _check_range("max_tokens", params.max_tokens, 0, 2**31 - 1)
         if params.min_tokens > params.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens: {params.min_tokens} given, at most max_tokens ({params.max_tokens}) is allowed"

@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kimi_backend.cache.hash_chain import HashChain
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.sequence import DraftState, Sequence
@@ -210,19 +211,50 @@ class Scheduler:
         return target_slots, min(draft_slots, sequence.max_num_tokens) - sequence.draft_start
 
     def _admit(self, batch: StepBatch, budget: int) -> None:
-        """Start waiting sequences, strictly in order, while rows and blocks last."""
-        while budget > 0 and len(self.running) < self.settings.max_num_seqs:
+        """Start waiting sequences in order, while rows and blocks last.
+
+        One that would compute what a running one is just computing waits for that, and lets others pass.
+        """
+        passed: list[Sequence] = []
+        while budget > 0 and max(len(self.running), len(passed)) < self.settings.max_num_seqs:
             sequence = self.waiting.peek()
             if sequence is None:
-                return
+                break
+            if self._will_find_more(sequence):
+                passed.append(self.waiting.pop())
+                continue
             if not self._start(sequence):
                 self._refused = sequence
-                return
+                break
             self.waiting.pop()
             chunk = min(sequence.num_tokens - sequence.target_len, budget)
             budget -= chunk
             batch.sequences.append(sequence)
             batch.num_rows.append(chunk)
+        for sequence in passed:
+            self.waiting.push(sequence)
+
+    def _will_find_more(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to publish the block behind those that this one would find now."""
+        filling = [s for s in self.running if s.is_filling]
+        if not filling or not self.kv.enable_prefix_cache:
+            return False
+        uses_draft, chain = sequence.wants_draft and self.is_drafting, self._chain_of(sequence)
+        num_found = self.kv.num_cached_blocks(chain, sequence.token_ids, uses_draft)
+        end = (num_found + 1) * self.kv.block_size
+        if sequence.num_tokens <= end:
+            return False
+        key = chain.keys[num_found : num_found + 1]
+        return any(
+            self._chain_of(other).keys[num_found : num_found + 1] == key
+            and other.will_publish(end, with_draft=uses_draft)
+            for other in filling
+        )
+
+    def _chain_of(self, sequence: Sequence) -> HashChain:
+        if sequence.chain is None:
+            sequence.chain = self.kv.new_chain(sequence.request.cache_salt)
+        return sequence.chain
 
     def _start(self, sequence: Sequence) -> bool:
         """Give blocks for all known tokens at once, leaving one for each running sequence to grow into."""
@@ -237,10 +269,8 @@ class Scheduler:
             self._admitted = sequence
         uses_draft = uses_draft and sequence.speculation.uses_draft
         target_slots, draft_slots = self._slots(sequence, uses_draft)
-        if sequence.chain is None:
-            sequence.chain = self.kv.new_chain(sequence.request.cache_salt)
         blocks = self.kv.start(
-            sequence.chain,
+            self._chain_of(sequence),
             sequence.token_ids,
             num_target_slots=target_slots,
             num_draft_slots=draft_slots,

@@ -194,6 +194,17 @@ class Sequence:
         return self.target_len == self.num_tokens - 1
 
     @property
+    def is_filling(self) -> bool:
+        """Whether KV of known tokens is still being written, in either pool."""
+        return not self.is_decoding or (self.uses_draft and self.draft_len < self.target_len)
+
+    def will_publish(self, end: int, *, with_draft: bool) -> bool:
+        """Whether its KV up to a position, in both pools where asked for, is not valid yet and will be."""
+        if with_draft and (not self.uses_draft or self.draft_start):
+            return False
+        return self.target_len < end or (with_draft and self.draft_len < end)
+
+    @property
     def publishable_draft_len(self) -> int:
         """Draft KV that others may share: only one that began with the sequence depends on its tokens alone."""
         return 0 if self.draft_start else self.draft_len

@@ -6,6 +6,8 @@ from typing import Any
 from kimi_backend.errors import KimiError
 
 LOGGER_NAME = "kimi_backend"
+CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
+"""What an error's message begins with."""
 LONGEST_MESSAGE = 2_000
 """Characters of an error that a client gets: it may quote what the client sent."""
 

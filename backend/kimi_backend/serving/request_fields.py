@@ -41,7 +41,9 @@ INPUT_FIELDS = (
     RequestField("messages", Kind.JSON, "Prompt as a JSON list of chat messages, rendered by the chat template."),
     RequestField("input_ids", Kind.INTS, "Prompt as token ids."),
     RequestField("stream", Kind.BOOL, "One response a step instead of one in all (default false)."),
-    RequestField("max_tokens", Kind.INT, "Most output tokens (default: the setting `default_max_tokens`)."),
+    RequestField(
+        "max_tokens", Kind.INT, "Most output tokens; 0 draws none (default: the setting `default_max_tokens`)."
+    ),
     RequestField("min_tokens", Kind.INT, "No stop token before this many output tokens (default 0)."),
     RequestField("temperature", Kind.FLOAT, "0 is greedy (default 1)."),
     RequestField("top_k", Kind.INT, "Keep the k most likely tokens; 0 or -1 keeps all (default 0)."),
@@ -97,6 +99,7 @@ INPUT_FIELDS = (
         Kind.INT,
         "Most tokens of thoughts, where the prompt ends inside a think block; the next one ends it.",
     ),
+    RequestField("echo", Kind.BOOL, "The text begins with that of the prompt (default false)."),
     RequestField("return_token_ids", Kind.BOOL, "Send `output_ids` and `prompt_token_ids` too (default false)."),
     RequestField("return_token_origins", Kind.BOOL, "Send `token_origins` and `token_offsets` too (default false)."),
     RequestField(
@@ -116,13 +119,18 @@ IGNORED_PARAMETERS = frozenset(
 )
 """Request parameters that clients and the server set on their own; `triton_*` likewise."""
 
+
+def is_servers_own(parameter: str) -> bool:
+    """Whether it is none of ours to read."""
+    return parameter in IGNORED_PARAMETERS or parameter.startswith("triton_")
+
+
 UNSUPPORTED_FIELDS = {
     "n": 1,
     "best_of": 1,
     "beam_width": 1,
     "num_return_sequences": 1,
     "use_beam_search": False,
-    "echo": False,
     "prompt_logprobs": None,
     "lora_name": None,
 }

@@ -26,6 +26,8 @@ class ParsedRequest:
     """One response a step; else one in all."""
     return_token_ids: bool
     return_control_offsets: bool = False
+    echo: bool = False
+    """The text begins with that of the prompt."""
     begins_thinking: bool | None = None
     """The prompt ends inside a think block; None where nobody asked."""
 
@@ -76,6 +78,7 @@ class RequestParser:
             stream=values.get("stream", False),
             return_token_ids=values.get("return_token_ids", False),
             return_control_offsets=return_control_offsets,
+            echo=values.get("echo", False),
             begins_thinking=self._ends_thinking(prompt) if return_control_offsets else None,
         )
 

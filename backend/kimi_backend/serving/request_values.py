@@ -10,10 +10,10 @@ from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.request_fields import (
     ALIASES,
     ELSEWHERE,
-    IGNORED_PARAMETERS,
     INPUT_FIELDS,
     UNSUPPORTED_FIELDS,
     Kind,
+    is_servers_own,
 )
 from kimi_backend.serving.request_limits import check_bytes, check_items
 from kimi_backend.text.unicode_text import require_valid_unicode
@@ -193,9 +193,8 @@ def collect_values(tensors: Mapping[str, Any], parameters: Mapping[str, Any]) ->
     for name, array in tensors.items():
         collector.add(name, tensor_value(name, array), "input")
     for name, value in parameters.items():
-        if name in IGNORED_PARAMETERS or name.startswith("triton_"):
-            continue
-        collector.add(name, value, "parameter")
+        if not is_servers_own(name):
+            collector.add(name, value, "parameter")
     nested = collector.values.pop("sampling_parameters", None)
     if nested is not None:
         if not isinstance(nested, dict):

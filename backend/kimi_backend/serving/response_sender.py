@@ -5,6 +5,7 @@ steps add is kept, and goes out merged at their next turn: at low load every ste
 longer responses leave. Nothing is lost or reordered, and each request gets exactly one final response.
 """
 
+import dataclasses
 import logging
 import threading
 import time
@@ -32,6 +33,7 @@ class _Live:
 
     sender: Any
     parsed: ParsedRequest
+    echo: str = ""
     pending: list[TokenDelta] = field(default_factory=list)
     is_first: bool = True
     is_cancelled: bool = False
@@ -73,10 +75,14 @@ class ResponseSender:
             since = [live.pending_since_s for key in self._ready if (live := self._live.get(key)) is not None]
         return time.monotonic() - min(since) if since else 0.0
 
-    def register(self, request_id: str, sender: Any, parsed: ParsedRequest) -> None:
-        """Take charge of a request's responses, before any delta of it can come."""
+    def register(self, request_id: str, sender: Any, parsed: ParsedRequest, echo: str = "") -> None:
+        """Take charge of a request's responses, before any delta of it can come.
+
+        Args:
+            echo: what the first response's text begins with.
+        """
         with self._changed:
-            self._live[request_id] = _Live(sender, parsed)
+            self._live[request_id] = _Live(sender, parsed, echo)
             self._changed.notify()  # an idle thread must begin to look for cancellations
 
     def refuse(self, request_id: str | None, sender: Any, error: BaseException) -> None:
@@ -140,6 +146,8 @@ class ResponseSender:
 
     def _send_delta(self, live: _Live, delta: TokenDelta, is_final: bool) -> None:
         prompt = live.parsed.generate.prompt_token_ids
+        if live.is_first and live.echo:
+            delta = dataclasses.replace(delta, text=live.echo + delta.text)
         response = self._builder.build(
             delta,
             num_input_tokens=len(prompt) if live.is_first else 0,

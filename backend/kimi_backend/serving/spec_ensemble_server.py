@@ -23,6 +23,7 @@ from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.drain_file import DrainFile
+from kimi_backend.serving.incoming import parameters_text, request_name
 from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.request_lanes import Arrival, RequestLanes
 from kimi_backend.serving.request_parser import RequestParser
@@ -33,6 +34,7 @@ from kimi_backend.serving.start_probe import warn_of_wrong_draft
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.chat_template import load_chat_template
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
+from kimi_backend.types.request import FinishReason, GenerateRequest, RequestStats, TokenDelta
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -75,6 +77,23 @@ def make_parser(settings: ServingSettings) -> tuple[RequestParser, Any]:
 
 def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def _of_the_prompt(request: GenerateRequest) -> TokenDelta:
+    """All that a request for no token gets; no model runs for it."""
+    stats = RequestStats(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_output_tokens=0,
+        max_tokens=0,
+        queue_time_s=0.0,
+        first_token_time_s=None,
+        total_time_s=0.0,
+        num_preemptions=0,
+        seed=request.sampling.seed or 0,
+        speculation=None,
+    )
+    return TokenDelta(request_id=request.request_id, token_ids=(), finish_reason=FinishReason.LENGTH, stats=stats)
 
 
 class SpecEnsembleServer:
@@ -129,10 +148,10 @@ class SpecEnsembleServer:
         """
         for request in requests:
             sender = request.get_response_sender()
-            request_id = f"{_name(request)}#{next(self._ids)}"
+            request_id = f"{request_name(request)}#{next(self._ids)}"
             try:
                 self._begin()
-                self._lanes.put(Arrival.of(request_id, sender, request.inputs(), _parameters(request)))
+                self._lanes.put(Arrival.of(request_id, sender, request.inputs(), parameters_text(request)))
             except Exception as error:
                 self._send_refusal(request_id, sender, error)
 
@@ -167,8 +186,14 @@ class SpecEnsembleServer:
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
         request_id, parameters = arrival.request_id, dict(json.loads(arrival.parameters or "{}"))
         parsed = self._parser.parse(request_id, arrival.tensors, parameters, self._engine.max_prompt_tokens)
+        self._engine.check(parsed.generate)
+        echo = self._tokenizer.decode(parsed.generate.prompt_token_ids) if parsed.echo else ""
+        if parsed.generate.sampling.max_tokens == 0:
+            self._sender.register(request_id, arrival.sender, parsed, echo)
+            self._sender.put(_of_the_prompt(parsed.generate))
+            return
         handle = self._handles[request_id] = Future()
-        self._sender.register(request_id, arrival.sender, parsed)
+        self._sender.register(request_id, arrival.sender, parsed, echo)
         handle.set_result(self._engine.submit(parsed.generate, self._on_delta))
 
     def _refuse(self, arrival: Arrival, error: BaseException) -> None:
@@ -232,19 +257,3 @@ class SpecEnsembleServer:
                 self._engine.fail_live(f"runner kimi_target: its process {target} has died")
             if draft is not None and not is_alive(draft):
                 self._engine.report_dead_draft(draft)
-
-
-def _name(request: Any) -> str:
-    """What the client calls the request, for the log."""
-    try:
-        return request.request_id() or "request"
-    except UnicodeDecodeError:
-        return "request"
-
-
-def _parameters(request: Any) -> str:
-    """JSON, or nothing."""
-    try:
-        return str(request.parameters() or "")
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"parameters: not valid UTF-8 ({error.reason} at byte {error.start})") from None

@@ -39,7 +39,7 @@ def check(**sampling: object) -> None:
         ("frequency_penalty", 2.1, "-2 to 2"),
         ("presence_penalty", -2.1, "-2 to 2"),
         ("min_tokens", -1, "0 to 2147483647"),
-        ("max_tokens", 0, "1 to 2147483647"),
+        ("max_tokens", -1, "0 to 2147483647"),
         ("logprobs", -1, "0 to 20"),
         ("logprobs", 21, "0 to 20"),
     ],

@@ -209,3 +209,54 @@ def test_block_tables_hold_the_blocks_in_order() -> None:
             (scheduler.table.draft_blocks, sequence.blocks.draft_ids),
         ):
             np.testing.assert_array_equal(table[sequence.row, : len(ids)], ids)
+
+
+def publish(scheduler: Scheduler) -> None:
+    """As the engine does behind each step."""
+    for s in scheduler.running:
+        assert s.blocks is not None
+        scheduler.kv.publish(s.blocks, s.token_ids, s.target_len, s.publishable_draft_len)
+
+
+@pytest.mark.parametrize("num_draft_blocks", [None, 64])
+def test_one_prompt_of_several_sequences_is_computed_once(num_draft_blocks: int | None) -> None:
+    scheduler = make_scheduler(num_draft_blocks=num_draft_blocks, max_num_batched_tokens=16)
+    for uid in range(4):
+        scheduler.waiting.push(make_sequence(prompt(18), uid=uid))
+    scheduler.waiting.push(make_sequence(prompt(1, 90), uid=4))
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 16}, "those with the same prompt wait"
+    advance(batch)
+    publish(scheduler)
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1}, "all that is behind the full blocks"
+    advance(batch)
+    publish(scheduler)
+    pools = [scheduler.kv.target_pool] + ([scheduler.kv.draft_pool] if scheduler.kv.draft_pool else [])
+    assert [pool.num_held for pool in pools] == [4 + 4 + 1] * len(pools), "4 shared blocks, and one of its own each"
+    for sequence in scheduler.running.copy():
+        scheduler.finish(sequence)
+    assert [pool.num_held for pool in pools] == [0] * len(pools)
+    scheduler.kv.check_invariants()
+
+
+def test_others_pass_whoever_waits_for_a_prompt() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler.waiting.push(make_sequence(prompt(30), uid=0))
+    advance(scheduler.schedule())
+    publish(scheduler)
+    scheduler.waiting.push(make_sequence(prompt(30), uid=1))
+    scheduler.waiting.push(make_sequence(prompt(2, 90), uid=2))
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 14, 2: 2}
+    scheduler.preempt(scheduler.running[0])
+    assert scheduler.waiting.snapshot()[0].uid == 0
+
+
+def test_nobody_waits_for_a_draft_that_does_not_come() -> None:
+    scheduler = make_scheduler(num_draft_blocks=64, max_num_batched_tokens=16)
+    scheduler.waiting.push(make_sequence(prompt(30), uid=0, k=0))
+    advance(scheduler.schedule())
+    publish(scheduler)
+    scheduler.waiting.push(make_sequence(prompt(30), uid=1))
+    assert rows_of(scheduler.schedule()) == {0: 14, 1: 2}

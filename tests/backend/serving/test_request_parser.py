@@ -117,7 +117,7 @@ def test_prompts_of_all_three_kinds(parser):
 
 def test_aliases_and_ignored_parameters(parser):
     tensors = {"text_input": strings("hi"), "stop_words": strings("x"), "num_draft_tokens": np.array([[2]], np.int32)}
-    parameters = {"triton_enable_empty_final_response": True, "sequence_id": 3, "min_length": 4, "n": 1, "echo": False}
+    parameters = {"triton_enable_empty_final_response": True, "sequence_id": 3, "min_length": 4, "n": 1}
     request = parser.parse("r", tensors, parameters).generate
     assert request.sampling.stop == ("x",)
     assert request.num_speculative_tokens == 2
@@ -160,7 +160,7 @@ BAD = [
     ("best_of", PROMPT, {"best_of": 3}, "best_of: 3 given"),
     ("beam_width", PROMPT, {"beam_width": 4}, "beam_width: 4 given"),
     ("use_beam_search", PROMPT, {"use_beam_search": True}, "use_beam_search: True given"),
-    ("echo", PROMPT, {"echo": True}, "echo: True given, only false"),
+    ("echo", PROMPT, {"echo": 1}, "echo: 1 given, true or false"),
     ("prompt_logprobs", PROMPT, {"prompt_logprobs": 1}, "prompt_logprobs: 1 given, it is not supported"),
     ("lora", PROMPT, {"lora_name": "x"}, "lora_name: 'x' given"),
     ("number as text", PROMPT, {"temperature": "hot"}, "temperature: 'hot' given, a number"),

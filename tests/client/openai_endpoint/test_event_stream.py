@@ -3,15 +3,20 @@
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from kimi_client import Chunk, KimiClientError, RequestCancelled, ServerFailed, TokenLogprob
+from kimi_client.aio import AsyncStream
 from kimi_client.replies.declared_tools import DeclaredTools
 from kimi_client.replies.reader import ReplyReader
 from kimi_openai.chat_replies import ChatWriter
-from kimi_openai.event_stream import EventStream, chunk_events
+from kimi_openai.errors import ApiError
+from kimi_openai.event_stream import EventStream, UsageMode
+from kimi_openai.generation import Generation
 from kimi_openai.replies import CompletionWriter, Envelope
+from kimi_openai.server_fields import ServerRequest
 from support.openai_endpoint import read_events
 from support.reply_texts import place_controls
 
@@ -37,21 +42,64 @@ def completion_writer(*, logprobs=False, ids=False):
     return CompletionWriter(with_logprobs=logprobs, with_token_ids=ids)
 
 
-def events(chunks, writer, *, includes_usage=False):
-    """The JSON of each event. An exception in place of a chunk is raised there."""
+class ScriptedClient:
+    """Answers request i with the i-th list of chunks. An exception in place of a chunk is raised there."""
 
-    async def produce():
-        for chunk in chunks:
+    def __init__(self, *scripts):
+        self._scripts, self.streams = list(scripts), []
+
+    def stream(self, *, stream, **fields):
+        self.streams.append(ScriptedStream(self._scripts[len(self.streams)], fields))
+        return self.streams[-1]
+
+
+class ScriptedStream(AsyncStream):
+    is_cancelled = False
+
+    def __init__(self, script, fields):
+        super().__init__("r", lambda again: None)
+        self._script, self.fields = script, fields
+
+    async def __aiter__(self):
+        for chunk in self._script:
+            await asyncio.sleep(0)
             if isinstance(chunk, Exception):
                 raise chunk
+            self.chunks.append(chunk)
             yield chunk
 
-    async def collect():
-        envelope = Envelope(reply_id="x", model="kimi", created=1)
-        stream = chunk_events(produce(), writer, envelope, {}, includes_usage=includes_usage)
-        return "".join([event async for event in stream])
+    def cancel(self):
+        self.is_cancelled = True
 
-    return read_events(asyncio.run(collect()).encode())
+
+async def leave_never():
+    await asyncio.sleep(60)
+
+
+ENVELOPE = Envelope(reply_id="x", model="kimi", created=1)
+
+
+async def answered(client, make_writer, prompts, n, usage_mode):
+    request = SimpleNamespace(receive=leave_never)
+    generation = Generation(client, prompts, n, is_streamed=True)
+    response = await generation.answer_streamed(request, make_writer, ENVELOPE, usage_mode)
+    return "".join([event async for event in response.body_iterator])
+
+
+PROMPT = ServerRequest({}, {})
+
+
+def events(chunks, writer, *, usage_mode=UsageMode.NONE):
+    """The JSON of each event."""
+    client = ScriptedClient(chunks)
+    return read_events(asyncio.run(answered(client, lambda: writer, [PROMPT], 1, usage_mode)).encode())
+
+
+def several(*scripts, n, prompts=(PROMPT,), usage_mode=UsageMode.NONE):
+    """(events, requests) of several choices."""
+    client = ScriptedClient(*scripts)
+    found = read_events(asyncio.run(answered(client, completion_writer, prompts, n, usage_mode)).encode())
+    return found, client.streams
 
 
 def reasons(found):
@@ -69,7 +117,7 @@ def test_one_chunk_says_why_it_ended_and_has_the_statistics(writer):
 
 @pytest.mark.parametrize("writer", [chat_writer, completion_writer])
 def test_usage_comes_in_a_chunk_of_its_own(writer):
-    *found, last = events([Chunk("a", 1), Chunk("b", 1, **END)], writer(), includes_usage=True)
+    *found, last = events([Chunk("a", 1), Chunk("b", 1, **END)], writer(), usage_mode=UsageMode.AT_THE_END)
     assert all(event["usage"] is None for event in found)
     assert last["choices"] == []
     assert last["usage"] == {
@@ -93,7 +141,9 @@ FAILURES = [
 @pytest.mark.parametrize("writer", [chat_writer, completion_writer])
 @pytest.mark.parametrize(("failure", "kind", "message"), FAILURES)
 def test_a_failure_is_the_last_event(writer, failure, kind, message):
-    *found, last = events([Chunk("a", 1), *([] if failure is None else [failure])], writer(), includes_usage=True)
+    *found, last = events(
+        [Chunk("a", 1), *([] if failure is None else [failure])], writer(), usage_mode=UsageMode.AT_THE_END
+    )
     assert set(last) == {"error"}
     assert last["error"]["type"] == kind
     assert message in last["error"]["message"]
@@ -227,6 +277,51 @@ def test_of_two_tokens_that_look_alike_the_likelier_stays():
     (event,) = events([Chunk("x", 1, logprobs=(entry,), **END)], completion_writer(logprobs=True))
     (top,) = event["choices"][0]["logprobs"]["top_logprobs"]
     assert list(top.items()) == [("\ufffd", -1.0), ("y", -3.0), ("x", -4.0)]
+
+
+def script(text, **end):
+    return [*(Chunk(letter, 1) for letter in text), Chunk("", 0, finish_reason="stop", statistics=STATISTICS, **end)]
+
+
+def test_choices_have_an_index_and_an_end_each():
+    prompts = [
+        ServerRequest({"seed": 2**64 - 1, "text_input": name}, {}, f"prompt[{i}]") for i, name in enumerate("pq")
+    ]
+    scripts = [script(text) for text in ("abc", "d", "efghi", "")]
+    *found, last = several(*scripts, n=2, prompts=prompts, usage_mode=UsageMode.AT_THE_END)[0]
+    texts, ends = [""] * 4, [[] for _ in scripts]
+    for event in found:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        ends[choice["index"]].append(choice["finish_reason"])
+    assert texts == ["abc", "d", "efghi", ""]
+    assert all(reasons == [None] * (len(reasons) - 1) + ["stop"] for reasons in ends)
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (6, 8), "a prompt counts once"
+    asked = several(*scripts, n=2, prompts=prompts)[1]
+    drawn = [(stream.fields["text_input"], stream.fields["seed"]) for stream in asked]
+    assert drawn == [("p", 2**64 - 1), ("p", 0), ("q", 2**64 - 1), ("q", 0)]
+
+
+def test_one_that_fails_ends_all_and_is_named():
+    prompts = [ServerRequest({}, {}, f"prompt[{i}]") for i in range(3)]
+    endless = [Chunk("a", 1)] * 1000
+    found, _ = several(endless, [Chunk("b", 1), ServerFailed("oops")], endless, n=1, prompts=prompts)
+    assert found[-1]["error"]["message"] == "prompt[1]: oops"
+    assert len(found) < 20
+
+
+def test_more_choices_than_a_call_may_have_start_nothing():
+    client = ScriptedClient()
+    with pytest.raises(ApiError, match=r"^prompt: 17 prompts of 16 choices each given, at most 256"):
+        Generation(client, [PROMPT] * 17, 16, is_streamed=False)
+    assert not client.streams
+
+
+def test_usage_may_come_with_every_chunk():
+    head = Chunk("a", 1, num_prompt_tokens=3)
+    *found, last = events([head, Chunk("b", 1, **END)], completion_writer(), usage_mode=UsageMode.CONTINUOUS)
+    assert [event["usage"]["total_tokens"] for event in (*found, last)] == [4, 5, 5]
+    assert found[0]["usage"]["prompt_tokens"] == 3
 
 
 def test_a_client_that_leaves_before_the_first_event_ends_the_request():

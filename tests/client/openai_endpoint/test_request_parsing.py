@@ -16,7 +16,7 @@ from kimi_openai.server_fields import SAME_NAME, chat_fields, completion_fields
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
-KINDS = {ChatRequest: chat_fields, CompletionRequest: completion_fields}
+KINDS = {ChatRequest: lambda body: [chat_fields(body)], CompletionRequest: completion_fields}
 
 
 def chat(**values):
@@ -24,7 +24,12 @@ def chat(**values):
 
 
 def complete(**values):
-    return completion_fields(parse_body(json.dumps({"prompt": "a", **values}).encode(), CompletionRequest)).fields
+    (asked,) = completions(**values)
+    return asked.fields
+
+
+def completions(**values):
+    return completion_fields(parse_body(json.dumps({"prompt": "a", **values}).encode(), CompletionRequest))
 
 
 BAD_COMPLETIONS = [
@@ -36,8 +41,8 @@ BAD_COMPLETIONS = [
     ({"prompt": [2**31]}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [[1], [2]]}, "prompt"),
+    ({"prompt": ["a", 3]}, "prompt[1]"),
+    ({"prompt": [[1], []]}, "prompt[1]"),
     ({"prompt": [[[1]]]}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"max_tokens": "many"}, "max_tokens"),
@@ -62,11 +67,13 @@ BAD_COMPLETIONS = [
     ({"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge"),
     ({"stream": True, "stream_options": 3}, "stream_options"),
     ({"model": 3}, "model"),
-    ({"n": 2}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": 0}, "n"),
     ({"n": 10**400}, "n"),
     ({"n": True}, "n"),
     ({"best_of": 3}, "best_of"),
-    ({"echo": True}, "echo"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"guided_json": {}}, "guided_json"),
     ({"suffix": "x"}, "suffix"),
     ({"response_format": "json"}, "response_format"),
     ({"structured_outputs": []}, "structured_outputs"),
@@ -115,6 +122,38 @@ def test_a_bad_chat_is_told_which_field(values, param):
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+# fmt: off
+OF_OPENAI_AND_VLLM = [
+    "audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "max_completion_tokens",
+    "max_tokens", "metadata", "modalities", "model", "n", "parallel_tool_calls", "prediction", "presence_penalty",
+    "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "response_format", "safety_identifier",
+    "seed", "service_tier", "stop", "store", "stream", "stream_options", "temperature", "tool_choice", "tools",
+    "top_logprobs", "top_p", "user", "verbosity", "web_search_options", "best_of", "echo", "suffix",
+    "use_beam_search", "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "allowed_token_ids",
+    "bad_words", "add_generation_prompt", "continue_final_message", "add_special_tokens", "documents",
+    "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "priority", "request_id",
+    "logits_processors", "return_tokens_as_token_ids", "return_token_ids", "cache_salt", "kv_transfer_params",
+    "vllm_xargs", "include_reasoning",
+]
+# fmt: on
+
+
+def test_every_name_that_openai_or_vllm_document_is_known():
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *REFUSED, *IGNORED}
+    assert set(OF_OPENAI_AND_VLLM) <= known
+
+
+def test_an_unknown_name_may_be_left_out(caplog):
+    body = b'{"prompt": "a", "temprature": 1}'
+    assert parse_body(body, CompletionRequest, refuses_unknown=False).model_fields_set == {"prompt"}
+    assert "temprature" in caplog.text
+    with pytest.raises(ApiError, match=r"^best_of"):
+        parse_body(b'{"prompt": "a", "best_of": 3}', CompletionRequest, refuses_unknown=False)
+
+
 def test_a_mistyped_name_gets_a_suggestion():
     with pytest.raises(ApiError, match="is temperature meant"):
         complete(temprature=1)
@@ -137,12 +176,12 @@ def test_what_is_no_json_object_is_a_bad_request(body):
 
 
 def test_null_is_as_good_as_not_given():
-    names = [*CompletionRequest.model_fields, *REFUSED, *IGNORED]
+    names = [*CompletionRequest.model_fields, *REFUSED, *IGNORED, *OF_OPENAI_AND_VLLM]
     assert complete(**{name: None for name in names if name != "prompt"}) == complete()
 
 
 def test_what_changes_nothing_is_accepted():
-    harmless = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "user": "me", "metadata": {"a": "b"}, "store": True}
+    harmless = {"best_of": 1, "echo": False, "suffix": "", "user": "me", "metadata": {"a": "b"}, "store": True}
     assert complete(**harmless) == complete() == {"text_input": "a", "max_tokens": 16}
     assert chat(modalities=["text"], parallel_tool_calls=True) == chat()
 
@@ -150,6 +189,9 @@ def test_what_changes_nothing_is_accepted():
 def test_prompts():
     assert complete(prompt=["a"]) == complete(prompt="a")
     assert complete(prompt=[1, 2])["input_ids"] == complete(prompt=[[1, 2]])["input_ids"] == [1, 2]
+    first, second = completions(prompt=["b", [3]], seed=4)
+    assert (first.fields["text_input"], second.fields["input_ids"]) == ("b", [3])
+    assert (second.names, second.prompt_name) == ({"input_ids": "prompt[1]", "prompt": "prompt[1]"}, "prompt[1]")
 
 
 def test_a_chats_fields():
@@ -213,15 +255,16 @@ def test_stop_may_be_a_text_or_a_list():
 
 
 def test_every_field_has_a_way_to_the_server_and_every_input_a_field():
-    elsewhere = {"model", "stream", "stream_options"}
+    elsewhere = {"model", "stream", "stream_options", "n"}
     assert set(GenerationRequest.model_fields) == {*SAME_NAME} | elsewhere
     reached = {*SAME_NAME, "stream", "text_input", "input_ids", "messages", "logprobs", "tools", "chat_template_kwargs"}
+    reached |= {"echo"}
     reached |= {"return_control_offsets", "stop_control_tokens", "thinking_token_budget"}
     reached |= {"tool_choice", "parallel_tool_calls"}
     assert reached == set(INPUT_TYPES)
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-    assert not known & IGNORED
-    assert not known & set(REFUSED)
+    assert not known & set(IGNORED)
+    assert known & set(REFUSED) == {"echo"}, "of a chat"
 
 
 JSON = st.recursive(
@@ -238,7 +281,8 @@ NAMES = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *REF
 def test_no_json_fails_in_another_way(kind, values, prompt):
     whole = {"prompt" if kind is CompletionRequest else "messages": prompt} | values
     with contextlib.suppress(ApiError, InvalidRequest):
-        build_inputs(KINDS[kind](parse_body(json.dumps(whole).encode(), kind)).fields)
+        for asked in KINDS[kind](parse_body(json.dumps(whole).encode(), kind)):
+            build_inputs(asked.fields)
 
 
 @settings(max_examples=200, deadline=None)
