@@ -42,6 +42,8 @@ DRAFTS: dict[str, dict[str, str]] = {
     "cheap": {"draft_quantization": "fp8", "draft_head_quantization": "int4", "draft_vocab": "32768"},
 }
 WARM_ROUNDS = 4
+FEW, FEW_ROUNDS_MORE = 4, 3
+"""Batches of so few sequences run so many times as long: luck counts for more in them."""
 MARGIN_TOKENS = 16
 
 
@@ -74,7 +76,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ks", type=numbers, default=list(range(8)), help="rounds that are measured; 0 among them")
     parser.add_argument("--lengths", type=lambda text: [float(part) for part in text.split(",")], default=list(LENGTHS))
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=40, help="of each fixed k")
+    parser.add_argument("--rounds", type=int, default=80, help="of each fixed k")
     parser.add_argument("--adaptive-rounds", type=int, default=150)
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
@@ -106,7 +108,7 @@ def measure_draft(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def slice_settings(name: str, options: argparse.Namespace, folder: Path) -> ServingSettings:
     """Room for the largest case."""
     target, draft = write_slice(folder, options.layers, options.preset)
-    most_tokens = 8 * max(options.rounds, options.adaptive_rounds) + 8 * WARM_ROUNDS
+    most_tokens = 8 * max(options.rounds, FEW_ROUNDS_MORE * options.adaptive_rounds) + 8 * WARM_ROUNDS
     longest = options.prompt + most_tokens + MARGIN_TOKENS
     values = {
         "checkpoint": str(target),
@@ -155,9 +157,8 @@ def fixed_rounds(
     for batch in options.batches:
         for k in options.ks:
             rounds = run(target, draft if k else None, settings, "fixed", k, batch, options.rounds, options.prompt)
-            steady = decode_rounds(rounds, batch, options.rounds)[WARM_ROUNDS:]
-            starts = [item.target_start_s for item in steady]
-            round_ms = 1e3 * statistics.median(np.diff(starts)) if len(starts) > 1 else float("nan")
+            ends = [item.target_end_s for item in decode_rounds(rounds, batch, options.rounds)[WARM_ROUNDS:]]
+            round_ms = 1e3 * float(np.mean(np.diff(ends))) if len(ends) > 1 else float("nan")
             predicted_ms = 1e3 * predicted_s(times, batch, k, batch * (options.prompt + options.rounds))
             entry = {"batch": batch, "k": k, "round_ms": round(float(round_ms), 4)}
             found.append(entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / round_ms - 1, 4)})
@@ -186,10 +187,10 @@ def adaptive_runs(
         for batch in options.batches:
             of_batch = {item["k"]: item["round_ms"] for item in fixed if item["batch"] == batch}
             rates = {k: 1e3 * batch * emitted(chances, k) / round_ms for k, round_ms in of_batch.items()}
-            rounds = run(target, draft, settings, "adaptive", 7, batch, options.adaptive_rounds, options.prompt)
-            counted = decode_rounds(rounds, batch, options.adaptive_rounds)
-            seconds = counted[-1].end_s - counted[0].target_start_s
-            rate = sum(item.num_tokens for item in counted) / seconds
+            most = options.adaptive_rounds * (FEW_ROUNDS_MORE if batch <= FEW else 1)
+            rounds = run(target, draft, settings, "adaptive", 7, batch, most, options.prompt)
+            counted = decode_rounds(rounds, batch, most)
+            rate, later = tokens_per_s(counted), tokens_per_s(counted[len(counted) // 3 :])
             best = max(rates, key=lambda k: rates[k])
             rows = statistics.mean(item.num_rows / batch - 1 for item in counted)
             found.append(
@@ -200,12 +201,26 @@ def adaptive_runs(
                     "best_k": best,
                     "adaptive": round(rate),
                     "mean_k": round(rows, 2),
+                    "slow_rounds": slow_rounds(counted),
+                    "later_of_best": round(later / rates[best], 3),
                     "of_best": round(rate / rates[best], 3),
                     "of_plain": round(rate / rates[0], 3) if 0 in rates else None,
                 }
             )
             print(json.dumps(found[-1]), flush=True)
     return found
+
+
+def tokens_per_s(rounds: Sequence[Round]) -> float:
+    """Of rounds one behind another."""
+    return sum(item.num_tokens for item in rounds[1:]) / (rounds[-1].target_end_s - rounds[0].target_end_s)
+
+
+def slow_rounds(rounds: Sequence[Round]) -> float:
+    """The share of the time that rounds of more than 1.5 times the median take beyond that."""
+    seconds = np.diff([item.target_end_s for item in rounds])
+    late = np.maximum(seconds - 1.5 * np.median(seconds), 0).sum()
+    return round(float(late / seconds.sum()), 4)
 
 
 def scaled_chances(length: float) -> tuple[float, ...]:

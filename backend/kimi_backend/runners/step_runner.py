@@ -22,7 +22,7 @@ from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.sampling_tensors import SamplingUpload
-from kimi_backend.runners.step_timing import Sequences, StepTimer, num_timed_steps, time_steps
+from kimi_backend.runners.step_timing import FEWEST_PASSES, Sequences, shapes_of, time_steps
 from kimi_backend.runners.warm_up import prefill_lengths
 from kimi_backend.spec_decode.protocols import Pending
 from kimi_backend.types.plan import RowPlan, RunnerDescription
@@ -184,12 +184,13 @@ class StepRunner:
         return self._costs
 
     def _time_steps(self) -> StepCosts:
-        role = self._description.role
-        shapes = {"is_captured": self._captured() is not None, "is_draft": role == "draft"}
-        with count_progress(f"timing steps of the {role}", num_timed_steps(self._limits, **shapes)) as advance:
-            sequences = Sequences(pool=self._pool, limits=self._limits, vocab_size=self._vocab_size)
-            timer = StepTimer(device=self.device, advance=advance)
-            return time_steps(sequences, timer, self._launch_timed, **shapes)
+        role, is_captured = self._description.role, self._captured() is not None
+        sequences = Sequences(
+            pool=self._pool, limits=self._limits, vocab_size=self._vocab_size, is_draft=role == "draft"
+        )
+        num_shapes = len(shapes_of(self._limits, is_captured=is_captured, is_draft=sequences.is_draft))
+        with count_progress(f"timing steps of the {role}", FEWEST_PASSES * num_shapes) as advance:
+            return time_steps(sequences, self._launch_timed, self.device, advance, is_captured=is_captured)
 
     def _launch_timed(self, rows: RowPlan, num_proposals: int) -> Pending[Any]:
         """Queue a step over made-up sequences."""

@@ -1,12 +1,14 @@
 """Times a runner's decode steps over made-up sequences, for `types.step_costs`. It writes KV: before any real sequence.
 
-Every shape is run with random tokens in all rows, at two contexts; a captured one with few live rows too.
+Every shape is run with random tokens in all rows, at two contexts; a captured one with few live rows too. All shapes
+are run in one pass after another, so that no shape has all its runs while a card's clock is low.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,18 +18,33 @@ from kimi_backend.runners.graphs.buckets import chosen_batch_sizes, query_lens
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.spec_decode.protocols import Pending
-from kimi_backend.types.plan import AuxHandle, DraftPlan, Int32Array, RowPlan, SamplingPlan, TargetPlan
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
 from kimi_backend.types.step_costs import StepCosts
 
-Launch = Callable[[], Pending[Any]]
-Timed = tuple[list[float], list[float], float, list[float]]
-"""Microseconds of one number of sequences: steps, padded steps, a token of context, proposals."""
+Launch = Callable[[RowPlan, int], Pending[Any]]
+"""Queues a step over rows; of a draft, with so many proposals of each sequence."""
 
 SHORT_CONTEXT, LONG_CONTEXT = 64, 4096
 """Tokens of each sequence; less where the runner takes no such sequence."""
 CPU_SIZES, CPU_QUERY_LENS = (1, 4, 16), (1, 2, 4, 8)
-FEWEST_RUNS, MOST_RUNS, ENOUGH_S = 3, 10, 0.02
-"""A shape is run until it took so long, but so often at least and at most."""
+FEWEST_PASSES, MOST_PASSES = 3, 6
+GPU_BUDGET_S, CPU_BUDGET_S = 8.0, 1.0
+"""Passes go on until they took so long, if there were enough."""
+BURST = 4
+"""Steps one behind another, on a GPU: the first is not timed, and after them the card rests for as long, since rounds
+in service rest too while another model's part of them runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step that is timed."""
+
+    num_seqs: int
+    num_rows: int
+    """Of each sequence; where it is not full, of the first one, and one of every other."""
+    is_full: bool = True
+    is_long: bool = False
+    num_proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +54,32 @@ class Sequences:
     pool: KvPool
     limits: RunnerLimits
     vocab_size: int
+    is_draft: bool
 
-    def rows(self, query_lens: Int32Array, context: int, num_more: int = 0) -> RowPlan:
-        """So many rows of each [S] behind `context` tokens; the blocks have room for `num_more` further ones."""
-        num_seqs = len(query_lens)
-        blocks = -(-(context + int(query_lens.max()) + num_more) // self.pool.block_size)
-        table = np.arange(num_seqs * blocks, dtype=np.int32) % self.pool.num_blocks
+    @property
+    def most_proposals(self) -> int:
+        """The most that are drawn for a sequence."""
+        return self.limits.max_speculative_tokens if self.is_draft else 0
+
+    def rows(self, shape: Shape) -> RowPlan:
+        """The rows of a step."""
+        lens = np.full(shape.num_seqs, shape.num_rows if shape.is_full else 1, np.int32)
+        lens[0] = shape.num_rows
+        context = self.contexts(shape.num_seqs)[shape.is_long]
+        blocks = -(-(context + shape.num_rows + shape.num_proposals) // self.pool.block_size)
+        table = np.arange(shape.num_seqs * blocks, dtype=np.int32) % self.pool.num_blocks
         return RowPlan(
-            token_ids=np.random.default_rng(num_seqs).integers(0, self.vocab_size, query_lens.sum(), np.int32),
-            query_lens=query_lens,
-            seq_lens=context + query_lens,
-            block_table=table.reshape(num_seqs, blocks),
+            token_ids=np.random.default_rng(shape.num_seqs).integers(0, self.vocab_size, lens.sum(), np.int32),
+            query_lens=lens,
+            seq_lens=context + lens,
+            block_table=table.reshape(shape.num_seqs, blocks),
         )
 
-    def contexts(self, num_seqs: int, most_rows: int) -> tuple[int, int]:
+    def contexts(self, num_seqs: int) -> tuple[int, int]:
         """(short, long) for so many sequences, each in blocks of its own where the pool has them."""
-        room = self.limits.max_model_len - 2 * most_rows
-        each = self.pool.num_blocks * self.pool.block_size // num_seqs - 2 * most_rows - self.pool.block_size
+        most_rows = self.limits.max_speculative_tokens + 1 + self.most_proposals
+        room = self.limits.max_model_len - most_rows
+        each = self.pool.num_blocks * self.pool.block_size // num_seqs - most_rows - self.pool.block_size
         return min(SHORT_CONTEXT, room), max(min(LONG_CONTEXT, room, each), min(2 * SHORT_CONTEXT, room))
 
 
@@ -91,35 +117,22 @@ def _sampling(num_seqs: int) -> SamplingPlan:
     return SamplingPlan.plain(num_seqs, temperature=1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimer:
-    """Times steps on one device."""
-
-    device: torch.device
-    advance: Callable[[int], None]
-    """Called with 1 after each shape."""
-
-    def us(self, launch: Launch) -> float:
-        """Microseconds of a step: on a GPU of one behind another, as they are served; on a CPU of the fastest, because
-        other programs only ever make it longer."""
-        first = self._seconds(launch, 1)
-        first = min(first, self._seconds(launch, 1))
-        runs = int(min(max(ENOUGH_S / max(first, 1e-6), FEWEST_RUNS), MOST_RUNS))
-        if self.device.type == "cuda":
-            seconds = self._seconds(launch, runs) / runs
-        else:
-            seconds = min(self._seconds(launch, 1) for _ in range(runs))
-        self.advance(1)
-        return 1e6 * seconds
-
-    def _seconds(self, launch: Launch, count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            pending = launch()
-        pending.wait()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
+def step_seconds(launch: Callable[[], Pending[Any]], device: torch.device) -> float:
+    """One burst: seconds of a step."""
+    start_s = time.perf_counter()
+    if device.type != "cuda":
+        launch().wait()
+        return time.perf_counter() - start_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    launch()  # while it runs, the host gets ahead of the device
+    start.record()
+    for _ in range(BURST - 1):
+        pending = launch()
+    end.record()
+    pending.wait()
+    end.synchronize()
+    time.sleep(time.perf_counter() - start_s)
+    return 1e-3 * float(start.elapsed_time(end)) / (BURST - 1)
 
 
 def sizes_of(limits: RunnerLimits, *, is_captured: bool) -> tuple[int, ...]:
@@ -137,82 +150,92 @@ def query_lens_of(limits: RunnerLimits, *, is_captured: bool) -> tuple[int, ...]
     return tuple(sorted({min(length, longest) for length in CPU_QUERY_LENS}))
 
 
-def num_timed_steps(limits: RunnerLimits, *, is_captured: bool, is_draft: bool) -> int:
-    """How often `time_steps` advances."""
-    sizes, lens = sizes_of(limits, is_captured=is_captured), query_lens_of(limits, is_captured=is_captured)
-    return len(sizes) * (len(lens) + 1 + is_captured * (len(lens) - 1) + 2 * is_draft)
+def shapes_of(limits: RunnerLimits, *, is_captured: bool, is_draft: bool) -> list[Shape]:
+    """All that are timed, the largest first."""
+    shapes = []
+    for size in reversed(sizes_of(limits, is_captured=is_captured)):
+        lens = [n for n in query_lens_of(limits, is_captured=is_captured) if size * n <= limits.max_num_batched_tokens]
+        shapes += [Shape(size, length) for length in reversed(lens or [1])]
+        shapes += [Shape(size, length, is_full=False) for length in lens[1:] if is_captured and size > 1]
+        shapes.append(Shape(size, 1, is_long=True))
+        most = limits.max_speculative_tokens if is_draft else 0
+        counts = range(1, most + 1) if is_captured else sorted({min(1, most), most} - {0})
+        shapes += [Shape(size, 1, num_proposals=count) for count in counts]
+    return shapes
 
 
 def time_steps(
     sequences: Sequences,
-    timer: StepTimer,
-    launch: Callable[[RowPlan, int], Pending[Any]],
+    launch: Launch,
+    device: torch.device,
+    advance: Callable[[int], None],
     *,
     is_captured: bool,
-    is_draft: bool,
 ) -> StepCosts:
-    """Time every shape, the largest first.
+    """Time every shape. advance: called with 1 after each shape in each of the first `FEWEST_PASSES` passes."""
+    shapes = shapes_of(sequences.limits, is_captured=is_captured, is_draft=sequences.is_draft)
+    launches = {shape: partial(launch, sequences.rows(shape), shape.num_proposals) for shape in shapes}
+    for start in launches.values():  # the first run of a captured step takes longer
+        start().wait()
+    found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    budget_s = GPU_BUDGET_S if device.type == "cuda" else CPU_BUDGET_S
+    started = time.perf_counter()
+    for number in range(MOST_PASSES):
+        if number >= FEWEST_PASSES and (time.perf_counter() - started) * (number + 1) / number > budget_s:
+            break
+        for shape in shapes if number % 2 else reversed(shapes):
+            found[shape].append(step_seconds(launches[shape], device))
+            if number < FEWEST_PASSES:
+                advance(1)
+    # On a CPU other programs only ever make a step longer.
+    best = median if device.type == "cuda" else min
+    us = {shape: 1e6 * best(seconds) for shape, seconds in found.items()}
+    return _costs(sequences, us, is_captured=is_captured)
 
-    Args:
-        launch: queues a step over rows; of a draft, with so many proposals.
-    """
-    limits = sequences.limits
-    sizes = sizes_of(limits, is_captured=is_captured)
-    lens = query_lens_of(limits, is_captured=is_captured)
-    most = limits.max_speculative_tokens if is_draft else 0
-    found = [_of_size(sequences, timer, launch, size, lens, most, is_captured=is_captured) for size in reversed(sizes)][
-        ::-1
-    ]
+
+def _costs(sequences: Sequences, us: dict[Shape, float], *, is_captured: bool) -> StepCosts:
+    limits, most = sequences.limits, sequences.most_proposals
+    sizes, lens = sizes_of(limits, is_captured=is_captured), query_lens_of(limits, is_captured=is_captured)
+    steps = [_row(us, size, lens) for size in sizes]
     if not is_captured:
-        _bound_by_larger(found)
+        _bound_by_larger(steps)
+    padded, context, proposals = [], [], []
+    for size, row in zip(sizes, steps, strict=True):
+        short, long = sequences.contexts(size)
+        padded.append([us.get(Shape(size, n, is_full=False), step) for n, step in zip(lens, row, strict=True)])
+        longer_us = us[Shape(size, 1, is_long=True)] - us[Shape(size, 1)]
+        context.append(max(longer_us, 0.0) / (size * max(long - short, 1)))
+        of_count = {n: us.get(Shape(size, 1, num_proposals=n)) for n in range(1, most + 1)}
+        known = {n: value for n, value in of_count.items() if value is not None}
+        drawn = np.interp(np.arange(1, most + 1), list(known), list(known.values())) if known else np.empty(0)
+        proposals.append(np.maximum(drawn - us[Shape(size, 1)], 0.0).tolist())
     return StepCosts(
         num_seqs=sizes,
         query_lens=lens,
         is_captured=is_captured,
-        context_len=sequences.contexts(sizes[-1], lens[-1] + most)[0] + 1,
-        step_us=tuple(tuple(item[0]) for item in found),
-        padded_us=tuple(tuple(item[1] if is_captured else item[0]) for item in found),
-        context_us=tuple(item[2] for item in found),
-        most_proposals=most,
-        proposals_us=tuple(tuple(item[3]) for item in found) if most else (),
+        context_len=sequences.contexts(sizes[-1])[0] + 1,
+        step_us=_tuples(steps),
+        padded_us=_tuples(padded if is_captured else steps),
+        context_us=tuple(context),
+        proposals_us=_tuples(proposals) if most else (),
     )
 
 
-def _bound_by_larger(found: list[Timed]) -> None:
-    """On a CPU other programs make a step longer, never shorter: it takes no longer than one of more rows did."""
-    for index in range(len(found) - 1, -1, -1):
-        steps = found[index][0]
-        larger = found[index + 1][0] if index + 1 < len(found) else steps
-        for place in range(len(steps) - 1, -1, -1):
-            steps[place] = min([steps[place], larger[place], *steps[place + 1 : place + 2]])
+def _row(us: dict[Shape, float], size: int, lens: tuple[int, ...]) -> list[float]:
+    """[q] of one number of sequences. More rows than a step may have run in none: they cost as much each."""
+    row: list[float] = []
+    for place, length in enumerate(lens):
+        row.append(us[Shape(size, length)] if Shape(size, length) in us else row[-1] * length / lens[place - 1])
+    return row
 
 
-def _of_size(
-    sequences: Sequences,
-    timer: StepTimer,
-    launch: Callable[[RowPlan, int], Pending[Any]],
-    num_seqs: int,
-    lens: Iterable[int],
-    most: int,
-    *,
-    is_captured: bool,
-) -> Timed:
-    lens = list(lens)
-    short, long = sequences.contexts(num_seqs, lens[-1] + most)
+def _bound_by_larger(steps: list[list[float]]) -> None:
+    """On a CPU a step takes no longer than one of more rows did."""
+    for index in range(len(steps) - 1, -1, -1):
+        row, larger = steps[index], steps[min(index + 1, len(steps) - 1)]
+        for place in range(len(row) - 1, -1, -1):
+            row[place] = min([row[place], larger[place], *row[place + 1 : place + 2]])
 
-    def us(most_rows: int, context: int, num_proposals: int = 0, *, is_full: bool = True) -> float:
-        query_lens = np.full(num_seqs, most_rows if is_full else 1, np.int32)
-        query_lens[0] = most_rows
-        return timer.us(partial(launch, sequences.rows(query_lens, context, num_proposals), num_proposals))
 
-    # More rows than a step may have run in none: they cost what the most that it may have cost.
-    fitting = [length for length in lens if num_seqs * length <= sequences.limits.max_num_batched_tokens] or [1]
-    steps = [us(length, short) for length in reversed(fitting)][::-1]
-    steps += [steps[-1] * length / fitting[-1] for length in lens[len(fitting) :]]
-    padded = steps.copy()
-    if is_captured:
-        padded[1 : len(fitting)] = [us(length, short, is_full=False) for length in fitting[1:]]
-    at_length = us(1, long)
-    context_us = max(at_length - steps[0], 0.0) / (num_seqs * max(long - short, 1))
-    proposals = [max(us(1, short, count) - steps[0], 0.0) for count in (1, most)] if most else []
-    return steps, padded, context_us, proposals
+def _tuples(rows: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(row) for row in rows)

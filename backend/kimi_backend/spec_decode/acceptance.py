@@ -11,6 +11,8 @@ from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 FIRST_GUESS = 0.6
 """Rate of a draft of which nothing is known."""
+LATER_SHARE = 0.9
+"""Of the rate before it that a position's rate is guessed to be."""
 GUESS_WEIGHT = 4.0
 """Verified tokens that a guess counts for, at each position."""
 POOL_MEMORY = 400.0
@@ -46,6 +48,7 @@ class AcceptancePool:
             guess = min((kept + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT), HIGHEST_RATE)
             weight = tried + GUESS_WEIGHT
             rates.append(min((weight * guess + hope) / (weight + hope), HIGHEST_RATE))
+            guess *= LATER_SHARE
         return rates
 
     @property

@@ -14,7 +14,7 @@ from kimi_backend.types.step_costs import StepCosts
 
 ROUNDS_A_CHOICE = 4
 """A choice stands so long while the same sequences run."""
-HOPE = 6.0
+HOPE = 9.0
 """Verified tokens, all of them kept, that are added to what was seen where that looks too bad to draft at all."""
 HOPED_DEPTH = 2
 """Draft tokens that are enough to find out."""

@@ -9,6 +9,8 @@ from kimi_backend.types.step_costs import StepCosts
 
 FEWEST_ROUNDS_LEARNED_FROM = 30
 """A round moves what is known by one part of the rounds before it, and never by less than one of so many."""
+FIRST_WEIGHT = 4
+"""Rounds that what was measured before counts for: one that is held up must not turn all."""
 LARGEST_SURPRISE = 0.3
 """A round counts as at most so far from what was expected, whatever held it up."""
 OWN_SHARE = 0.2
@@ -96,7 +98,7 @@ class RoundTimes:
     def learn(self, done: Round) -> None:
         """Move the factors towards one round."""
         self._num_rounds += 1
-        rate = max(1 / self._num_rounds, 1 / FEWEST_ROUNDS_LEARNED_FROM)
+        rate = max(1 / (self._num_rounds + FIRST_WEIGHT), 1 / FEWEST_ROUNDS_LEARNED_FROM)
         self._is_overlapped = done.is_overlapped
         target, draft = done.target, done.draft
         base, more = self._target.parts(target.num_seqs, target.num_rows, target.longest, target.num_context_tokens)

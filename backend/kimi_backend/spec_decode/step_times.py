@@ -45,8 +45,8 @@ class StepTimes:
         self._step = _by_num_seqs(costs, costs.step_us)
         self._padding = _by_num_seqs(costs, tuple(_padding_us(costs)))
         self._context = _by_num_seqs(costs, tuple((value,) for value in costs.context_us))[:, 0]
-        self._most_proposals = costs.most_proposals
-        self._proposals = _by_num_seqs(costs, costs.proposals_us) if costs.most_proposals else np.zeros((1, 2))
+        none = tuple((0.0,) for _ in costs.num_seqs)
+        self._proposals = _by_num_seqs(costs, costs.proposals_us or none)
         # By whole rows a sequence, the place of the next larger number in `query_lens`.
         longest = np.arange(int(self._query_lens[-1]) + 1)
         self._right = np.clip(np.searchsorted(self._query_lens, longest, side="right"), 1, len(self._query_lens) - 1)
@@ -73,10 +73,8 @@ class StepTimes:
     def proposals(self, num_seqs: int | Ints, depth: int | Ints, num_context_tokens: Numbers) -> Floats:
         """[J] what drawing `depth` proposals adds to a draft's step; 0 for none."""
         size, times = self._size(num_seqs)
-        first, last = self._proposals[size, 0], self._proposals[size, 1]
-        further = np.maximum(np.asarray(depth) - 1, 0)
-        drawn = first + further * ((last - first) / max(self._most_proposals - 1, 1))
-        drawn = drawn + further * self._further_context(size, times, num_context_tokens)
+        last = np.clip(np.asarray(depth) - 1, 0, self._proposals.shape[1] - 1)
+        drawn = self._proposals[size, last] + last * self._further_context(size, times, num_context_tokens)
         found: Floats = times * drawn * (np.asarray(depth) > 0)
         return found
 

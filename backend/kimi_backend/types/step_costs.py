@@ -27,16 +27,15 @@ class StepCosts:
     """[n, q] with all rows of one sequence live and one of every other; the same of a runner that does not capture."""
     context_us: tuple[float, ...]
     """[n] of each further token of context of all sequences together, for one pass over it."""
-    most_proposals: int = 0
-    """Of a draft: the most that were drawn."""
     proposals_us: Grid = ()
-    """[n, 2] of a draft: what drawing one proposal, and the most, adds to its step."""
+    """[n, K] of a draft: what drawing 1, 2, … K proposals adds to its step."""
 
     def __post_init__(self) -> None:
         grids = [self.step_us, self.padded_us]
         fits = all(len(grid) == len(self.num_seqs) for grid in [*grids, self.context_us])
         fits = fits and all(len(row) == len(self.query_lens) for grid in grids for row in grid)
-        fits = fits and len(self.proposals_us) == (len(self.num_seqs) if self.most_proposals else 0)
+        drawn = {len(row) for row in self.proposals_us}
+        fits = fits and len(self.proposals_us) in (0, len(self.num_seqs)) and len(drawn) < 2 and 0 not in drawn
         numbers = [value for grid in [*grids, self.proposals_us] for row in grid for value in row]
         if not fits or not self.num_seqs or len(self.query_lens) < 2 or min(numbers) < 0:
             raise InvalidRequestError("step costs: their shapes do not fit together, or a time is below 0")

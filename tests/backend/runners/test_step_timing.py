@@ -10,7 +10,7 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.cost_file import CostFile, costs_folder
 from kimi_backend.runners.graphs.recorder import EagerRecorder
-from kimi_backend.runners.step_timing import StepTimer, num_timed_steps
+from kimi_backend.runners.step_timing import FEWEST_PASSES, shapes_of
 from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
@@ -21,36 +21,39 @@ SETTING = Setting(kernels=KernelSet.reference())
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Each shape is run once, and takes as many microseconds as steps were timed before it."""
+    """Rows of each step that is timed; it takes as many microseconds as steps were timed before it."""
     shapes: list[int] = []
 
-    def us(self: StepTimer, launch) -> float:  # type: ignore[no-untyped-def]
+    def seconds_of(launch, device: torch.device) -> float:  # type: ignore[no-untyped-def]
         launch().wait()
         shapes.append(len(launch.args[0].token_ids))
-        return float(len(shapes))
+        return 1e-6 * len(shapes)
 
-    monkeypatch.setattr(StepTimer, "us", us)
+    monkeypatch.setattr("kimi_backend.runners.step_timing.step_seconds", seconds_of)
+    monkeypatch.setattr("kimi_backend.runners.step_timing.CPU_BUDGET_S", 0.0)
     return shapes
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
-def test_both_runners_time_every_shape_once(kind: str, is_captured: bool, counted: list[int]) -> None:
+def test_both_runners_time_every_shape_in_every_pass(kind: str, is_captured: bool, counted: list[int]) -> None:
     for runner in runner_pair(SETTING, kind, EagerRecorder() if is_captured else None):
         runner.warm_up()
         counted.clear()
         costs = runner.measure_costs()
         limits, is_draft = runner._limits, runner.describe().role == "draft"
-        assert len(counted) == num_timed_steps(limits, is_captured=is_captured, is_draft=is_draft)
+        shapes = shapes_of(limits, is_captured=is_captured, is_draft=is_draft)
+        assert len(set(shapes)) == len(shapes)
+        assert len(counted) == FEWEST_PASSES * len(shapes)
         assert costs.is_captured == is_captured
         assert max(counted) == costs.num_seqs[-1] * costs.query_lens[-1]
-        assert costs.most_proposals == (limits.max_speculative_tokens if is_draft else 0)
+        assert {len(row) for row in costs.proposals_us} == ({limits.max_speculative_tokens} if is_draft else set())
         assert (costs.padded_us == costs.step_us) == (not is_captured)
         assert runner.measure_costs() is costs
 
 
 def test_on_a_cpu_a_step_takes_no_longer_than_a_larger_one_did(counted: list[int]) -> None:
-    """Here the larger ones, which come first, are the faster ones: as if the machine had become busy."""
+    """Here the larger ones, which come last, are the slower ones in one pass and the faster ones in another."""
     target, _ = runner_pair(SETTING, "mla", None)
     steps = target.measure_costs().step_us
     assert all(left <= right for row in steps for left, right in itertools.pairwise(row))

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from kimi_backend.spec_decode.acceptance import FIRST_GUESS, AcceptancePool, SequenceAcceptance, chances
+from kimi_backend.spec_decode.acceptance import FIRST_GUESS, LATER_SHARE, AcceptancePool, SequenceAcceptance, chances
 
 
 def accepted(rng: random.Random, rates: list[float]) -> int:
@@ -25,12 +25,12 @@ def test_rates_are_conditional_and_recent() -> None:
 
 def test_a_position_never_tried_takes_after_the_one_before() -> None:
     pool = AcceptancePool()
-    assert pool.rates() == [FIRST_GUESS] * 7
+    assert pool.rates()[:2] == pytest.approx([FIRST_GUESS, LATER_SHARE * FIRST_GUESS])
     for _ in range(200):
         pool.record(1, 1)
     first, second, *_ = pool.rates()
     assert first > 0.95
-    assert second == pytest.approx(first)
+    assert second == pytest.approx(LATER_SHARE * first)
 
 
 def test_positions_behind_a_rejection_say_nothing() -> None:
@@ -39,7 +39,7 @@ def test_positions_behind_a_rejection_say_nothing() -> None:
         pool.record(3, 1)
     assert pool.rates()[0] > 0.95
     assert pool.rates()[1] < 0.05
-    assert pool.rates()[2] == pytest.approx(pool.rates()[1])
+    assert pool.rates()[2] == pytest.approx(LATER_SHARE * pool.rates()[1])
 
 
 def test_what_fades_falls_back_to_the_first_guess() -> None:
