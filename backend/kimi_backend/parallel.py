@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from kimi_kernels.choice_products import Terms
+
 # torch 2.13 renames it, and warns of the old name.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
@@ -13,13 +15,13 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 class SumNorm(Protocol):
     """A sum over ranks, added to the residual stream, and the norm of that, in one kernel, for some tensors."""
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def takes(self, x: Terms) -> bool:
         """The same on every rank, as x's dtype and shape are."""
         ...
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Terms,
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.pretending import with_router
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling_inputs import (
@@ -37,7 +38,7 @@ class Recorder:
         self._inner = kernels
         self._router_gaps: list[Tensor] = []
         self._draws: list[tuple[Tensor, Tensor]] = []
-        self.kernels = dataclasses.replace(kernels, sample_tokens=self._sample, route_experts=self._route)
+        self.kernels = dataclasses.replace(with_router(kernels, self._route), sample_tokens=self._sample)
 
     def take(self) -> Decisions:
         """Of one step with one draw."""

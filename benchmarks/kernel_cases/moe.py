@@ -128,16 +128,17 @@ def prepare(kernels: KernelSet, shape: Shape) -> Prepared:
     count = num_input_sets(shape.num_bytes, at_least=8 if shape.num_bytes < 1.5e9 else 2)
     inputs = [random_inputs(shape.tokens) for _ in range(count)]
 
+    def run(x: Tensor, ids: Tensor, topk_weights: Tensor) -> Tensor:
+        return kernels.sum_terms(kernels.moe_experts(x, ids, topk_weights, packed))
+
     def check() -> float:
         x, ids, topk_weights = inputs[0]
-        out = kernels.moe_experts(x, ids, topk_weights, packed)
+        out = run(x, ids, topk_weights)
         sample = torch.randperm(shape.tokens, device="cuda")[:CHECKED_TOKENS]
         expected = expected_rows(x[sample], ids[sample], topk_weights[sample], weights)
         return relative_error(out[sample], expected, ERROR_LIMIT)
 
-    return Prepared(
-        calls=[functools.partial(kernels.moe_experts, x, ids, weight, packed) for x, ids, weight in inputs], check=check
-    )
+    return Prepared(calls=[functools.partial(run, *given) for given in inputs], check=check)
 
 
 def random_inputs(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

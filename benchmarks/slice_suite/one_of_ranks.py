@@ -29,6 +29,7 @@ from kimi_backend.runners.load.loading import Role, load_rank
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints
 from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.target_runner import TargetRunner
+from kimi_kernels.choice_products import Terms
 
 MOST_UNEVEN_BYTES = 1 << 20
 """Sums of blocks that the ranks cannot share evenly are sent whole up to here: a rank that sums none sends no terms,
@@ -89,7 +90,7 @@ class PausedSumNorm:
     num_ranks: int
     pause: Pause
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def takes(self, x: Terms) -> bool:
         from kimi_kernels.rank_exchange.kernel_norm import ROW_BLOCKS
 
         is_even = x.shape[0] * ROW_BLOCKS % self.num_ranks == 0
@@ -97,7 +98,7 @@ class PausedSumNorm:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Terms,
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,

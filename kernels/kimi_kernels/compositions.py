@@ -1,9 +1,12 @@
 """Ops that a kernel set may fuse, composed of its other ops: what a set does that has nothing better, bit for bit."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kimi_kernels import signatures as op
+from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.weights import PackedWeight
 
 
@@ -55,3 +58,37 @@ def composed_norm_store_latent(rms_norm: op.RmsNorm, store_latent: op.StoreLaten
         return rms_norm(query, query_weight, eps)
 
     return norm_store_latent
+
+
+def composed_route_silu_down(route_experts: op.RouteExperts, silu_down: op.SiluDown) -> op.RouteSiluDown:
+    """`signatures.RouteSiluDown`."""
+
+    def route_silu_down(
+        router_logits: Tensor,
+        correction_bias: Tensor,
+        gate_up: Tensor,
+        weight: PackedWeight,
+        dtype: torch.dtype,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        topk_ids, topk_weights = route_experts(router_logits, correction_bias, **settings)
+        return topk_ids, topk_weights, silu_down(gate_up, weight, dtype)
+
+    return route_silu_down
+
+
+def composed_mla_values(mla_decode: op.MlaDecode, per_head_linear: op.PerHeadLinear) -> op.MlaValues:
+    """`signatures.MlaValues`."""
+
+    def mla_values(
+        q: Tensor,
+        latent_cache: Tensor,
+        batch: AttentionBatch,
+        w_uv: Tensor,
+        softmax_scale: float,
+        kv_scale: float = 1.0,
+    ) -> Tensor:
+        latents, _ = mla_decode(q, latent_cache, batch, w_uv.shape[1], softmax_scale, kv_scale)
+        return per_head_linear(latents, w_uv)
+
+    return mla_values

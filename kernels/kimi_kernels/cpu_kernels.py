@@ -5,10 +5,13 @@ Ops that a step of few rows never spends time in, and arguments of awkward width
 
 from dataclasses import replace
 
+from kimi_kernels.choice_products import plain_sum
 from kimi_kernels.compositions import (
     composed_logits,
     composed_mla_query,
+    composed_mla_values,
     composed_norm_store_latent,
+    composed_route_silu_down,
     composed_silu_down,
 )
 from kimi_kernels.kernel_set import KernelSet
@@ -31,6 +34,7 @@ def cpu_kernel_set() -> KernelSet:
         reference_kernel_set(),
         name="cpu",
         mla_decode=mla_decode,
+        mla_values=composed_mla_values(mla_decode, per_head_linear),
         mha_attention=mha_attention,
         store_kv=store_kv,
         store_latent=store_latent,
@@ -48,8 +52,10 @@ def cpu_kernel_set() -> KernelSet:
         logits=composed_logits(linear),
         mla_query=composed_mla_query(per_head_linear, rope),
         route_experts=route_experts,
+        route_silu_down=composed_route_silu_down(route_experts, composed_silu_down(silu_mul, linear)),
         pack_experts=pack_experts,
         moe_experts=moe_experts,
+        sum_terms=plain_sum,
         sample_tokens=sample_tokens,
         verify_draft_tokens=verify_draft_tokens,
     )

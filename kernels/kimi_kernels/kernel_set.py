@@ -31,12 +31,15 @@ class KernelSet:
     plan_mla_decode: op.PlanMlaDecode
     mla_query: op.MlaQuery
     mla_decode: op.MlaDecode
+    mla_values: op.MlaValues
     mla_prefill: op.MlaPrefill
     store_kv: op.StoreKv
     mha_attention: op.MhaAttention
     route_experts: op.RouteExperts
+    route_silu_down: op.RouteSiluDown
     pack_experts: op.PackExperts
     moe_experts: op.MoeExperts
+    sum_terms: op.SumTerms
     mask_logits: op.MaskLogits
     sample_tokens: op.SampleTokens
     verify_draft_tokens: op.VerifyDraftTokens

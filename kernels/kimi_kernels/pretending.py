@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kimi_kernels.compositions import composed_route_silu_down
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
+from kimi_kernels.signatures import RouteExperts
 
 MAX_DRAFT_TOKENS = 8
 LATER_SHARE = 0.71
@@ -19,7 +21,15 @@ _BISECTIONS = 60
 
 def with_uniform_routing(kernels: KernelSet) -> KernelSet:
     """The set with every token sent to experts drawn uniformly at random (`pretences.reference.route_uniform`)."""
-    return replace(kernels, route_experts=_ops(kernels).route_uniform)
+    ops = _ops(kernels)
+    routed = with_router(kernels, ops.route_uniform)
+    return replace(routed, route_silu_down=ops.route_uniform_silu_down) if kernels.name == "triton" else routed
+
+
+def with_router(kernels: KernelSet, route_experts: RouteExperts) -> KernelSet:
+    """The set with another router, by itself and beside a product."""
+    beside = composed_route_silu_down(route_experts, kernels.silu_down)
+    return replace(kernels, route_experts=route_experts, route_silu_down=beside)
 
 
 class ForcedSampling:

@@ -1,9 +1,12 @@
 """The reference kernel set, assembled: plain torch, float32, row-invariant."""
 
+from kimi_kernels.choice_products import plain_sum
 from kimi_kernels.compositions import (
     composed_logits,
     composed_mla_query,
+    composed_mla_values,
     composed_norm_store_latent,
+    composed_route_silu_down,
     composed_silu_down,
 )
 from kimi_kernels.kernel_set import KernelSet
@@ -43,12 +46,15 @@ def reference_kernel_set() -> KernelSet:
         norm_store_latent=composed_norm_store_latent(rms_norm, store_latent),
         plan_mla_decode=plan_mla_decode,
         mla_decode=mla_decode,
+        mla_values=composed_mla_values(mla_decode, per_head_linear),
         mla_prefill=mla_prefill,
         store_kv=store_kv,
         mha_attention=mha_attention,
         route_experts=route_experts,
+        route_silu_down=composed_route_silu_down(route_experts, composed_silu_down(silu_mul, linear)),
         pack_experts=pack_experts,
         moe_experts=moe_experts,
+        sum_terms=plain_sum,
         mask_logits=mask_logits,
         sample_tokens=sample_tokens,
         verify_draft_tokens=verify_draft_tokens,

@@ -6,10 +6,13 @@ from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.kernel import linear, logits, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.kernel import mha_attention, store_kv
 from kimi_kernels.mla_decode.kernel import mla_decode, plan_mla_decode
+from kimi_kernels.mla_decode.kernel_values import mla_values
 from kimi_kernels.mla_prefill.kernel import mla_prefill
 from kimi_kernels.mla_query.kernel import mla_query
 from kimi_kernels.moe_experts.kernel import moe_experts, pack_experts
+from kimi_kernels.moe_experts.kernel_sum import sum_terms
 from kimi_kernels.moe_route.kernel import route_experts
+from kimi_kernels.moe_route.kernel_shared import route_silu_down
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.kernel import rope
@@ -29,6 +32,7 @@ def triton_kernel_set() -> KernelSet:
         absorb_prefill=False,
         plan_mla_decode=plan_mla_decode,
         mla_decode=mla_decode,
+        mla_values=mla_values,
         mla_prefill=mla_prefill,
         mha_attention=mha_attention,
         store_kv=store_kv,
@@ -47,8 +51,10 @@ def triton_kernel_set() -> KernelSet:
         logits=logits,
         mla_query=mla_query,
         route_experts=route_experts,
+        route_silu_down=route_silu_down,
         pack_experts=pack_experts,
         moe_experts=moe_experts,
+        sum_terms=sum_terms,
         mask_logits=mask_logits,
         sample_tokens=sample_tokens,
         verify_draft_tokens=verify_draft_tokens,

@@ -123,7 +123,7 @@ def test_two_depths_give_a_layers_time_and_the_rest() -> None:
         ("gate_up_sorted_kernel", "experts"),
         ("attend_hopper_kernel", "attention"),
         ("merge_kernel", "attention"),
-        ("route_uniform_kernel", "router"),
+        ("route_silu_down_kernel", "router"),
         ("force_acceptance_kernel", "sampling"),
         ("verify_kernel", "sampling"),
         ("add_rms_norm_kernel", "norms and activation"),

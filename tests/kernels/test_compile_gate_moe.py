@@ -12,7 +12,7 @@ import pytest
 MAX_SHARED_BYTES = 232_448
 SPILLED_BYTES = {"down tall 128": 96}
 """Kernels that may spill, all of it outside the loop's critical path, and how much."""
-MMA_SYNC = ("gate_up choice", "down token", "linear 8", "gate_up sorted int4 8", "down resident 8")
+MMA_SYNC = ("gate_up choice", "down choice", "linear 8", "gate_up sorted int4 8", "down resident 8")
 """Eight columns: too few for wgmma to be worth its waits; mma.sync takes them without padding."""
 WGMMA = (
     "gate_up sorted fp8 16",
@@ -86,7 +86,7 @@ def test_an_mxfp4_weight_costs_what_an_int4_one_does(
 
 def test_blocks_share_a_multiprocessor(compiled: dict[str, dict[str, Any]]) -> None:
     """Four blocks of the few-token kernels: their loads in flight are what hides the memory's latency."""
-    for name in ("gate_up choice", "down token", "linear 8", "gate_up sorted int4 8"):
+    for name in ("gate_up choice", "down choice", "linear 8", "gate_up sorted int4 8"):
         kernel = compiled[name]
         assert kernel["registers"] * 128 * 4 <= 65_536, name
         assert kernel["shared_bytes"] * 4 <= MAX_SHARED_BYTES, name

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kimi_kernels import KernelSet
 from kimi_kernels.attention_batch import AttentionBatch
+from kimi_kernels.choice_products import ChoiceProducts, plain_sum
+from kimi_kernels.compositions import composed_mla_values
 from support.attention_cases import PagedCase, paged_case, random_contents
 from support.row_errors import worst_row_error
 
@@ -88,6 +90,75 @@ def test_a_narrow_layers_second_half(rows: int) -> None:
     found = kernels.silu_down(gate_up, weight, torch.bfloat16)
     expected = kernels.linear(kernels.silu_mul(gate_up.bfloat16()), weight)
     assert worst_row_error(found, expected) <= ERROR_LIMIT
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64, 256])
+def test_router_and_a_narrow_layers_second_half(rows: int) -> None:
+    """One launch has the bits of two."""
+    kernels = KernelSet.triton()
+    logits, gate_up = torch.randn(rows, 896, device="cuda").tensor_split([384], dim=1)
+    bias = torch.randn(384, device="cuda") * 0.1
+    weight = kernels.pack_linear((torch.randn(7168, 256, device="cuda") / 16).bfloat16())
+    slots = torch.arange(rows, device="cuda") - 1
+    router = {"top_k": 8, "num_groups": 1, "topk_groups": 1, "renormalize": True, "scaling_factor": 2.827}
+    *choices, down = kernels.route_silu_down(
+        logits,
+        bias,
+        gate_up,
+        weight,
+        torch.bfloat16,
+        slot_mapping=slots,
+        **router,  # type: ignore[arg-type]
+    )
+    expected = kernels.route_experts(logits, bias, slot_mapping=slots, **router)  # type: ignore[arg-type]
+    assert torch.equal(choices[0], expected[0])
+    torch.testing.assert_close(choices[1], expected[1], rtol=1e-6, atol=0)
+    assert torch.equal(down, kernels.silu_down(gate_up, weight, torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_sums_of_choices(rows: int) -> None:
+    kernels = KernelSet.triton()
+    terms = ChoiceProducts(
+        products=randn(rows * 8, 7168).cuda(),
+        topk_ids=torch.randint(-1, 12, (rows, 8), dtype=torch.int32, device="cuda"),
+        topk_weights=torch.rand(rows, 8, device="cuda"),
+        first_expert=2,
+        num_experts=7,
+    )
+    held = (terms.topk_ids >= 2) & (terms.topk_ids < 9)
+    terms.products[~held.flatten()] = torch.nan
+    second, residual, weight = randn(rows, 7168).cuda(), randn(rows, 7168).cuda(), randn(7168).cuda()
+    summed = kernels.sum_terms(terms)
+    assert worst_row_error(summed, plain_sum(terms)) <= ERROR_LIMIT
+    assert torch.equal(kernels.sum_terms(terms, second), summed + second)
+    found = kernels.add_rms_norm(terms, residual, weight, EPS, second)
+    for out, want in zip(found, kernels.add_rms_norm(summed, residual, weight, EPS, second), strict=True):
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("num_heads", [8, 64])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([1], [5000]),
+        ([4], [1100]),
+        ([4, 1, 0, 3, 8, 2], [700, 0, 64, 3000, 129, 65]),
+        ([1] * 60, [1100] * 60),
+        ([4] * 16, [1100] * 16),
+    ],
+    ids=["one row", "four rows", "ragged", "many", "sixteen of four"],
+)
+def test_values_of_heads(query_lens: list[int], seq_lens: list[int], num_heads: int) -> None:
+    case = paged_case(query_lens, seq_lens, 64, padding_rows=2)
+    q, cache = randn(case.batch.num_tokens, num_heads, 576), paged(case, 576)
+    w_uv = (torch.randn(num_heads, 512, 128) / 512**0.5).to(torch.bfloat16)
+    check("mla_values", q, cache, case.batch, w_uv, 192**-0.5, limit=PREFILL_LIMIT)
+    kernels, on_gpu = KernelSet.triton(), [to_gpu(x) for x in (q, cache, case.batch)]
+    again = kernels.mla_values(*on_gpu, w_uv.cuda(), 192**-0.5)  # type: ignore[arg-type]
+    composed = composed_mla_values(kernels.mla_decode, kernels.per_head_linear)
+    expected = composed(*on_gpu, w_uv.cuda(), 192**-0.5)  # type: ignore[arg-type]
+    assert worst_row_error(again, expected) <= ERROR_LIMIT
 
 
 @pytest.mark.parametrize("rows", [1, 17, 64])

@@ -6,7 +6,14 @@ For tests of what stands around the kernels.
 import torch
 
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.compositions import composed_mla_query, composed_norm_store_latent, composed_silu_down
+from kimi_kernels.choice_products import Terms, plain_sum
+from kimi_kernels.compositions import (
+    composed_mla_query,
+    composed_mla_values,
+    composed_norm_store_latent,
+    composed_route_silu_down,
+    composed_silu_down,
+)
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling.processors_reference import mask_logits
 from kimi_kernels.sampling.reference import verify_draft_tokens
@@ -38,9 +45,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+    x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    total = (x if second is None else x + second) + residual
+    total = plain_sum(x, second) + residual
     return _rms_norm(total, weight, eps), total
 
 
@@ -183,12 +190,15 @@ def device_kernel_set() -> KernelSet:
         norm_store_latent=composed_norm_store_latent(_rms_norm, _store_latent),
         plan_mla_decode=_plan_mla_decode,
         mla_decode=_mla_decode,
+        mla_values=composed_mla_values(_mla_decode, _per_head_linear),
         mla_prefill=_mla_prefill,
         store_kv=_store_kv,
         mha_attention=_mha_attention,
         route_experts=_route_experts,
+        route_silu_down=composed_route_silu_down(_route_experts, composed_silu_down(_silu_mul, _linear)),
         pack_experts=_pack_experts,
         moe_experts=_moe_experts,
+        sum_terms=plain_sum,
         mask_logits=mask_logits,
         sample_tokens=_sample_tokens,
         verify_draft_tokens=verify_draft_tokens,

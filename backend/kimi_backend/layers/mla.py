@@ -130,10 +130,11 @@ class MlaAttention:
         if metadata.decode is not None:
             positions = metadata.positions[:num_decode]
             q_latent = self._kernels.mla_query(q[:num_decode], self._w_uk, self._cos_sin, positions, g.rope.interleaved)
-            latents, _ = self._kernels.mla_decode(
-                q_latent, latent_cache, metadata.decode, g.kv_lora_rank, self._softmax_scale, kv_scale
+            outputs.append(
+                self._kernels.mla_values(
+                    q_latent, latent_cache, metadata.decode, self._w_uv, self._softmax_scale, kv_scale
+                )
             )
-            outputs.append(self._kernels.per_head_linear(latents, self._w_uv))
         if metadata.prefill is not None:
             q_nope, q_pe = torch.split(q[num_decode:], [g.qk_nope_head_dim, g.qk_rope_head_dim], dim=2)
             q_pe = self._kernels.rope(q_pe, self._cos_sin, metadata.positions[num_decode:], g.rope.interleaved)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kimi_backend.parallel import TensorParallelGroup
+from kimi_kernels.choice_products import Terms
 from kimi_kernels.kernel_set import KernelSet
 
 
@@ -13,7 +14,7 @@ class RankTerms:
     """This rank's terms, [T, hidden_size] each, of what a layer adds to the residual stream: not summed yet, neither
     with one another nor over the ranks."""
 
-    first: torch.Tensor
+    first: Terms
     second: torch.Tensor | None = None
     """Where two parts of a layer add to the same rows."""
 
@@ -37,5 +38,5 @@ def add_rms_norm(
         return kernels.add_rms_norm(terms.first, residual, weight, eps, terms.second)
     if group.sum_norm is not None and group.sum_norm.takes(terms.first):
         return group.sum_norm(terms.first, residual, weight, eps, terms.second)
-    term = terms.first if terms.second is None else terms.first + terms.second
+    term = kernels.sum_terms(terms.first, terms.second)
     return kernels.add_rms_norm(group.all_reduce(term), residual, weight, eps)

@@ -11,6 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kimi_backend.parallel import DistributedRanks, FastCollective, SumNorm
 from kimi_backend.runners.cuda_ipc import CudaIpcError, OpenedMemory, export_memory
+from kimi_kernels.choice_products import Terms
 
 _LOG = logging.getLogger(__name__)
 MOST_SENT_WHOLE: Final = {2: 1 << 20, 4: 128 << 10, 8: 32 << 10}
@@ -60,12 +61,12 @@ class EitherSumNorm:
     whole: SumNorm
     in_parts: SumNorm
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def takes(self, x: Terms) -> bool:
         return self.whole.takes(x) or self.in_parts.takes(x)
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Terms,
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,

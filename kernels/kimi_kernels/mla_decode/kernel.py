@@ -103,13 +103,34 @@ def mla_decode(
     Raises:
         ValueError: a shape, dtype or layout that the kernels do not take, or a plan made for another problem.
     """
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    call = attend_pieces(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, lse)
+    if call is None:
+        return torch.empty(*q.shape[:2], kv_lora_rank, dtype=q.dtype, device=q.device), lse
+    merge_pieces(call)
+    return call.out, lse
+
+
+def attend_pieces(
+    q: Tensor,
+    latent_cache: Tensor,
+    batch: AttentionBatch,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    kv_scale: float,
+    lse: Tensor | None = None,
+) -> AttendCall | None:
+    """`mla_decode` but for `merge_pieces`; None where there is nothing to attend.
+
+    Raises:
+        ValueError: as `mla_decode`.
+    """
     _check(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale)
     num_tokens, num_heads, _ = q.shape
     out = torch.empty(num_tokens, num_heads, kv_lora_rank, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device) if return_lse else None
     plan = batch.decode_plan or plan_mla_decode(batch, num_heads, latent_cache.shape[1])
     if plan is None:
-        return out, lse
+        return None
     if not isinstance(plan, TritonDecodePlan):
         raise ValueError(f"batch.decode_plan is a {type(plan).__name__}; allowed: a plan made by this kernel set")
     geometry = plan.geometry
@@ -142,8 +163,7 @@ def mla_decode(
         launch_hopper(call)
     else:
         _launch_attend(call)
-    _launch_merge(call)
-    return out, lse
+    return call
 
 
 def _launch_attend(call: AttendCall) -> None:
@@ -160,7 +180,8 @@ def _launch_attend(call: AttendCall) -> None:
     )  # fmt: skip
 
 
-def _launch_merge(call: AttendCall) -> None:
+def merge_pieces(call: AttendCall) -> None:
+    """Add up the parts of sequences that were cut, into `call.out`; padding rows become 0."""
     out, geometry = call.out, call.geometry
     num_tokens, num_heads, kv_lora_rank = out.shape
     tile_rows = geometry.team_size * geometry.tile_rows

@@ -4,15 +4,16 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.choice_products import Terms
 from kimi_kernels.moe_experts.kernel_layer import (
     PACKED_KINDS,
     Layer,
+    choice_products,
     down_few,
     down_sorted,
     gate_up_few,
     gate_up_sorted,
     sort_choices,
-    sum_choices,
 )
 from kimi_kernels.moe_experts.launch import FEW_CHOICES, few_launch, is_few, sorted_launch
 from kimi_kernels.quantization.tiles import cut_tiles, gate_up_rows, identity_rows
@@ -52,9 +53,27 @@ def pack_experts(weights: ExpertWeights) -> PackedExperts:
 
 def moe_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts, first_expert: int = 0
-) -> Tensor:
+) -> Terms:
     """`signatures.MoeExperts`. One stream at a time may run a layer's experts: they hold the scratch of its splits.
 
+    Raises:
+        ValueError: a shape or dtype is wrong, or the experts were packed by another kernel set.
+    """
+    check_experts(x, topk_ids, topk_weights, experts)
+    if x.shape[0] == 0:
+        return torch.empty_like(x)
+    layer = Layer(x, topk_ids, topk_weights, experts, first_expert)
+    if is_few(layer.num_choices, layer.down_steps):
+        few = few_launch(layer.num_choices, layer.gate_up_row_tiles, layer.gate_up_steps, layer.down_row_tiles)
+        return choice_products(layer, down_few(layer, few, gate_up_few(layer, few)))
+    many = sorted_launch(layer.num_choices, experts.num_experts, layer.down_steps, layer.tall_shapes())
+    order = sort_choices(layer, many.columns)
+    hidden = gate_up_sorted(layer, many, order)
+    return choice_products(layer, down_sorted(layer, many, order, hidden))
+
+
+def check_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts) -> None:
+    """
     Raises:
         ValueError: a shape or dtype is wrong, or the experts were packed by another kernel set.
     """
@@ -67,16 +86,6 @@ def moe_experts(
     require_shape("topk_weights", topk_weights, *topk_ids.shape)
     require_dtype("topk_weights", topk_weights, torch.float32)
     require(topk_ids.shape[1] > 0, "topk_ids", "0 choices a token", "at least 1")
-    if x.shape[0] == 0:
-        return torch.empty_like(x)
-    layer = Layer(x, topk_ids, topk_weights, experts, first_expert)
-    if is_few(layer.num_choices, layer.down_steps):
-        few = few_launch(layer.num_choices, layer.gate_up_row_tiles, layer.gate_up_steps)
-        return down_few(layer, few, gate_up_few(layer, few))
-    many = sorted_launch(layer.num_choices, experts.num_experts, layer.down_steps, layer.tall_shapes())
-    order = sort_choices(layer, many.columns)
-    hidden = gate_up_sorted(layer, many, order)
-    return sum_choices(layer, down_sorted(layer, many, order, hidden))
 
 
 def _shape(weight: Weight) -> tuple[int, int, int]:

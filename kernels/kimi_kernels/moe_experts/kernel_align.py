@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 TILE_COUNT_SHIFT = tl.constexpr(16)
 """A tile's entry is (number of its choices) << 16 | local expert id."""
@@ -16,12 +17,17 @@ def _local_experts(TOPK_IDS, choice, num_choices, first_expert, num_experts):
 
 
 @triton.jit(do_not_specialize=["num_choices"])
-def count_kernel(TOPK_IDS, COUNTS, num_choices, first_expert, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr):
+def count_kernel(
+    TOPK_IDS, COUNTS, num_choices, first_expert, num_experts, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Count each expert's choices in a chunk.
 
     Args:
         TOPK_IDS: [num_choices] int32. COUNTS: [chunks, BINS] int32, written whole.
     """
+    if PDL:
+        gdc_wait()
     chunk = tl.program_id(0)
     choice = chunk * CHUNK + tl.arange(0, CHUNK)
     local, is_held = _local_experts(TOPK_IDS, choice, num_choices, first_expert, num_experts)
@@ -58,6 +64,7 @@ def place_kernel(
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     SINGLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Give each choice a slot: experts in order, each in whole tiles of COLUMNS slots, choices in order within one.
 
@@ -66,6 +73,8 @@ def place_kernel(
         TILE_ENTRIES: [max tiles] int32, the first NUM_TILES written. TILE_CHOICES: [max tiles * COLUMNS] int32.
         NUM_TILES: [1] int32.
     """
+    if PDL:
+        gdc_wait()
     chunk = tl.program_id(0)
     place = tl.arange(0, CHUNK)
     expert = tl.arange(0, BINS)

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, first_column, multiply_steps
@@ -37,6 +38,7 @@ def gate_up_sorted_kernel(
     SCALE_WEIGHTS: tl.constexpr,
     EVEN: tl.constexpr,
     PORTABLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a tile of choices of one expert and a row tile: 64 gate rows and their 64 up rows in stripes of 8.
 
@@ -47,6 +49,8 @@ def gate_up_sorted_kernel(
     program = tl.program_id(0)
     row_tile = program % num_row_tiles
     tile = program // num_row_tiles
+    if PDL:
+        gdc_wait()
     if tile >= tl.load(NUM_TILES):
         return
     entry = tl.load(TILE_ENTRIES + tile)
@@ -102,6 +106,7 @@ def gate_up_choice_kernel(
     SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     PORTABLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """For few tokens, unsorted: one program a choice, a row tile and one of SPLITS ranges of columns.
 
@@ -116,6 +121,8 @@ def gate_up_choice_kernel(
     split = program % SPLITS
     row_tile = program // SPLITS % num_row_tiles
     choice = program // SPLITS // num_row_tiles
+    if PDL:
+        gdc_wait()
     expert = tl.load(TOPK_IDS + choice) - first_expert
     if (expert < 0) | (expert >= num_experts):
         return

@@ -1,22 +1,31 @@
 """Launches of the expert kernels: one function a kernel, each with the scratch it needs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from kimi_kernels.choice_products import ChoiceProducts
+from kimi_kernels.early_start import early_launch
 from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
-from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel, down_token_kernel, sum_choices_kernel
+from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
 from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
-from kimi_kernels.moe_experts.launch import MAX_CHUNK, FewLaunch, SortedLaunch, TallShapes, max_tiles
+from kimi_kernels.moe_experts.launch import (
+    MAX_CHUNK,
+    RESIDENT_STEPS,
+    FewLaunch,
+    SortedLaunch,
+    TallShapes,
+    max_tiles,
+)
 from kimi_kernels.quantization.tiles import TILE_ROWS, step_columns
 from kimi_kernels.weights import PackedExperts
 
 PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "mxfp4", "fp8", "float")}
 FEW_COLUMNS = 8
-SUM_BLOCK = 1024
 TALL_STAGES = 4
 TALL_WARPS = 8
 
@@ -50,6 +59,9 @@ class Layer:
             "PORTABLE": is_portable,
         }
         self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
+        # They wait for the kernel before, which lets them start as it ends and no sooner: programs that wait for long
+        # crowd onto the multiprocessors that are free first.
+        self.early = early_launch(x.device)
 
     def tall_shapes(self) -> TallShapes:
         """Which products have weights of four bits, bf16 arithmetic, and whole groups of rows and of steps."""
@@ -88,34 +100,17 @@ def gate_up_few(layer: Layer, launch: FewLaunch) -> Tensor:
         STAGES=launch.gate_up_stages,
         SPLITS=launch.splits,
         **layer.gate_up_flags,
+        **layer.early,
     )
     return hidden
 
 
 def down_few(layer: Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
-    """[T, hidden_size]: each program sums a token's experts as it goes."""
-    out = layer.empty(layer.num_tokens, layer.hidden_size)
-    down_token_kernel[(layer.num_tokens * layer.down_row_tiles * (TILE_ROWS // launch.down_rows),)](
-        hidden,
-        layer.down,
-        layer.down_scales,
-        out,
-        layer.topk_ids,
-        layer.topk_weights,
-        layer.first_expert,
-        layer.num_experts,
-        layer.intermediate_size,
-        layer.hidden_size,
-        layer.down_row_tiles,
-        layer.down_steps,
-        TOP_K=layer.top_k,
-        ROWS=launch.down_rows,
-        COLUMNS=FEW_COLUMNS,
-        STAGES=launch.down_stages,
-        num_warps=2 if launch.down_rows == 32 else 4,
-        **layer.down_flags,
-    )
-    return out
+    """[choices, hidden_size] products of unsorted choices; rows of experts held elsewhere are not written."""
+    constants = {"COLUMNS": FEW_COLUMNS, "STAGES": launch.down_stages, "SCALE_WEIGHTS": False}
+    resident_steps = layer.down_steps if layer.down_steps <= RESIDENT_STEPS else 0
+    tiles_a_group = launch.down_tiles_a_group if resident_steps else 1
+    return _down(layer, None, tiles_a_group, hidden, constants | {"RESIDENT_STEPS": resident_steps})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +131,7 @@ def sort_choices(layer: Layer, columns: int) -> Order:
     counts = layer.empty(num_chunks if num_chunks > 1 else 0, bins, dtype=torch.int32)
     entries, choices, num_tiles = (layer.empty(size, dtype=torch.int32) for size in (limit, limit * columns, 1))
     sizes = (layer.num_choices, layer.first_expert, layer.num_experts)
-    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4}
+    shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4, **layer.early}
     if num_chunks > 1:
         count_kernel[(num_chunks,)](layer.topk_ids, counts, *sizes, **shape)
     place_kernel[(num_chunks,)](
@@ -177,6 +172,7 @@ def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
         STAGES=launch.gate_up_stages,
         SCALE_WEIGHTS=launch.scale_weights,
         **layer.gate_up_flags,
+        **layer.early,
     )
     return hidden
 
@@ -208,29 +204,39 @@ def _gate_up_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tens
 
 def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
     """[choices, hidden_size] products; rows of experts held elsewhere are not written."""
-    products = layer.empty(layer.num_choices, layer.hidden_size)
     if launch.down_tall_rows:
-        return _down_tall(layer, launch, order, hidden, products)
-    num_groups = triton.cdiv(layer.down_row_tiles, launch.tiles_a_group)
-    down_sorted_kernel[(order.entries.numel() * num_groups,)](
+        return _down_tall(layer, launch, order, hidden, layer.empty(layer.num_choices, layer.hidden_size))
+    constants = {"COLUMNS": launch.columns, "STAGES": launch.down_stages, "SCALE_WEIGHTS": launch.scale_weights}
+    resident_steps = layer.down_steps if launch.resident else 0
+    return _down(layer, order, launch.tiles_a_group, hidden, constants | {"RESIDENT_STEPS": resident_steps})
+
+
+def _down(layer: Layer, order: Order | None, tiles_a_group: int, hidden: Tensor, constants: dict[str, Any]) -> Tensor:
+    """order: of the tiles; None where each is a choice."""
+    products = layer.empty(layer.num_choices, layer.hidden_size)
+    num_groups = triton.cdiv(layer.down_row_tiles, tiles_a_group)
+    ids = layer.topk_ids
+    num_tiles = layer.num_choices if order is None else order.entries.numel()
+    tiles = (ids, ids, ids) if order is None else (order.entries, order.choices, order.num_tiles)
+    down_sorted_kernel[(num_tiles * num_groups,)](
         hidden,
         layer.down,
         layer.down_scales,
         products,
-        order.entries,
-        order.choices,
-        order.num_tiles,
+        *tiles,
+        ids,
+        layer.first_expert,
+        layer.num_experts,
         layer.intermediate_size,
         layer.hidden_size,
         layer.down_row_tiles,
         layer.down_steps,
         num_groups,
-        launch.tiles_a_group,
-        COLUMNS=launch.columns,
-        STAGES=launch.down_stages,
-        SCALE_WEIGHTS=launch.scale_weights,
-        RESIDENT_STEPS=layer.down_steps if launch.resident else 0,
+        tiles_a_group,
+        SORTED=order is not None,
+        **constants,
         **layer.down_flags,
+        **layer.early,
     )
     return products
 
@@ -259,18 +265,12 @@ def _down_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor,
     return products
 
 
-def sum_choices(layer: Layer, products: Tensor) -> Tensor:
-    """[T, hidden_size]: each token's weighted products, summed in the order of its choices."""
-    out = layer.empty(layer.num_tokens, layer.hidden_size)
-    sum_choices_kernel[(layer.num_tokens, triton.cdiv(layer.hidden_size, SUM_BLOCK))](
-        products,
-        layer.topk_ids,
-        layer.topk_weights,
-        out,
-        layer.first_expert,
-        layer.num_experts,
-        layer.hidden_size,
-        TOP_K=layer.top_k,
-        BLOCK=SUM_BLOCK,
+def choice_products(layer: Layer, products: Tensor) -> ChoiceProducts:
+    """The layer's result, which is not summed yet."""
+    return ChoiceProducts(
+        products=products,
+        topk_ids=layer.topk_ids,
+        topk_weights=layer.topk_weights,
+        first_expert=layer.first_expert,
+        num_experts=layer.num_experts,
     )
-    return out

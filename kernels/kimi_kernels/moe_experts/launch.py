@@ -1,34 +1,40 @@
 """How the expert kernels are launched: tile shapes by the number of choices an expert gets, grids by worst case.
 
-The numbers were chosen by measurement on an H100 (docs/benchmarks_kernels.md, "Mixture of experts").
+The numbers were chosen by measurement on an H100 and an H200 (docs/benchmarks_kernels.md, "Mixture of experts").
 """
 
 from dataclasses import dataclass
 
 FEW_CHOICES = 64
 """Up to this many choices, sorting them saves next to nothing: they rarely share an expert."""
+FEW_DOWN_PROGRAMS = 224
+"""Programs of the few-token second product, at least, where each walks through several row tiles."""
 FEW_DOWN_STEPS = 4
-"""Widest second product, in steps of columns, for which walking a token's experts one after another is fast."""
+"""Widest second product, in steps of columns, for which they are taken."""
 RESIDENT_STEPS = 2
 """Widest second product, in steps, whose activations stay on the multiprocessor."""
 MAX_SPLITS = 8
+MAX_TILES_A_GROUP = 7
 MAX_CHUNK = 512
 """Choices that one program sorts."""
-COLUMNS_BY_MEAN = ((8, 4.0), (16, 8.0), (32, 24.0), (64, 64.0))
+COLUMNS_BY_MEAN = ((8, 6.5), (16, 8.0), (32, 24.0), (64, 64.0))
 """Choices a tile, and the mean number of choices an expert up to which it is taken."""
+DEEP_MEAN = 4.0
+"""Mean up to which tiles of eight choices keep three steps of the first product on their way, not two: with more
+choices arithmetic binds, and programs that need less shared memory are more at a time."""
 PROCESSORS = 132
 """Multiprocessors of an H100: a split of the few-token products aims at several programs on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewLaunch:
-    """Unsorted kernels: a program a choice, then a program a token."""
+    """Unsorted kernels: programs of one choice each."""
 
     splits: int
     """Ranges of the first product's columns."""
     gate_up_stages: int
-    down_rows: int
-    """Rows of a program of the second product: 32, 64 or 128."""
+    down_tiles_a_group: int
+    """Row tiles of the second product that one program walks through."""
     down_stages: int
 
 
@@ -64,8 +70,8 @@ def is_few(num_choices: int, down_steps: int) -> bool:
     return num_choices <= FEW_CHOICES and down_steps <= FEW_DOWN_STEPS
 
 
-def few_launch(num_choices: int, gate_up_row_tiles: int, gate_up_steps: int) -> FewLaunch:
-    """A launch for up to `FEW_CHOICES` choices: about two programs of the first product a multiprocessor."""
+def few_launch(num_choices: int, gate_up_row_tiles: int, gate_up_steps: int, down_row_tiles: int) -> FewLaunch:
+    """A launch for up to `FEW_CHOICES` choices: about two programs of a product a multiprocessor."""
     splits = 1
     while (
         splits < MAX_SPLITS
@@ -73,7 +79,8 @@ def few_launch(num_choices: int, gate_up_row_tiles: int, gate_up_steps: int) -> 
         and gate_up_steps >= 8 * splits
     ):
         splits *= 2
-    return FewLaunch(splits=splits, gate_up_stages=4, down_rows=32 if num_choices <= 16 else 128, down_stages=4)
+    tiles_a_group = min(MAX_TILES_A_GROUP, max(1, num_choices * down_row_tiles // FEW_DOWN_PROGRAMS))
+    return FewLaunch(splits=splits, gate_up_stages=4, down_tiles_a_group=tiles_a_group, down_stages=3)
 
 
 def sorted_launch(num_choices: int, num_experts: int, down_steps: int, tall: TallShapes) -> SortedLaunch:
@@ -87,9 +94,9 @@ def sorted_launch(num_choices: int, num_experts: int, down_steps: int, tall: Tal
     return SortedLaunch(
         columns=columns,
         scale_weights=columns >= 32,
-        gate_up_stages=4 if columns == 8 else 3,
+        gate_up_stages=4 if columns == 8 and mean <= DEEP_MEAN else 3,
         down_stages=4 if columns <= 16 and not resident else 3,
-        tiles_a_group=7 if resident else 1,
+        tiles_a_group=MAX_TILES_A_GROUP if resident else 1,
         resident=resident,
         gate_up_tall_rows=tall_rows if gate_up_is_tall else 0,
         down_tall_rows=tall_rows if tall.down else 0,

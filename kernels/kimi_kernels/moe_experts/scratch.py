@@ -1,4 +1,4 @@
-"""How much device memory a call of the experts takes beside its result: a plain function, for memory plans."""
+"""How much device memory a call of the experts takes, its result included: a plain function, for memory plans."""
 
 from kimi_kernels.moe_experts.launch import COLUMNS_BY_MEAN, FEW_CHOICES, MAX_CHUNK, MAX_SPLITS, max_tiles
 from kimi_kernels.quantization.tiles import TILE_ROWS
@@ -13,7 +13,7 @@ SORTED_COLUMNS = (*(columns for columns, _ in COLUMNS_BY_MEAN), 128)
 def moe_scratch_bytes(
     num_tokens: int, top_k: int, num_experts: int, hidden_size: int, intermediate_size: int, bytes_a_value: int = 2
 ) -> int:
-    """Most bytes that `moe_experts` holds at once beside its result, for any number of tokens up to `num_tokens`.
+    """Most bytes that `moe_experts` holds at once, for any number of tokens up to `num_tokens`.
 
     Nearly all of it is each choice's activations and product: num_tokens * top_k * (intermediate_size + hidden_size)
     values, 0.97 GB for 8,192 tokens of Kimi-K2 (top 8, 7168 x 256). The rest sorts the choices, or sums the first

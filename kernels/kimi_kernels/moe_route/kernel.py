@@ -1,37 +1,18 @@
 """`route_experts` in Triton-language: one warp a token, everything in registers."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
+from kimi_kernels.argument_checks import require_dtype, require_shape
+from kimi_kernels.early_start import early_launch
 from kimi_kernels.moe_route.arguments import check_router
-
-RENORMALIZE_EPS = 1e-20
-
-
-@triton.jit
-def _pick_best(values, index):
-    """The largest value's index, the lowest among equals, and the values without it."""
-    best = tl.argmax(values, axis=0, tie_break_left=True)
-    return best, tl.where(index == best, float("-inf"), values)
-
-
-@triton.jit
-def _keep_best_groups(biased, TOPK_GROUPS: tl.constexpr):
-    """biased: [GROUPS, SIZE]; -inf outside the TOPK_GROUPS groups whose two best entries have the largest sum."""
-    place = tl.arange(0, biased.shape[1])[None, :]
-    first = tl.max(biased, axis=1)
-    first_place = tl.argmax(biased, axis=1, tie_break_left=True)
-    second = tl.max(tl.where(place == first_place[:, None], float("-inf"), biased), axis=1)
-    # A group of one expert has no second.
-    group_scores = tl.where(second > float("-inf"), first + second, first)
-    group = tl.arange(0, biased.shape[0])
-    kept = group < 0
-    for _ in tl.static_range(TOPK_GROUPS):
-        best, group_scores = _pick_best(group_scores, group)
-        kept = kept | (group == best)
-    return tl.where(kept[:, None], biased, float("-inf"))
+from kimi_kernels.moe_route.kernel_choose import choose_experts, sigmoid_scores
 
 
 @triton.jit
@@ -52,45 +33,149 @@ def route_kernel(
     SIZE: tl.constexpr,
     SELECT_GROUPS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    SCORES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a token.
 
     Args:
-        LOGITS: [T, num_groups * group_size] float32. BIAS: [num_groups * group_size] float32.
+        LOGITS, BIAS and the constants: as `choose_experts`.
         TOPK_IDS: [T, TOP_K] int32. TOPK_WEIGHTS: [T, TOP_K] float32.
-        SLOTS: [T] int64, -1 for padding.
-        GROUPS, SIZE: num_groups and group_size, rounded up to powers of two.
+        SLOTS: [T] int64, -1 for padding, or None.
     """
+    if PDL:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)[:, None]
-    place = tl.arange(0, SIZE)[None, :]
-    is_expert = (group < num_groups) & (place < group_size)
-    expert = group * group_size + place
-    logits = tl.load(LOGITS + token * logits_stride + expert, mask=is_expert, other=0.0)
-    scores = 1.0 / (1.0 + tl.exp(-logits))
-    biased = tl.where(is_expert, scores + tl.load(BIAS + expert, mask=is_expert, other=0.0), float("-inf"))
-    if SELECT_GROUPS:
-        biased = _keep_best_groups(biased, TOPK_GROUPS)
-    # The padded index grows with the expert id, so the lowest index is the lowest id.
-    biased = tl.reshape(biased, [GROUPS * SIZE])
-    scores = tl.reshape(scores, [GROUPS * SIZE])
-    index = tl.arange(0, GROUPS * SIZE)
-    rank = tl.arange(0, TOP_K_PADDED)
-    ids = tl.zeros([TOP_K_PADDED], tl.int32)
-    weights = tl.zeros([TOP_K_PADDED], tl.float32)
-    for k in tl.static_range(TOP_K):
-        best, biased = _pick_best(biased, index)
-        ids = tl.where(rank == k, best // SIZE * group_size + best % SIZE, ids)
-        weights = tl.where(rank == k, tl.sum(tl.where(index == best, scores, 0.0)), weights)
-    if RENORMALIZE:
-        weights = weights / (tl.sum(weights) + EPS)
-    target = token * TOP_K + rank
-    if HAS_SLOTS:
+    ids, weights = choose_experts(
+        LOGITS, BIAS, token, logits_stride, group_size, num_groups, scaling_factor, TOP_K, TOP_K_PADDED, TOPK_GROUPS,
+        GROUPS, SIZE, SELECT_GROUPS, RENORMALIZE, SCORES,
+    )  # fmt: skip
+    if SLOTS is not None:
         ids = tl.where(tl.load(SLOTS + token) < 0, -1, ids)
+    rank = tl.arange(0, TOP_K_PADDED)
+    target = token * TOP_K + rank
     tl.store(TOPK_IDS + target, ids, mask=rank < TOP_K)
-    tl.store(TOPK_WEIGHTS + target, weights * scaling_factor, mask=rank < TOP_K)
+    tl.store(TOPK_WEIGHTS + target, weights, mask=rank < TOP_K)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """A call's logits and how experts are chosen by them: what kernels are launched with."""
+
+    logits: Tensor
+    """[T, experts] float32, columns contiguous."""
+    bias: Tensor | None
+    slots: Tensor | None
+    top_k: int
+    num_groups: int
+    topk_groups: int
+    renormalize: bool
+    scaling_factor: float
+    scores: Any
+    """As `sigmoid_scores`."""
+
+    def new_choices(self) -> tuple[Tensor, Tensor]:
+        """Room for ids and weights, [T, top_k] each."""
+        shape, device = (self.logits.shape[0], self.top_k), self.logits.device
+        ids = torch.empty(shape, dtype=torch.int32, device=device)
+        return ids, torch.empty(shape, dtype=torch.float32, device=device)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, float]:
+        """logits_stride, group_size, num_groups and scaling_factor of `choose_experts`."""
+        group_size = self.logits.shape[1] // self.num_groups
+        return self.logits.stride(0), group_size, self.num_groups, self.scaling_factor
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Those of `choose_experts`."""
+        return {
+            "TOP_K": self.top_k,
+            "TOP_K_PADDED": triton.next_power_of_2(self.top_k),
+            "TOPK_GROUPS": self.topk_groups,
+            "GROUPS": triton.next_power_of_2(self.num_groups),
+            "SIZE": triton.next_power_of_2(self.logits.shape[1] // self.num_groups),
+            "SELECT_GROUPS": self.topk_groups < self.num_groups,
+            "RENORMALIZE": self.renormalize,
+            "SCORES": self.scores,
+        }
+
+
+def router(
+    router_logits: Tensor,
+    correction_bias: Tensor,
+    *,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scaling_factor: float,
+    slot_mapping: Tensor | None = None,
+) -> Router:
+    """The router of `signatures.RouteExperts`.
+
+    Raises:
+        ValueError: as `check_router`.
+    """
+    check_router(
+        router_logits,
+        correction_bias,
+        top_k=top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        slot_mapping=slot_mapping,
+    )
+    return Router(
+        logits=_by_rows(router_logits),
+        bias=correction_bias.contiguous(),
+        slots=slot_mapping,
+        top_k=top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        renormalize=renormalize,
+        scaling_factor=scaling_factor,
+        scores=sigmoid_scores,
+    )
+
+
+def plain_router(
+    router_logits: Tensor,
+    scores: Any,
+    *,
+    top_k: int,
+    renormalize: bool,
+    scaling_factor: float,
+    slot_mapping: Tensor | None = None,
+) -> Router:
+    """A router by other scores, without bias and groups.
+
+    Raises:
+        ValueError: the logits are not a matrix of float32.
+    """
+    require_shape("router_logits", router_logits, None, None)
+    require_dtype("router_logits", router_logits, torch.float32)
+    return Router(
+        logits=_by_rows(router_logits),
+        bias=None,
+        slots=slot_mapping,
+        top_k=top_k,
+        num_groups=1,
+        topk_groups=1,
+        renormalize=renormalize,
+        scaling_factor=scaling_factor,
+        scores=scores,
+    )
+
+
+def route(by: Router) -> tuple[Tensor, Tensor]:
+    """`signatures.RouteExperts`."""
+    topk_ids, topk_weights = by.new_choices()
+    if len(topk_ids):
+        route_kernel[(len(topk_ids),)](
+            by.logits, by.bias, topk_ids, topk_weights, by.slots, *by.sizes, **by.constants, num_warps=1,
+            **early_launch(topk_ids.device),
+        )  # fmt: skip
+    return topk_ids, topk_weights
 
 
 def route_experts(
@@ -109,41 +194,19 @@ def route_experts(
     Raises:
         ValueError: as `check_router`.
     """
-    check_router(
-        router_logits,
-        correction_bias,
-        top_k=top_k,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        slot_mapping=slot_mapping,
+    return route(
+        router(
+            router_logits,
+            correction_bias,
+            top_k=top_k,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            renormalize=renormalize,
+            scaling_factor=scaling_factor,
+            slot_mapping=slot_mapping,
+        )
     )
-    num_tokens, num_experts = router_logits.shape
-    if router_logits.stride(1) != 1:
-        router_logits = router_logits.contiguous()
-    topk_ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
-    topk_weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
-    if num_tokens == 0:
-        return topk_ids, topk_weights
-    group_size = num_experts // num_groups
-    route_kernel[(num_tokens,)](
-        router_logits,
-        correction_bias.contiguous(),
-        topk_ids,
-        topk_weights,
-        topk_ids if slot_mapping is None else slot_mapping,
-        router_logits.stride(0),
-        group_size,
-        num_groups,
-        scaling_factor,
-        TOP_K=top_k,
-        TOP_K_PADDED=triton.next_power_of_2(top_k),
-        TOPK_GROUPS=topk_groups,
-        GROUPS=triton.next_power_of_2(num_groups),
-        SIZE=triton.next_power_of_2(group_size),
-        SELECT_GROUPS=topk_groups < num_groups,
-        RENORMALIZE=renormalize,
-        EPS=RENORMALIZE_EPS,
-        HAS_SLOTS=slot_mapping is not None,
-        num_warps=1,
-    )
-    return topk_ids, topk_weights
+
+
+def _by_rows(logits: Tensor) -> Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()

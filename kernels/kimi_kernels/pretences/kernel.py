@@ -1,19 +1,22 @@
 """The pretending ops in Triton-language: one small launch each, so that they cost next to nothing."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require_dtype, require_shape
+from kimi_kernels.moe_route.kernel import Router, plain_router, route
+from kimi_kernels.moe_route.kernel_shared import routed_beside
 from kimi_kernels.pretences import reference
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
+from kimi_kernels.weights import PackedWeight
 
 GOLDEN = tl.constexpr(reference.GOLDEN)
 MIX_1 = tl.constexpr(reference.MIX_1)
 MIX_2 = tl.constexpr(reference.MIX_2)
 UNIT = tl.constexpr(reference.UNIT)
-EPS = tl.constexpr(reference.RENORMALIZE_EPS)
 ROWS = 128
 
 
@@ -33,42 +36,10 @@ def _unit_interval(words):
 
 
 @triton.jit
-def route_uniform_kernel(
-    LOGITS,  # [T, num_experts] float32
-    TOPK_IDS,  # [T, TOP_K] int32
-    TOPK_WEIGHTS,  # [T, TOP_K] float32
-    SLOTS,  # [T] int64, -1 for padding
-    logits_stride,
-    num_experts,
-    scaling_factor,
-    TOP_K: tl.constexpr,
-    TOP_K_PADDED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-):
-    """One program a token."""
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, EXPERTS)
-    is_expert = expert < num_experts
-    logits = tl.load(LOGITS + token * logits_stride + expert, mask=is_expert, other=0.0)
+def uniform_scores(logits, expert):
+    """In place of the router's: hashed from the bits of the logits."""
     words = _mix(_mix(logits.to(tl.uint32, bitcast=True)) + expert.to(tl.uint32) * GOLDEN)
-    scores = tl.where(is_expert, _unit_interval(words), -1.0)
-    rank = tl.arange(0, TOP_K_PADDED)
-    ids = tl.zeros([TOP_K_PADDED], tl.int32)
-    weights = tl.zeros([TOP_K_PADDED], tl.float32)
-    for k in tl.static_range(TOP_K):
-        best = tl.argmax(scores, axis=0, tie_break_left=True)
-        weights = tl.where(rank == k, tl.max(scores, axis=0), weights)
-        ids = tl.where(rank == k, best, ids)
-        scores = tl.where(expert == best, -1.0, scores)
-    if RENORMALIZE:
-        weights = weights / (tl.sum(weights) + EPS)
-    target = token * TOP_K + rank
-    if HAS_SLOTS:
-        ids = tl.where(tl.load(SLOTS + token) < 0, -1, ids)
-    tl.store(TOPK_IDS + target, ids, mask=rank < TOP_K)
-    tl.store(TOPK_WEIGHTS + target, weights * scaling_factor, mask=rank < TOP_K)
+    return _unit_interval(words)
 
 
 @triton.jit
@@ -110,45 +81,33 @@ def force_acceptance_kernel(
     tl.store(OUT + row, tl.where((draft >= 0) & (drawn >= 0), token, drawn), mask=is_row)
 
 
-def route_uniform(
-    router_logits: Tensor,
-    correction_bias: Tensor,
-    *,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    renormalize: bool,
-    scaling_factor: float,
-    slot_mapping: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def route_uniform(router_logits: Tensor, correction_bias: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     """`reference.route_uniform`.
 
     Raises:
         ValueError: the logits are not a matrix of float32.
     """
-    require_shape("router_logits", router_logits, None, None)
-    require_dtype("router_logits", router_logits, torch.float32)
-    num_tokens, num_experts = router_logits.shape
-    logits = router_logits if router_logits.stride(1) == 1 else router_logits.contiguous()
-    topk_ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
-    topk_weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    if num_tokens:
-        route_uniform_kernel[(num_tokens,)](
-            logits,
-            topk_ids,
-            topk_weights,
-            topk_ids if slot_mapping is None else slot_mapping,
-            logits.stride(0),
-            num_experts,
-            scaling_factor,
-            TOP_K=top_k,
-            TOP_K_PADDED=triton.next_power_of_2(top_k),
-            EXPERTS=triton.next_power_of_2(num_experts),
-            RENORMALIZE=renormalize,
-            HAS_SLOTS=slot_mapping is not None,
-            num_warps=1,
-        )
-    return topk_ids, topk_weights
+    return route(_router(router_logits, **settings))
+
+
+def route_uniform_silu_down(
+    router_logits: Tensor,
+    correction_bias: Tensor,
+    gate_up: Tensor,
+    weight: PackedWeight,
+    dtype: torch.dtype,
+    **settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`signatures.RouteSiluDown` by `route_uniform`.
+
+    Raises:
+        ValueError: the logits are not a matrix of float32, or as `silu_down`.
+    """
+    return routed_beside(_router(router_logits, **settings), gate_up, weight, dtype)
+
+
+def _router(router_logits: Tensor, *, num_groups: int, topk_groups: int, **settings: Any) -> Router:
+    return plain_router(router_logits, uniform_scores, **settings)
 
 
 def force_acceptance(token_ids: Tensor, inputs: SamplingInputs, rows: SamplingRows, chances: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.choice_products import Terms
 from kimi_kernels.early_start import starts_early
+from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
 from kimi_kernels.rank_exchange.kernel import (
     BLOCK_BYTES,
     EMPTY_HALF,
@@ -64,7 +66,11 @@ def _sum_in_parts(
 
 @triton.jit(do_not_specialize=["rank"])
 def sum_norm_kernel(
-    x,  # [T, width], contiguous
+    x,  # [T, width], contiguous; products of choices where TOP_K is not 0
+    topk_ids,  # as the next ones: of `sum_of_choices`
+    topk_weights,
+    first_expert,
+    num_experts,
     second,  # [T, width], contiguous, or unused
     residual,  # [T, width], columns contiguous
     weight,  # [width]
@@ -84,6 +90,7 @@ def sum_norm_kernel(
     PROGRAMS: tl.constexpr,  # of a row
     BLOCK: tl.constexpr,
     BUFFERS: tl.constexpr,
+    TOP_K: tl.constexpr,
     HAS_SECOND: tl.constexpr,
     IN_PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -101,7 +108,12 @@ def sum_norm_kernel(
     if PDL:
         gdc_wait()
     call = tl.load(calls + program)
-    term = tl.load(x + row * width + column, mask=inside, other=0.0)
+    if TOP_K:
+        term = sum_of_choices(
+            x, topk_ids, topk_weights, row, column, inside, width, first_expert, num_experts, TOP_K
+        ).to(dtype)
+    else:
+        term = tl.load(x + row * width + column, mask=inside, other=0.0)
     if HAS_SECOND:
         more = tl.load(second + row * width + column, mask=inside, other=0.0)
         term = (term.to(tl.float32) + more.to(tl.float32)).to(dtype)
@@ -162,13 +174,13 @@ class RankSumNorm:
             **({"launch_pdl": True} if early else {}),
         }  # fmt: skip
 
-    def takes(self, x: Tensor) -> bool:
+    def takes(self, x: Terms) -> bool:
         """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
-        fits = x.ndim == 2 and 0 < x.shape[0] * ROW_BLOCKS <= self._most_blocks
+        fits = len(x.shape) == 2 and 0 < x.shape[0] * ROW_BLOCKS <= self._most_blocks
         return fits and 0 < x.shape[1] <= MOST_COLUMNS and x.dtype in HALF_DTYPES
 
     def __call__(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+        self, x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The sum over ranks of x, or of x + second, is added to the residual stream and normed.
 
@@ -185,14 +197,16 @@ class RankSumNorm:
         if second is not None:
             require_shape("second", second, *x.shape)
             require_dtype("second", second, x.dtype)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+        terms, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(x)
+        terms = terms.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype, device=terms.device)
+        total = torch.empty(x.shape, dtype=residual.dtype, device=terms.device)
         sum_norm_kernel[(x.shape[0] * ROW_BLOCKS,)](
-            x, x if second is None else second.contiguous(), residual, weight.contiguous(), out, total,
+            terms, topk_ids, topk_weights, first_expert, num_experts,
+            terms if second is None else second.contiguous(), residual, weight.contiguous(), out, total,
             self._addresses, self._calls, self._squares, self._rank, residual.stride(0), x.shape[1],
             columns_of_a_program(x.shape[1]), self._slot_elements, self._most_blocks, eps,
-            HAS_SECOND=second is not None, **self._options,
+            TOP_K=top_k, HAS_SECOND=second is not None, **self._options,
         )  # fmt: skip
         return out, total
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kimi_kernels.choice_products import Terms, plain_sum
 from kimi_kernels.rms_norm import reference
 
 
@@ -29,13 +30,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+    x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`signatures.AddRmsNorm`.
 
     Raises:
         ValueError: x, residual and second are not all [T, H] for a weight [H].
     """
+    x = plain_sum(x)
     others = (residual,) if second is None else (residual, second)
     fits = all(part.dtype == torch.float32 and part.shape == x.shape for part in others)
     if not fits or not _fits(x, weight):

@@ -7,7 +7,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.choice_products import Terms
 from kimi_kernels.early_start import starts_early
+from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
 
 
 @triton.jit
@@ -44,7 +46,11 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    x,  # [T, width]
+    x,  # [T, width]; products of choices where TOP_K is not 0
+    topk_ids,  # as the next ones: of `sum_of_choices`
+    topk_weights,
+    first_expert,
+    num_experts,
     second,  # [T, width], contiguous, or unused
     residual,  # [T, width]
     weight,  # [width]
@@ -54,6 +60,7 @@ def add_rms_norm_kernel(
     residual_stride,
     width,
     eps,
+    TOP_K: tl.constexpr,
     HAS_SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,7 +73,11 @@ def add_rms_norm_kernel(
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    added = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if TOP_K:
+        summed = sum_of_choices(x, topk_ids, topk_weights, row, column, inside, width, first_expert, num_experts, TOP_K)
+        added = summed.to(x.dtype.element_ty).to(tl.float32)
+    else:
+        added = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_SECOND:
         added += tl.load(second + row * width + column, mask=inside, other=0.0).to(tl.float32)
         added = added.to(x.dtype.element_ty).to(tl.float32)
@@ -132,7 +143,7 @@ def chunked_rms_norm(x: Tensor, weights: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+    x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`signatures.AddRmsNorm`. The norm is of the sum as returned, rounded to the residual's dtype.
 
@@ -140,19 +151,20 @@ def add_rms_norm(
         ValueError: x, residual and second are not all [T, H] for a weight [H], or their columns are not contiguous.
     """
     require_shape("weight", weight, None)
-    _check_rows("x", x, weight.shape[0])
+    terms, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(x)
+    _check_rows("x", terms, weight.shape[0])
     _check_rows("residual", residual, weight.shape[0])
     require_shape("residual", residual, *x.shape)
     if second is not None:
         require_shape("second", second, *x.shape)
         require_dtype("second", second, x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=terms.device)
+    total = torch.empty(x.shape, dtype=residual.dtype, device=terms.device)
     if x.shape[0]:
         add_rms_norm_kernel[(x.shape[0],)](
-            x, x if second is None else second.contiguous(), residual, weight.contiguous(), out, total,
-            x.stride(0), residual.stride(0), x.shape[1], eps, HAS_SECOND=second is not None,
-            **_options(x.shape[1], x.device),
+            terms, topk_ids, topk_weights, first_expert, num_experts, terms if second is None else second.contiguous(),
+            residual, weight.contiguous(), out, total, terms.stride(0), residual.stride(0), x.shape[1], eps,
+            TOP_K=top_k, HAS_SECOND=second is not None, **_options(x.shape[1], terms.device),
         )  # fmt: skip
     return out, total
 

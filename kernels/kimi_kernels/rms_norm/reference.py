@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.argument_checks import require, require_float, require_shape
+from kimi_kernels.choice_products import Terms, plain_sum
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,17 +31,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+    x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`signatures.AddRmsNorm`. The norm is of the sum as returned, rounded to the residual's dtype.
 
     Raises:
         ValueError: x, residual and second are not all [T, H] for a weight [H].
     """
-    if second is not None:
-        require_shape("second", second, *x.shape)
-        require_dtype("second", second, x.dtype)
-        x = x + second
+    x = plain_sum(x, second)
     require_shape("weight", weight, None)
     require_shape("x", x, None, weight.shape[0])
     require_shape("residual", residual, *x.shape)

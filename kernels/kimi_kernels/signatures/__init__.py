@@ -9,6 +9,7 @@ from kimi_kernels.signatures.attention import (
     MlaDecode,
     MlaPrefill,
     MlaQuery,
+    MlaValues,
     NormStoreLatent,
     PlanMlaDecode,
     StoreKv,
@@ -31,6 +32,8 @@ from kimi_kernels.signatures.experts import (
     MoeExperts,
     PackExperts,
     RouteExperts,
+    RouteSiluDown,
+    SumTerms,
 )
 from kimi_kernels.signatures.sampling import (
     MaskLogits,
@@ -49,6 +52,7 @@ __all__ = [
     "MlaDecode",
     "MlaPrefill",
     "MlaQuery",
+    "MlaValues",
     "MoeExperts",
     "NormStoreLatent",
     "PackExperts",
@@ -58,10 +62,12 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "RouteExperts",
+    "RouteSiluDown",
     "SampleTokens",
     "SiluDown",
     "SiluMul",
     "StoreKv",
     "StoreLatent",
+    "SumTerms",
     "VerifyDraftTokens",
 ]

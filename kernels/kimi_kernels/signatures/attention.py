@@ -121,6 +121,27 @@ class MlaDecode(Protocol):
         ...
 
 
+class MlaValues(Protocol):
+    """`MlaDecode` and `PerHeadLinear`: attention up to the heads' values."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        latent_cache: Tensor,
+        batch: AttentionBatch,
+        w_uv: Tensor,
+        softmax_scale: float,
+        kv_scale: float = 1.0,
+    ) -> Tensor:
+        """
+        Args:
+            q, latent_cache: as in `MlaDecode`. w_uv: [N, L, V].
+        Returns:
+            [T, N, V]; 0 for rows of empty sequences.
+        """
+        ...
+
+
 class MlaPrefill(Protocol):
     """Non-absorbed MLA for many new tokens: K and V are up-projected from the cached latents, chunk by chunk."""
 

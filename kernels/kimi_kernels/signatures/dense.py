@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kimi_kernels.choice_products import Terms
 from kimi_kernels.weights import LinearWeight, PackedWeight
 
 
@@ -56,11 +57,11 @@ class AddRmsNorm(Protocol):
     """Add to the residual stream, then norm the sum."""
 
     def __call__(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
+        self, x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
-            x, residual: [T, H].
+            x, residual: [T, H]; of products of choices, x is their sum, rounded to their dtype.
             second: [T, H] of x's dtype; x + second, rounded to it, is added in place of x.
         Returns:
             (normed [T, H], x + residual [T, H]).

@@ -5,9 +5,11 @@ Dimensions: T tokens of the step, H hidden, E experts, K experts a token.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from kimi_kernels.weights import ExpertWeights, PackedExperts
+from kimi_kernels.choice_products import Terms
+from kimi_kernels.weights import ExpertWeights, PackedExperts, PackedWeight
 
 
 class RouteExperts(Protocol):
@@ -38,6 +40,28 @@ class RouteExperts(Protocol):
         ...
 
 
+class RouteSiluDown(Protocol):
+    """`RouteExperts` and `SiluDown` of columns of one product, neither of which reads the other's result."""
+
+    def __call__(
+        self,
+        router_logits: Tensor,
+        correction_bias: Tensor,
+        gate_up: Tensor,
+        weight: PackedWeight,
+        dtype: torch.dtype,
+        *,
+        top_k: int,
+        num_groups: int,
+        topk_groups: int,
+        renormalize: bool,
+        scaling_factor: float,
+        slot_mapping: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All arguments as of the two ops; topk_ids, topk_weights and the product, [T, out_features]."""
+        ...
+
+
 class PackExperts(Protocol):
     """Lay a layer's experts out for `MoeExperts`, at load."""
 
@@ -49,10 +73,26 @@ class MoeExperts(Protocol):
 
     def __call__(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: PackedExperts, first_expert: int = 0
-    ) -> Tensor:
+    ) -> Terms:
         """
         Args:
             x: [T, H]. topk_ids: [T, K] int32, global ids. topk_weights: [T, K] float32.
             first_expert: global id of the first expert held here; choices of experts held elsewhere add nothing.
+        Returns:
+            [T, H], or the products that `SumTerms`, `AddRmsNorm` and sums over ranks make it of.
+        """
+        ...
+
+
+class SumTerms(Protocol):
+    """What `MoeExperts` left to be summed, summed; and another term added to it."""
+
+    def __call__(self, terms: Terms, second: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            terms: [T, H], a tensor or products of choices; their sum is rounded to their dtype.
+            second: [T, H] of that dtype; added then, and rounded again.
+        Returns:
+            [T, H]; a tensor alone is returned as it is.
         """
         ...

@@ -2,6 +2,8 @@
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """`silu_down` of a narrow layer in Triton-language: every program activates the rows anew, and a launch is saved."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -36,10 +38,22 @@ def silu_down_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program TILE rows of the weight and ROWS rows of gate_up. Every value is rounded where the ops round it."""
+    """One program TILE rows of the weight and ROWS rows of gate_up."""
     if PDL:
         gdc_launch_dependents()
-    feature = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    silu_down_tile(
+        gate_up, weight, out, tl.program_id(0), tl.program_id(1), num_tokens, stride, width, out_features, ROWS, TILE,
+        WIDTH, PDL,
+    )  # fmt: skip
+
+
+@triton.jit
+def silu_down_tile(
+    gate_up, weight, out, tile, row_block, num_tokens, stride, width, out_features, ROWS: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program of `silu_down_kernel`. Every value is rounded where the ops round it."""
+    feature = tile * TILE + tl.arange(0, TILE)
     column = tl.arange(0, WIDTH)
     inside = column < width
     values = tl.load(
@@ -50,7 +64,7 @@ def silu_down_kernel(
     if PDL:
         gdc_wait()
     dtype: tl.constexpr = out.dtype.element_ty
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = row_block * ROWS + tl.arange(0, ROWS)
     source = gate_up + row.to(tl.int64)[:, None] * stride + column[None, :]
     mask = (row < num_tokens)[:, None] & inside[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(dtype).to(tl.float32)
@@ -61,8 +75,18 @@ def silu_down_kernel(
     tl.store(target, product.to(dtype), mask=(row < num_tokens)[None, :] & (feature < out_features)[:, None])
 
 
-def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """`signatures.SiluDown`. Wide layers, many rows and quantised weights take a launch for each of the ops.
+@dataclass(frozen=True, slots=True)
+class NarrowTiles:
+    """How a narrow layer's second product is cut into programs."""
+
+    tiles: int
+    row_blocks: int
+    constants: dict[str, int]
+    """ROWS, TILE and WIDTH."""
+
+
+def narrow_tiles(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> NarrowTiles | None:
+    """None where the layer is not narrow, its weight another's, or there are no rows or too many.
 
     Raises:
         ValueError: gate_up is not [T, 2 * in_features], or its columns are not contiguous.
@@ -72,11 +96,28 @@ def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tens
     num_tokens, width = gate_up.shape[0], weight.in_features
     is_narrow = weight.kind == PLAIN_KIND and weight.tensors[0].dtype == dtype and width <= MOST_WIDTH
     if not is_narrow or not 0 < num_tokens <= MOST_ROWS or not weight.tensors[0].is_contiguous():
-        return _composed(gate_up, weight, dtype)
-    out = torch.empty(num_tokens, weight.out_features, dtype=dtype, device=gate_up.device)
+        return None
     rows = min(64, max(16, triton.next_power_of_2(num_tokens)))
-    silu_down_kernel[(triton.cdiv(weight.out_features, TILE_ROWS), triton.cdiv(num_tokens, rows))](
-        gate_up, weight.tensors[0], out, num_tokens, gate_up.stride(0), width, weight.out_features, ROWS=rows,
-        TILE=TILE_ROWS, WIDTH=max(16, triton.next_power_of_2(width)), num_warps=4, **early_launch(gate_up.device),
+    return NarrowTiles(
+        tiles=triton.cdiv(weight.out_features, TILE_ROWS),
+        row_blocks=triton.cdiv(num_tokens, rows),
+        constants={"ROWS": rows, "TILE": TILE_ROWS, "WIDTH": max(16, triton.next_power_of_2(width))},
+    )
+
+
+def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """`signatures.SiluDown`. Wide layers, many rows and quantised weights take a launch for each of the ops.
+
+    Raises:
+        ValueError: as `narrow_tiles`.
+    """
+    cut = narrow_tiles(gate_up, weight, dtype)
+    if cut is None:
+        return _composed(gate_up, weight, dtype)
+    num_tokens, width = gate_up.shape[0], weight.in_features
+    out = torch.empty(num_tokens, weight.out_features, dtype=dtype, device=gate_up.device)
+    silu_down_kernel[(cut.tiles, cut.row_blocks)](
+        gate_up, weight.tensors[0], out, num_tokens, gate_up.stride(0), width, weight.out_features, num_warps=4,
+        **cut.constants, **early_launch(gate_up.device),
     )  # fmt: skip
     return out

@@ -1,7 +1,6 @@
 """The trained demo target on the CPU kernel set and on the reference: their logits differ by rounding, and a token or a
 router's choice differs only where its runner-up is closer than that."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_kernels import KernelSet
+from kimi_kernels.pretending import with_router
 from kimi_kernels.sampling.cpu import gumbel_rows
 from support.target_steps import CPU, TargetSteps
 
@@ -55,7 +55,7 @@ def run(kernels: KernelSet, tokens: list[int]) -> Run:
         choices.append(torch.zeros(router_logits.shape, dtype=torch.bool).scatter_(1, ids.long(), True))
         return ids, weights
 
-    recorded = dataclasses.replace(kernels, route_experts=recording)
+    recorded = with_router(kernels, recording)
     target = load(recorded)
     logits, _ = TargetSteps(target, recorded, [len(tokens)], block_size=64).run(tokens, [len(tokens)])
     return Run(logits, choices, margins)

@@ -42,6 +42,7 @@ def kernel_set() -> KernelSet:
         "logits",
         "silu_down",
         "route_experts",
+        "route_silu_down",
         "pack_experts",
         "moe_experts",
     )

@@ -15,7 +15,7 @@ from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.errors import CheckpointError
-from kimi_backend.layers.moe import MoeMlp
+from kimi_backend.layers.moe import MOST_STACKED_ROWS_TOGETHER, MoeMlp
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
@@ -146,13 +146,17 @@ def test_experts_of_two_ranks(quantization: QuantizationMethod) -> None:
     json = target_config_json(Preset.TINY, 2, quantization, Architecture.DEEPSEEK_V3, {})
     config = KimiModelConfig.from_hf_json(json | {"moe_intermediate_size": 256})
     source = RandomTensors(target_tensor_specs(config))
-    x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    few = 5
+    x = torch.randn(MOST_STACKED_ROWS_TOGETHER + 1, config.hidden_size, generator=torch.Generator().manual_seed(0))
 
     def run(kernels: KernelSet, group: TensorParallelGroup) -> torch.Tensor:
         loader = target_loader(config, source, kernels, group, CPU, torch.float32)
-        terms = MoeMlp(loader.scoped("model.layers.1.mlp"), config)(x)
-        assert terms.second is not None, "the shared expert's"
-        return group.all_reduce(terms.first + terms.second)
+        layer, sums = MoeMlp(loader.scoped("model.layers.1.mlp"), config), []
+        for rows in (x[:few], x):
+            terms = layer(rows)
+            assert terms.second is not None, "the shared expert's"
+            sums.append(kernels.sum_terms(terms.first, terms.second))
+        return group.all_reduce(torch.cat(sums))
 
     expected = run(KernelSet.reference(), SingleRank())
     for found in run_ranks(2, lambda group: run(KernelSet.triton(), group)):

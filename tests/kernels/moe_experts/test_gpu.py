@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kimi_kernels.moe_experts import kernel, kernel_layer, reference
+from kimi_kernels.moe_experts.kernel_sum import sum_terms
 from kimi_kernels.moe_experts.launch import sorted_launch
 from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4
 from kimi_kernels.weights import ExpertWeights, Mxfp4Weight
@@ -28,10 +29,10 @@ def test_against_reference(kind: str, intermediate: int, num_tokens: int) -> Non
     x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
     ids, topk_weights = random_choices(num_tokens, 15, 4, "cuda")
     packed = kernel.pack_experts(weights)
-    out = kernel.moe_experts(x, ids, topk_weights, packed, first_expert=2)
+    out = sum_terms(kernel.moe_experts(x, ids, topk_weights, packed, first_expert=2))
     expected = expected_experts(x, ids, topk_weights, reference.pack_experts(weights), first_expert=2)
     assert worst_row_error(out, expected) < TOLERANCE
-    assert torch.equal(out, kernel.moe_experts(x, ids, topk_weights, packed, first_expert=2))
+    assert torch.equal(out, sum_terms(kernel.moe_experts(x, ids, topk_weights, packed, first_expert=2)))
 
 
 @pytest.mark.parametrize("kind", ["int4", "mxfp4"])
@@ -73,7 +74,7 @@ def test_mxfp4_against_a_float64_widening(num_tokens: int) -> None:
     x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
     ids, topk_weights = random_choices(num_tokens, 16, 4, "cuda")
     packed = kernel.pack_experts(ExpertWeights(gate_up=weights[0], down=weights[1]))
-    out = kernel.moe_experts(x, ids, topk_weights, packed)
+    out = sum_terms(kernel.moe_experts(x, ids, topk_weights, packed))
     gate_up, down = (dequantize_mxfp4(weight).double() for weight in weights)
     expected = torch.zeros(num_tokens, 1024, dtype=torch.float64, device="cuda")
     for expert in range(16):
@@ -96,7 +97,7 @@ def test_a_graph_replays_with_other_choices(num_tokens: int) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.moe_experts(x, ids, topk_weights, packed)
+        out = sum_terms(kernel.moe_experts(x, ids, topk_weights, packed))
     for skewed in (False, True):
         fresh = (
             torch.arange(4, device="cuda").expand_as(ids) if skewed else random_choices(num_tokens, 12, 4, "cuda")[0]

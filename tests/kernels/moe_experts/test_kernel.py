@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kimi_kernels.moe_experts import kernel, kernel_layer, reference
+from kimi_kernels.moe_experts.kernel_sum import sum_terms
 from kimi_kernels.moe_experts.launch import MAX_CHUNK, FewLaunch, sorted_launch
 from kimi_kernels.moe_experts.scratch import moe_scratch_bytes
 from kimi_kernels.weights import ExpertWeights
@@ -35,7 +36,7 @@ def check(
     topk_weights: torch.Tensor,
     first_expert: int = 0,
 ) -> torch.Tensor:
-    out = kernel.moe_experts(x, ids, topk_weights, kernel.pack_experts(weights), first_expert)
+    out = sum_terms(kernel.moe_experts(x, ids, topk_weights, kernel.pack_experts(weights), first_expert))
     expected = expected_experts(x, ids, topk_weights, reference.pack_experts(weights), first_expert)
     assert out.dtype == x.dtype and out.shape == x.shape
     assert worst_row_error(out, expected) < TOLERANCE[x.dtype]
@@ -81,7 +82,7 @@ def test_subset_of_experts(num_tokens: int, first_expert: int) -> None:
 def test_no_choice_is_held_here(num_tokens: int) -> None:
     ids, weights = random_choices(num_tokens, 4, 2)
     packed = kernel.pack_experts(random_experts("int4", 4, 64, 32))
-    out = kernel.moe_experts(torch.randn(num_tokens, 64), ids, weights, packed, first_expert=4)
+    out = sum_terms(kernel.moe_experts(torch.randn(num_tokens, 64), ids, weights, packed, first_expert=4))
     assert torch.equal(out, torch.zeros(num_tokens, 64))
 
 
@@ -115,11 +116,11 @@ def test_few_and_many_choices_agree() -> None:
     many = sorted_launch(layer.num_choices, 4, layer.down_steps, layer.tall_shapes())
     order = kernel_layer.sort_choices(layer, many.columns)
     hidden = kernel_layer.gate_up_sorted(layer, many, order)
-    out = kernel_layer.sum_choices(layer, kernel_layer.down_sorted(layer, many, order, hidden))
+    products = kernel_layer.down_sorted(layer, many, order, hidden)
     for splits in (1, 4):
-        few = FewLaunch(splits=splits, gate_up_stages=2, down_rows=64, down_stages=2)
+        few = FewLaunch(splits=splits, gate_up_stages=2, down_tiles_a_group=splits, down_stages=2)
         torch.testing.assert_close(kernel_layer.gate_up_few(layer, few), hidden)
-        torch.testing.assert_close(kernel_layer.down_few(layer, few, hidden), out)
+        torch.testing.assert_close(kernel_layer.down_few(layer, few, hidden), products)
         # The counts of finished programs are zero again, or the next call would sum too early.
         assert not layer.arrivals.any()
 
@@ -143,8 +144,8 @@ def test_scratch_is_what_the_plan_says(num_tokens: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernel_layer.Layer, "empty", recorded)
     ids, weights = random_choices(num_tokens, 4, 2)
     packed = kernel.pack_experts(random_experts("int4", 4, 512, 64))
-    out = kernel.moe_experts(torch.randn(num_tokens, 512), ids, weights, packed)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made if tensor is not out)
+    kernel.moe_experts(torch.randn(num_tokens, 512), ids, weights, packed)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made)
     planned = moe_scratch_bytes(num_tokens, 2, 4, 512, 64, bytes_a_value=4)
     assert num_bytes <= planned
     if num_tokens == 300:

@@ -2,7 +2,7 @@
 
 import random
 
-from kimi_kernels.moe_experts.launch import max_tiles
+from kimi_kernels.moe_experts.launch import TallShapes, few_launch, max_tiles, sorted_launch
 
 
 def test_max_tiles_is_reached_and_never_passed() -> None:
@@ -18,3 +18,18 @@ def test_max_tiles_is_reached_and_never_passed() -> None:
 
 def test_max_tiles_with_fewer_choices_than_experts() -> None:
     assert max_tiles(3, 384, 8) == 3
+
+
+def test_tiles_of_eight_choices_up_to_the_mean_that_was_measured() -> None:
+    """384 experts of 2,048 columns, 8 a token."""
+    tall = TallShapes(gate_up=True, down=True)
+    found = {tokens: sorted_launch(8 * tokens, 384, 16, tall) for tokens in (64, 128, 256, 320, 512)}
+    assert {tokens: launch.columns for tokens, launch in found.items()} == {64: 8, 128: 8, 256: 8, 320: 16, 512: 32}
+    assert [launch.gate_up_stages for launch in found.values()] == [4, 4, 3, 3, 3]
+
+
+def test_few_tokens_take_as_many_programs_as_keep_the_memory_busy() -> None:
+    """Of a rank of eight: 4 row tiles of the first product in 56 steps, 56 row tiles of the second."""
+    found = [few_launch(8 * tokens, 4, 56, 56) for tokens in (1, 2, 4, 8)]
+    assert [launch.splits for launch in found] == [8, 4, 2, 1]
+    assert [launch.down_tiles_a_group for launch in found] == [2, 4, 7, 7]

@@ -4,6 +4,7 @@ the other programs of a row would tell, is there before."""
 import pytest
 import torch
 
+from kimi_kernels.choice_products import ChoiceProducts, plain_sum
 from kimi_kernels.rank_exchange.kernel import EMPTY_HALF, EMPTY_WORD
 from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
 from kimi_kernels.rank_exchange.kernel_norm import BLOCK, ROW_BLOCKS, RankSumNorm, columns_of_a_program, new_norm_inbox
@@ -91,6 +92,29 @@ def test_two_addends_are_rounded_before_they_are_sent() -> None:
     ranks.ranks[0]._squares[0] = 0
     _, total = ranks.ranks[0](one, torch.zeros(1, 16).half(), torch.ones(16).half(), EPS, little)
     assert (total == 2).all()
+
+
+def test_products_of_choices_are_summed_before_they_are_sent() -> None:
+    torch.manual_seed(0)
+    choices = ChoiceProducts(
+        products=torch.randn(6, 1000).half(),
+        topk_ids=torch.tensor([[0, 5, 2], [-1, -1, -1]], dtype=torch.int32),
+        topk_weights=torch.rand(2, 3),
+        first_expert=0,
+        num_experts=4,
+    )
+    choices.products[[1, 3, 4, 5]] = torch.nan  # of an expert held elsewhere, and of padding
+    second, residual, weight = torch.randn(2, 1000).half(), torch.randn(2, 1000).half(), torch.rand(1000).half()
+    results = []
+    for term in (choices, plain_sum(choices)):
+        ranks = Ranks(2, in_parts=False)
+        for program in range(8):
+            ranks._deliver(0, program, [torch.ones(500).half()] * 2, torch.ones(500).half())
+            ranks.ranks[0]._squares[0, program] = 0
+        results.append(ranks.ranks[0](term, residual, weight, EPS, second))
+        results.append(tuple(ranks.inboxes[0].clone() for _ in range(1)))
+    assert torch.equal(results[0][1], results[2][1]) and torch.equal(results[1][0], results[3][0])
+    assert not results[0][1].isnan().any()
 
 
 @pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts"])
