@@ -20,6 +20,11 @@ def random_schema(draw: random.Random) -> Schema:
     return {**schema, "$defs": definitions} if definitions else schema
 
 
+def object_schema(draw: random.Random) -> Schema:
+    """A schema of an object."""
+    return _object(draw, DEPTH - 1, ())
+
+
 def _schema(draw: random.Random, depth: int, definitions: tuple[str, ...]) -> Schema:
     simple: list[Callable[[random.Random], Schema]] = [_string, _integer, _number, _enum, _const, _plain]
     if definitions and draw.random() < 0.2:
