@@ -69,6 +69,54 @@ def by_langchain(at: Addresses) -> str:
     return f"{model.invoke(QUESTION).usage_metadata['output_tokens']} tokens"
 
 
+def _thing() -> Any:
+    """A class whose every value is short."""
+    from typing import Literal
+
+    from pydantic import BaseModel, Field
+
+    class Thing(BaseModel):
+        """A thing that is looked for."""
+
+        kind: Literal["stack", "queue"]
+        size: int = Field(ge=0, le=99)
+        note: str = Field(max_length=8)
+        parts: list[Literal["a", "b"]] = Field(max_length=2)
+
+    return Thing
+
+
+def by_openai_parse(at: Addresses) -> str:
+    import openai
+
+    thing, client = _thing(), openai.OpenAI(base_url=f"{at.openai}/v1", api_key="none")
+    ask = {
+        "model": "kimi", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200, "seed": 1,
+        "extra_body": {"chat_template_kwargs": {"thinking": False}},
+    }  # fmt: skip
+    content = client.chat.completions.parse(**ask, response_format=thing).choices[0].message.parsed
+    tools = [openai.pydantic_function_tool(thing)]
+    reply = client.chat.completions.parse(**ask, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    (call,) = reply.choices[0].message.tool_calls
+    parsed = call.function.parsed_arguments
+    assert isinstance(content, thing) and isinstance(parsed, thing)
+    return f"size {content.size} as content, {parsed.size} as a call"
+
+
+def by_langchain_structured(at: Addresses) -> str:
+    from langchain_openai import ChatOpenAI
+
+    thing = _thing()
+    model = ChatOpenAI(
+        model="kimi", base_url=f"{at.openai}/v1", api_key="none", max_tokens=200, seed=1,
+        extra_body={"chat_template_kwargs": {"thinking": False}},
+    )  # fmt: skip
+    methods = ("json_schema", "function_calling")
+    found = [model.with_structured_output(thing, method=method).invoke(QUESTION) for method in methods]
+    assert all(isinstance(each, thing) for each in found)
+    return ", ".join(f"size {each.size} by {method}" for each, method in zip(found, methods, strict=True))
+
+
 def _inputs(grpcclient: Any) -> list[Any]:
     import numpy as np
 
@@ -134,6 +182,16 @@ def by_tritonclient_aio(at: Addresses) -> str:
 
 LIBRARIES: dict[str, tuple[str, str, Callable[[Addresses], str]]] = {
     "openai": ("openai", "`chat.completions.create(stream=True)`", by_openai),
+    "openai, parsed": (
+        "openai",
+        "`chat.completions.parse(response_format=…)`, `parse(tools=…, tool_choice=…)`",
+        by_openai_parse,
+    ),
+    "LangChain, structured": (
+        "langchain-openai",
+        "`with_structured_output(…)`, by json_schema and function_calling",
+        by_langchain_structured,
+    ),
     "LiteLLM": ("litellm", '`completion(model="openai/kimi", api_base=…)`', by_litellm),
     "LlamaIndex": ("llama-index-llms-openai-like", "`OpenAILike(…).stream_chat`", by_llama_index),
     "LangChain": ("langchain-openai", "`ChatOpenAI(…).invoke`", by_langchain),

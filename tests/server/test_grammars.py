@@ -115,6 +115,13 @@ def test_what_cannot_be_is_refused(direct, fields, message):
         direct.generate(text_input="once", **ASK, **fields)
 
 
+def test_a_strict_tool_is_taken(client):
+    strict = [{"type": "function", "function": {"name": "find", "parameters": SCHEMA, "strict": True}}]
+    ask = {"model": "kimi", "messages": MESSAGES, "tools": strict, "tool_choice": "required", "max_tokens": 300}
+    reply = client.chat.completions.create(**ask, parallel_tool_calls=False, extra_body={"thinking_token_budget": 3})
+    check(json.loads(reply.choices[0].message.tool_calls[0].function.arguments))
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
 def test_forced_calls(client, choice):
     ask = {"model": "kimi", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 300, "seed": 4}

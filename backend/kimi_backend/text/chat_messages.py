@@ -68,8 +68,9 @@ def check_tools(tools: Any) -> list[dict[str, Any]] | None:
             raise InvalidRequestError(
                 f"{field}.function.parameters must be a JSON schema object; got {_shown(function['parameters'])}"
             )
-        if function.pop("strict", None):
-            raise InvalidRequestError(f"{field}.function.strict: true given, only false is supported")
+        strict = function.pop("strict", None)  # what follows from it is no business of the template's
+        if not isinstance(strict, (bool, type(None))):
+            raise InvalidRequestError(f"{field}.function.strict must be true or false; got {_shown(strict)}")
         checked.append(copied)
     return checked or None
 

@@ -77,8 +77,8 @@ BROKEN_TOOLS = {
     "no function": ([{"type": "function"}], r"tools\[0\].function.name must be text; got None"),
     "empty name": ([{"type": "function", "function": {"name": ""}}], r"tools\[0\].function.name must be text"),
     "strict": (
-        [{"type": "function", "function": {"name": "f", "strict": True}}],
-        r"tools\[0\].function.strict: true given, only false",
+        [{"type": "function", "function": {"name": "f", "strict": "yes"}}],
+        r"tools\[0\].function.strict must be true or false; got",
     ),
     "parameters are a list": (
         [{"type": "function", "function": {"name": "f", "parameters": []}}],
@@ -141,8 +141,9 @@ def test_reasoning_goes_by_either_name() -> None:
     assert check_messages([both]) == [{**message, "reasoning_content": "hm"}]
 
 
-def test_only_a_tool_that_is_not_strict_is_declared() -> None:
+def test_a_tool_is_declared_alike_strict_or_not() -> None:
     function = {"name": "f"}
-    assert check_tools([{"type": "function", "function": {**function, "strict": False}}]) == [
-        {"type": "function", "function": function}
-    ]
+    for strict in (True, False, None):
+        tools = [{"type": "function", "function": {**function, "strict": strict}}]
+        assert check_tools(tools) == [{"type": "function", "function": function}]
+        assert tools[0]["function"]["strict"] is strict
