@@ -1,4 +1,4 @@
-"""Every process of a served model killed, ended and paused under 16 streams, three times each (scripts/kill_matrix.py)."""
+"""Every process of a served model is killed, ended and paused under 16 streams (scripts/kill_matrix.py)."""
 
 from pathlib import Path
 
