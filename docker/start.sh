@@ -71,6 +71,8 @@ command=(
   "--backend-config=python,shm-growth-byte-size=$region_bytes"
   # For each call of spec_ensemble_unary one, and 32 for all else.
   "--backend-config=python,thread-pool-size=160"
+  # Newer servers give a model so long to load; 24.10 reads it and gives it any time.
+  --backend-config=python,stub-timeout-seconds=3600
   --disable-auto-complete-config
   --exit-on-error=true
   --strict-readiness=true
