@@ -95,13 +95,14 @@ drainer=
 # Triton Server does not tell a model that it is about to stop: kimi_backend.hosting.drain says how it is told.
 # shellcheck disable=SC2329 # called by the trap
 drain() {
+  # No `return`: in a trap it returns the status of what the signal interrupted, and `set -e` would end the script.
   if [ -n "$is_stopping" ]; then # asked again: live requests are cut off now
     echo 0 >"$KIMI_DRAIN_FILE"
-    return
+  else
+    is_stopping=1
+    KIMI_ADMIN_SECRET=$secret python3 -m kimi_backend.hosting.drain "127.0.0.1:$http_port" &
+    drainer=$!
   fi
-  is_stopping=1
-  KIMI_ADMIN_SECRET=$secret python3 -m kimi_backend.hosting.drain "127.0.0.1:$http_port" &
-  drainer=$!
 }
 trap drain TERM INT
 
