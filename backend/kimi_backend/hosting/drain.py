@@ -43,7 +43,8 @@ def drain(api: ServerApi, file: DrainFile, limit_s: float, say: Callable[[str], 
         api.unload(ORCHESTRATOR)
     except OSError as error:
         say(f"{ORCHESTRATOR} cannot be made unready ({error}): it refuses new requests by itself")
-    file.order(limit_s)
+    if file.limit_s is None:  # else somebody was in a hurry before this began
+        file.order(limit_s)
     next_word_s, next_look_s = 2.0, 1.0
     while (num_left := file.num_left) != 0:
         time.sleep(POLL_S)
