@@ -16,6 +16,7 @@ from kimi_client._tensors import build_inputs
 from kimi_client._transport import (
     Call,
     GrpcTransport,
+    Metadata,
     Transport,
     build_request,
     deadline,
@@ -154,11 +155,14 @@ class KimiClient:
         """Whether the server and the model answer. False when nothing is there."""
         return self._transport.is_ready()
 
-    def stream(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> Stream:
+    def stream(
+        self, *, timeout_s: float | None = None, metadata: Metadata = (), **fields: "Unpack[RequestFields]"
+    ) -> Stream:
         """Start a request and return its stream.
 
         Args:
             timeout_s: seconds until the request is cancelled.
+            metadata: headers of the call, such as `traceparent`.
             fields: exactly one of text_input, messages, input_ids; and any other of `RequestFields`.
 
         Raises:
@@ -171,7 +175,7 @@ class KimiClient:
         def send(again: bool) -> Call:
             if again:
                 self._transport.reconnect()
-            return self._transport.stream(request, deadline(limit))
+            return self._transport.stream(request, deadline(limit), metadata)
 
         return Stream(request_id, send, retry_pauses(self.max_retries))
 

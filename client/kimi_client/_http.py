@@ -9,7 +9,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from kimi_client._errors import KimiClientError, RequestTimedOut, ServerUnreachable
-from kimi_client._transport import READY_TIMEOUT_S, Call, checked_url
+from kimi_client._transport import READY_TIMEOUT_S, Call, Metadata, checked_url
 
 MODEL_NAME = "spec_ensemble_unary"
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -32,8 +32,8 @@ class HttpTransport:
         finally:
             connection.close()
 
-    def stream(self, request: Any, timeout_s: float | None) -> Call:
-        return _HttpCall(http.client.HTTPConnection(self._url, timeout=timeout_s), request)
+    def stream(self, request: Any, timeout_s: float | None, metadata: Metadata = ()) -> Call:
+        return _HttpCall(http.client.HTTPConnection(self._url, timeout=timeout_s), request, metadata)
 
     def reconnect(self) -> None:
         """Do nothing: each request has a connection of its own."""
@@ -43,12 +43,13 @@ class HttpTransport:
 
 
 class _HttpCall:
-    def __init__(self, connection: http.client.HTTPConnection, request: Any) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, request: Any, metadata: Metadata) -> None:
         self._connection = connection
         self._error: KimiClientError | None = None
         self._messages = self._receive()
         header, body = _encode(request)
         headers = {HEADER_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"}
+        headers |= dict(metadata)
         try:
             connection.request("POST", f"{_PATH}/infer", header + body, headers)
         except (OSError, http.client.HTTPException) as error:

@@ -32,6 +32,9 @@ _READY_REQUEST = service_pb2.ModelReadyRequest(name=MODEL_NAME)
 
 READY_TIMEOUT_S = 5.0
 
+Metadata = tuple[tuple[str, str], ...]
+"""Headers of a gRPC call: names in small letters, values."""
+
 
 class Call(Protocol):
     """A running stream: `ModelStreamInferResponse` messages in order, StopIteration at the end."""
@@ -46,7 +49,7 @@ class Transport(Protocol):
 
     def is_ready(self) -> bool: ...
 
-    def stream(self, request: Any, timeout_s: float | None) -> Call:
+    def stream(self, request: Any, timeout_s: float | None, metadata: Metadata = ()) -> Call:
         """Send a `ModelInferRequest`; the call ends after `timeout_s` with a grpc.RpcError."""
         ...
 
@@ -70,7 +73,7 @@ class AsyncTransport(Protocol):
 
     async def is_ready(self) -> bool: ...
 
-    def stream(self, request: Any, timeout_s: float | None) -> AsyncCall: ...
+    def stream(self, request: Any, timeout_s: float | None, metadata: Metadata = ()) -> AsyncCall: ...
 
     def reconnect(self) -> None: ...
 
@@ -94,8 +97,8 @@ class GrpcTransport:
         except grpc.RpcError:
             return False
 
-    def stream(self, request: Any, timeout_s: float | None) -> Call:
-        call: Call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+    def stream(self, request: Any, timeout_s: float | None, metadata: Metadata = ()) -> Call:
+        call: Call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s, metadata=metadata)
         return call
 
     def close(self) -> None:
@@ -119,8 +122,8 @@ class GrpcAsyncTransport:
         except grpc.RpcError:
             return False
 
-    def stream(self, request: Any, timeout_s: float | None) -> AsyncCall:
-        call: AsyncCall = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+    def stream(self, request: Any, timeout_s: float | None, metadata: Metadata = ()) -> AsyncCall:
+        call: AsyncCall = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s, metadata=metadata)
         return call
 
     async def close(self) -> None:

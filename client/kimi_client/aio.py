@@ -18,6 +18,7 @@ from kimi_client._transport import (
     AsyncCall,
     AsyncTransport,
     GrpcAsyncTransport,
+    Metadata,
     build_request,
     deadline,
     from_rpc_error,
@@ -116,7 +117,9 @@ class AsyncKimiClient:
         """Whether the server and the model answer."""
         return await self._transport.is_ready()
 
-    def stream(self, *, timeout_s: float | None = None, **fields: "Unpack[RequestFields]") -> AsyncStream:
+    def stream(
+        self, *, timeout_s: float | None = None, metadata: Metadata = (), **fields: "Unpack[RequestFields]"
+    ) -> AsyncStream:
         """Start a request and return its stream. Arguments and errors as for `KimiClient.stream`."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         request_id = uuid.uuid4().hex
@@ -125,7 +128,7 @@ class AsyncKimiClient:
         def send(again: bool) -> AsyncCall:
             if again:
                 self._transport.reconnect()
-            return self._transport.stream(request, deadline(limit))
+            return self._transport.stream(request, deadline(limit), metadata)
 
         return AsyncStream(request_id, send, retry_pauses(self.max_retries))
 

@@ -5,8 +5,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -43,6 +45,9 @@ from kimi_openai.server_fields import ServerRequest, chat_fields, completion_fie
 from kimi_openai.settings import EndpointSettings
 from kimi_openai.tokens import text_of, token_ids_of
 
+if TYPE_CHECKING:
+    from kimi_openai.tracing import RequestTracer
+
 logger = logging.getLogger("kimi_openai")
 HINTS = {404: "; /openapi.json lists what is there"}
 Handler = Callable[[Request], Awaitable[Response]]
@@ -51,8 +56,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Endpoint:
     """The handlers, and what they share."""
 
-    def __init__(self, settings: EndpointSettings) -> None:
+    def __init__(self, settings: EndpointSettings, tracer: "RequestTracer | None" = None) -> None:
+        """tracer: makes spans of requests; None: nobody does."""
         self._settings = settings
+        self._tracer = tracer
         self._started_at = int(time.time())
         self._bodies = BodyBudget(settings.limits.max_bytes_of_all_bodies)
         self._keys = KeyRing(settings.api_keys)
@@ -221,11 +228,26 @@ class Endpoint:
         prefix: str,
     ) -> Response:
         model = self._served(body.model)
-        generation = Generation(self._client, prompts, body.n or 1, is_streamed=bool(body.stream))
-        envelope = Envelope(reply_id=prefix + generation.request_id, model=model)
-        if not body.stream:
-            return await generation.answer_whole(request, make_writer, envelope)
-        return await generation.answer_streamed(request, make_writer, envelope, _usage_mode(body.stream_options))
+        with contextlib.ExitStack() as traced:
+            span = None if self._tracer is None else traced.enter_context(self._tracer.request(*_named(request)))
+            metadata = () if span is None else span.metadata
+            generation = Generation(
+                self._client, prompts, body.n or 1, is_streamed=bool(body.stream), metadata=metadata
+            )
+            if span is not None:  # before the span ends, which is when the reply has been sent
+                traced.callback(lambda: setattr(span, "statistics", generation.statistics))
+            envelope = Envelope(reply_id=prefix + generation.request_id, model=model)
+            if body.stream:
+                mode = _usage_mode(body.stream_options)
+                reply = await generation.answer_streamed(request, make_writer, envelope, mode)
+            else:
+                reply = await generation.answer_whole(request, make_writer, envelope)
+            return _EndsWith(reply, traced.pop_all()) if span is not None else reply
+
+
+def _named(request: Request) -> tuple[str, Headers]:
+    """What a request's span is called, and its headers."""
+    return f"{request.method} {request.url.path}", request.headers
 
 
 def _usage_mode(options: StreamOptions | None) -> UsageMode:
@@ -237,7 +259,7 @@ def _usage_mode(options: StreamOptions | None) -> UsageMode:
 class _EndsWith(Response):
     """A reply whose end, whichever it is, leaves a context."""
 
-    def __init__(self, reply: Response, context: AbstractContextManager[None]) -> None:
+    def __init__(self, reply: Response, context: AbstractContextManager[Any]) -> None:
         self._reply, self._context = reply, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

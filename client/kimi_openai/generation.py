@@ -47,11 +47,20 @@ def _choice(prompt: ServerRequest, index: int) -> ServerRequest:
 class Generation:
     """A client that leaves ends all of it on the server too."""
 
-    def __init__(self, client: AsyncKimiClient, prompts: Sequence[ServerRequest], n: int, *, is_streamed: bool) -> None:
+    def __init__(
+        self,
+        client: AsyncKimiClient,
+        prompts: Sequence[ServerRequest],
+        n: int,
+        *,
+        is_streamed: bool,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         """Starts the requests.
 
         Args:
             prompts: in the order of the choices, n of each.
+            metadata: headers of the gRPC calls.
 
         Raises:
             ApiError: too many, or a value that the client library cannot send.
@@ -59,9 +68,10 @@ class Generation:
         self._n = n
         self._asked = spread(prompts, n)
         self._streams: list[AsyncStream] = []
+        more: dict[str, Any] = {"metadata": metadata} if metadata else {}
         for asked in self._asked:
             try:
-                self._streams.append(client.stream(stream=is_streamed, **asked.fields))
+                self._streams.append(client.stream(stream=is_streamed, **more, **asked.fields))
             except KimiClientError as error:
                 self.cancel()
                 raise _api_error(error, asked) from None
@@ -70,6 +80,12 @@ class Generation:
     def request_id(self) -> str:
         """What the server's log calls its first request."""
         return self._streams[0].request_id
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        """What the server said of its first request at its end; empty before."""
+        chunks = self._streams[0].chunks
+        return chunks[-1].statistics or {} if chunks else {}
 
     def cancel(self) -> None:
         """End what still runs."""

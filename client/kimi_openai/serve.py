@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
 from prometheus_client import start_http_server
@@ -15,6 +16,9 @@ from kimi_openai.connection_limits import ACCEPTED_AT_ONCE
 from kimi_openai.guarded_protocol import GuardedProtocol
 from kimi_openai.logs import set_up_logs
 from kimi_openai.settings import EndpointSettings
+
+if TYPE_CHECKING:
+    from kimi_openai.tracing import RequestTracer
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -29,6 +33,7 @@ def serve(
     metrics_port: int | None = None,
     logs_json: bool = False,
     logs_access: bool = False,
+    otlp_endpoint: str = "",
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; streams that run then may end.
 
@@ -37,6 +42,7 @@ def serve(
         say: gets a line once clients may connect.
         metrics_port: where Prometheus asks for /metrics, on the same host; None: nowhere.
         logs_json, logs_access: see `set_up_logs`.
+        otlp_endpoint: URL of a collector that gets spans; empty: there are none.
 
     Raises:
         InvalidRequest: the url is none of a gRPC endpoint.
@@ -44,7 +50,7 @@ def serve(
     """
     client = KimiClient(settings.url)
     set_up_logs(as_json=logs_json, with_access=logs_access)
-    endpoint = Endpoint(settings)
+    endpoint = Endpoint(settings, _make_tracer(otlp_endpoint))
     with open_socket(host, port) as listener:
         if metrics_port is not None:
             start_http_server(metrics_port, host, endpoint.metrics.registry)
@@ -57,6 +63,14 @@ def serve(
             # When it has stopped, uvicorn hands the signal on to who had it before: nothing is left to do.
             signal.signal(number, lambda *_: None)
         make_server(settings, endpoint).run(sockets=[listener])
+
+
+def _make_tracer(otlp_endpoint: str) -> "RequestTracer | None":
+    if not otlp_endpoint:
+        return None
+    from kimi_openai.tracing import RequestTracer
+
+    return RequestTracer.to(otlp_endpoint)
 
 
 def _say_if_nobody_answers(client: KimiClient, say: Callable[[str], None]) -> None:

@@ -83,7 +83,8 @@ class Transport:
     def is_ready(self):
         return True
 
-    def stream(self, request, timeout_s):
+    def stream(self, request, timeout_s, metadata=()):
+        self.metadata = metadata
         self.requests.append((request, timeout_s))
         self.calls.append(self.call_class([self.refusals.pop(0)] if self.refusals else self.replies))
         return self.calls[-1]

@@ -178,7 +178,7 @@ def test_the_openai_endpoint_finds_the_server_and_needs_no_more_than_its_extra(c
     service = compose["services"]["openai"]
     dockerfile = (DOCKER / "Dockerfile").read_text()
     stage = dockerfile.split(f" AS {service['build']['target']}\n")[1].split("\nFROM ")[0]
-    assert "[openai]" in stage
+    assert "[openai,telemetry]" in stage
     assert re.search(r"^USER 1000", stage, re.MULTILINE)
     entry, command = (
         json.loads(re.search(rf"^{word} (.*)$", stage, re.MULTILINE)[1]) for word in ("ENTRYPOINT", "CMD")

@@ -1,5 +1,6 @@
 """`kimi openai`: an OpenAI-compatible endpoint in front of a running server."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def run_endpoint(
     log_format: str,
     cors_origins: Sequence[str] = (),
     refuses_unknown_fields: bool = True,
+    otlp_endpoint: str = "",
 ) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
@@ -70,6 +72,8 @@ def run_endpoint(
     )
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format: {log_format!r} given, text or json is allowed")
+    if otlp_endpoint and importlib.util.find_spec("opentelemetry.exporter") is None:
+        raise ConfigError("--otlp-endpoint: install the extra, pip install 'kimi-spec-serving[openai,telemetry]'")
     with client_errors():
         kimi_openai.serve(
             settings,
@@ -79,6 +83,7 @@ def run_endpoint(
             metrics_port=metrics_port,
             logs_json=log_format == "json",
             logs_access=access_log,
+            otlp_endpoint=otlp_endpoint,
         )
 
 

@@ -95,6 +95,10 @@ def openai_command(
     unknown_fields: Annotated[
         UnknownFields, typer.Option(help="What becomes of a request's fields that nobody knows.")
     ] = UnknownFields.REFUSE,
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(help="OpenTelemetry collector over HTTP, such as http://localhost:4318; none by default."),
+    ] = "",
 ) -> None:
     """An OpenAI-compatible HTTP endpoint in front of a running server.
 
@@ -114,6 +118,7 @@ def openai_command(
         log_format=log_format,
         cors_origins=cors_origin or (),
         refuses_unknown_fields=unknown_fields is UnknownFields.REFUSE,
+        otlp_endpoint=otlp_endpoint,
     )
 
 
