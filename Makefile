@@ -47,7 +47,7 @@ check: lint  ## in a minute: lint, types, and the tests that most mistakes fail
 
 test: $(STAMP)  ## everything that runs on a CPU, but for soak tests
 	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadfile --ignore=tests/server
-	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadgroup tests/server
+	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadfile tests/server
 
 soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
 	$(BIN)/pytest -m soak tests/server

@@ -4,14 +4,11 @@ import os
 import signal
 import time
 
-import pytest
-
 from kimi_client import KimiClientError
 from support.server_process import MAX_MODEL_LEN, stub_pids
 from support.streams import control, generate_when_back, reload, wait_for_speculation
 
 LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
-pytestmark = pytest.mark.xdist_group("server_to_break")
 
 
 def start_streams(client, number):

@@ -145,7 +145,8 @@ def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):
     while (done := running.health()).returncode == 0:
         assert time.monotonic() < deadline
     assert done.returncode == 1
-    assert "eagle3_draft" in done.stderr
+    # Or the watchdog was faster, and loads it again.
+    assert re.search("eagle3_draft|health/ready", done.stderr), done.stderr
     with KimiClient(f"localhost:{running.grpc}") as client:
         fields = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
         streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(16)]

@@ -38,8 +38,9 @@ def board_server(checkpoint, folder):
 
 
 @pytest.fixture
-def client(board_server):
+def client(board_server, folder):
     with KimiClient(f"localhost:{board_server.ports.grpc}") as connected:
+        wait_until_it_follows(connected, folder, num_followed(folder))
         yield connected
 
 

@@ -6,13 +6,10 @@ import signal
 import threading
 import time
 
-import pytest
-
 from kimi_client import KimiClient, KimiClientError, RequestCancelled, ServerBusy, ServerFailed
 from support.server_process import gauge, stub_pids
 from support.streams import control, generate_when_back
 
-pytestmark = pytest.mark.xdist_group("server_to_break")
 NUM_CLIENTS = 6
 GIVES_UP_S = 20.0
 """A request that still runs has been forgotten: none takes longer than a second."""

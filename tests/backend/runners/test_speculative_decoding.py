@@ -1,10 +1,13 @@
 """The two runners together: whatever the draft, the target's text comes out."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kimi_backend.config.draft_config import DraftOverrides
+from kimi_backend.runners.target_runner import TargetRunner
 from support.markov_models import markov_draft, markov_draft_config, markov_target
 from support.speculative_loop import SpeculativeLoop
 from support.tiny_configs import draft_config, target_config
@@ -27,6 +30,23 @@ def markov_target_runner() -> OwnedRunner:
     return target_runner(TARGET, markov_target(TARGET), aux_layer_ids=AUX_LAYER_IDS)
 
 
+PlainTexts = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def plain_texts() -> PlainTexts:
+    """What a target writes without a draft; each is written once."""
+    found: dict[tuple[object, ...], list[list[int]]] = {}
+
+    def write(target: TargetRunner, num_tokens: int, **fields: Any) -> list[list[int]]:
+        key = id(target), num_tokens, *sorted(fields.items())
+        if key not in found:
+            found[key] = SpeculativeLoop(target, None, PROMPTS, 0, **fields).run(num_tokens)
+        return found[key]
+
+    return write
+
+
 def noisy_draft(head_noise: float, **fields: object) -> OwnedDraftRunner:
     config = markov_draft_config(TARGET, AUX, **fields)
     return draft_runner(config, markov_draft(config, markov_target(TARGET), head_noise))
@@ -34,9 +54,11 @@ def noisy_draft(head_noise: float, **fields: object) -> OwnedDraftRunner:
 
 @pytest.mark.parametrize("kind", ["mla", "mla31", "mha"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_terrible_draft_changes_nothing(random_target_runner: OwnedRunner, kind: str, temperature: float) -> None:
+def test_a_terrible_draft_changes_nothing(
+    random_target_runner: OwnedRunner, plain_texts: PlainTexts, kind: str, temperature: float
+) -> None:
     target, fields = random_target_runner.runner, {"temperature": temperature, "seed": 5}
-    plain = SpeculativeLoop(target, None, PROMPTS, 0, **fields).run(NUM_TOKENS)
+    plain = plain_texts(target, NUM_TOKENS, **fields)
     draft = draft_runner(draft_config(kind, TARGET, AUX)).runner
     loop = SpeculativeLoop(target, draft, PROMPTS, [3, 1, 7, 2], **fields)
     assert loop.run(NUM_TOKENS, chunk_size=6) == plain
@@ -47,10 +69,10 @@ def test_a_terrible_draft_changes_nothing(random_target_runner: OwnedRunner, kin
 
 
 @pytest.mark.parametrize("k", [1, 4, 7])
-def test_a_perfect_draft_is_accepted_whole(markov_target_runner: OwnedRunner, k: int) -> None:
+def test_a_perfect_draft_is_accepted_whole(markov_target_runner: OwnedRunner, plain_texts: PlainTexts, k: int) -> None:
     target = markov_target_runner.runner
     for fields in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 2**63 - 1}):
-        plain = SpeculativeLoop(target, None, PROMPTS, 0, **fields).run(NUM_TOKENS)
+        plain = plain_texts(target, NUM_TOKENS, **fields)
         loop = SpeculativeLoop(target, noisy_draft(0.0).runner, PROMPTS, k, **fields)
         assert loop.run(NUM_TOKENS) == plain
         accepted = [a for sequence in loop.sequences for a in sequence.accepted]
@@ -59,10 +81,12 @@ def test_a_perfect_draft_is_accepted_whole(markov_target_runner: OwnedRunner, k:
 
 @pytest.mark.parametrize("greedy_draft", [False, True])
 @pytest.mark.parametrize("vocabulary", [96, 48])
-def test_a_draft_of_middling_quality(markov_target_runner: OwnedRunner, greedy_draft: bool, vocabulary: int) -> None:
+def test_a_draft_of_middling_quality(
+    markov_target_runner: OwnedRunner, plain_texts: PlainTexts, greedy_draft: bool, vocabulary: int
+) -> None:
     """Every number of accepted tokens occurs, and the text is the same."""
     target, fields = markov_target_runner.runner, {"temperature": 0.5, "seed": 11}
-    plain = SpeculativeLoop(target, None, PROMPTS, 0, **fields).run(70)
+    plain = plain_texts(target, 70, **fields)
     draft = noisy_draft(0.1, draft_vocab_size=vocabulary)
     loop = SpeculativeLoop(target, draft.runner, PROMPTS, 3, greedy_draft=greedy_draft, **fields)
     assert loop.run(70, chunk_size=7) == plain
