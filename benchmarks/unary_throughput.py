@@ -105,7 +105,9 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     draft = arguments.checkpoint / "draft"
-    settings = ServingSettings(checkpoint=str(arguments.checkpoint), draft=str(draft) if draft.is_dir() else "")
+    settings = ServingSettings(
+        checkpoint=str(arguments.checkpoint), draft=str(draft) if draft.is_dir() else "", unary="true"
+    )
     with tempfile.TemporaryDirectory() as folder:
         server = make_server(settings, log_file=Path(folder, "server.log"))
         server.start()

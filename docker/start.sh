@@ -31,8 +31,9 @@ if ! command -v tritonserver >/dev/null; then
   exec "$kimi" serve --http-port="$http_port" --grpc-port="$grpc_port" --metrics-port="$metrics_port" -- "$@"
 fi
 
-models=(kimi_target spec_ensemble_unary spec_ensemble)
-[ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble_unary spec_ensemble)
+models=(kimi_target spec_ensemble)
+[ -z "${KIMI_DRAFT:-}" ] || models=(kimi_target eagle3_draft spec_ensemble)
+[ "${KIMI_UNARY:-}" != true ] || models+=(spec_ensemble_unary)
 region_bytes=${KIMI_SHM_REGION_BYTES:-33554432}
 problem=$(python3 -m kimi_backend.hosting.shared_memory "${#models[@]}" "$region_bytes") || fail "$problem"
 problem=$(python3 -m kimi_backend.cli.preflight) || fail "$problem"

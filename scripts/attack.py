@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     checkpoint = arguments.checkpoint.resolve()
-    settings = ServingSettings(checkpoint=str(checkpoint), draft=str(checkpoint / "draft"), device="cpu")
+    settings = ServingSettings(checkpoint=str(checkpoint), draft=str(checkpoint / "draft"), device="cpu", unary="true")
     console = Console()
     with tempfile.TemporaryDirectory(prefix="kimi_attack_") as folder:
         log = Path(folder, "server.log")

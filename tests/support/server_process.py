@@ -45,6 +45,7 @@ def serving_settings(checkpoint: Path, **changes: object) -> ServingSettings:
         "max_model_len": MAX_MODEL_LEN,
         "kv_tokens": KV_TOKENS,
         "probe_at_start": "off",
+        "unary": "true",
         "speculation_policy": "fixed",  # a draft of random weights is soon left alone otherwise
     }
     return ServingSettings(**{**values, **changes})  # type: ignore[arg-type]

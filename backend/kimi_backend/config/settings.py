@@ -165,6 +165,12 @@ class ServingSettings:
         " server; auto takes the buffer where it can.",
         choices=("auto", "ipc", "tensor"),
     )
+    unary: str = _setting(
+        "false",
+        "`true` loads `spec_ensemble_unary` too, for clients that take one response. Under load Triton Server 24.10's"
+        " own process of it may crash: its calls fail then, until it is loaded again.",
+        choices=("false", "true"),
+    )
     metrics_interval_s: float = _setting(
         0.25, "Seconds between updates of the custom metrics; 0 turns them off.", minimum=0
     )

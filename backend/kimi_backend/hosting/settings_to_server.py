@@ -28,8 +28,9 @@ def settings_as_environment(settings: ServingSettings) -> dict[str, str]:
 
 
 def models_to_load(settings: ServingSettings) -> tuple[str, ...]:
-    """Without a draft its model stays unloaded."""
-    return MODELS if settings.draft else tuple(name for name in MODELS if name != "eagle3_draft")
+    """Without a draft its model stays unloaded, and the unary twin unless it is asked for."""
+    is_loaded = {"eagle3_draft": bool(settings.draft), "spec_ensemble_unary": settings.unary == "true"}
+    return tuple(name for name in MODELS if is_loaded.get(name, True))
 
 
 def make_server(
