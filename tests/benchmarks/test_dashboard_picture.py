@@ -23,5 +23,5 @@ def test_every_panel_is_drawn(num_panels, tmp_path, monkeypatch, capsys):
     picture = tmp_path / "picture.png"
     dashboard_picture.draw_dashboard("", 100.0, 110.0, "a title", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    drawn = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    drawn = [line.rsplit(":", 1)[0] for line in capsys.readouterr().out.splitlines()]
     assert drawn == [panel["title"] for panel in PANELS[:num_panels]]

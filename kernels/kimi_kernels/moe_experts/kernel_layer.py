@@ -20,6 +20,7 @@ from kimi_kernels.moe_experts.launch import (
     SortedLaunch,
     TallShapes,
     max_tiles,
+    may_start_early,
 )
 from kimi_kernels.quantization.tiles import TILE_ROWS, step_columns
 from kimi_kernels.weights import PackedExperts
@@ -61,7 +62,7 @@ class Layer:
         self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
         # They wait for the kernel before, which lets them start as it ends and no sooner: programs that wait for long
         # crowd onto the multiprocessors that are free first.
-        self.early = early_launch(x.device)
+        self.early = early_launch(x.device) if may_start_early(self.down_steps) else {"PDL": False}
 
     def tall_shapes(self) -> TallShapes:
         """Which products have weights of four bits, bf16 arithmetic, and whole groups of rows and of steps."""

@@ -139,6 +139,8 @@ def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None
 
 def _banned(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor, order: ColumnOrder) -> Tensor:
     """[R, C] bool: columns that a row's mask rules out."""
+    if not len(logit_mask):
+        return torch.zeros_like(logits, dtype=torch.bool)
     token_ids = order.token_ids
     if token_ids is None:
         token_ids = torch.arange(logits.shape[1], device=logits.device)
