@@ -53,7 +53,6 @@ BAD = [
     ("tools without messages", [*PROMPT, strings("tools", "[]")], {}, "tools"),
     ("template arguments not JSON", [strings("messages", "[]"), strings("chat_template_kwargs", "{")], {}, "chat_"),
     # numbers out of range
-    ("max_tokens 0", [*PROMPT, ints("max_tokens", 0)], {}, "max_tokens"),
     ("max_tokens negative", [*PROMPT, ints("max_tokens", -5)], {}, "max_tokens"),
     ("min_tokens negative", [*PROMPT, ints("min_tokens", -1)], {}, "min_tokens"),
     ("min over max", [*PROMPT, ints("min_tokens", 9), ints("max_tokens", 3)], {}, "min_tokens"),
@@ -90,7 +89,7 @@ BAD = [
     ("n", PROMPT, {"n": 2}, "n"),
     ("best_of", PROMPT, {"best_of": 2}, "best_of"),
     ("beam_width", PROMPT, {"beam_width": 2}, "beam_width"),
-    ("echo", PROMPT, {"echo": True}, "echo"),
+    ("echo", PROMPT, {"echo": 3}, "echo"),
     ("prompt_logprobs", PROMPT, {"prompt_logprobs": 1}, "prompt_logprobs"),
     ("number as text", PROMPT, {"temperature": "hot"}, "temperature"),
     ("bool as int", PROMPT, {"max_tokens": True}, "max_tokens"),
