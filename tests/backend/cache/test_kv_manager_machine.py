@@ -150,7 +150,10 @@ class KvManagerMachine(RuleBasedStateMachine):
 
 
 def test_blocks_of_both_pools() -> None:
+    # A draft that begins in mid text publishes nothing, so that hits of both pools are rare: many examples, always the
+    # same ones.
     run_state_machine_as_test(
-        KvManagerMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+        KvManagerMachine,
+        settings=settings(max_examples=400, stateful_step_count=40, deadline=None, derandomize=True),
     )
     assert KvManagerMachine.num_draft_hits > 10
