@@ -184,7 +184,7 @@ _MXFP4_CONFIG: Json = {
     "layer_quant_config": {},
     "layer_type_quant_config": {},
 }
-"""As AMD's files for Kimi: attention, router and head stay in bf16, all MLPs are MXFP4."""
+"""The modules that AMD's files for Kimi keep in bf16: attention, router and head. All MLPs are MXFP4."""
 _QUANTIZATION_CONFIGS = {
     QuantizationMethod.INT4: _INT4_CONFIG,
     QuantizationMethod.FP8: _FP8_CONFIG,

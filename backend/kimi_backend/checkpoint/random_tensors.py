@@ -18,7 +18,7 @@ _BIAS_STD = 0.01
 _INT4_CODE_STD = (256 / 12 - 1 / 12) ** 0.5
 """Standard deviation of a uniform code from -8 to 7."""
 _MXFP4_CODE_STD = (137 / 16) ** 0.5
-"""Of a uniform e2m1 code."""
+"""Standard deviation of a uniform e2m1 code."""
 _E8M0_BIAS = 127
 _FP8_STD = 64.0
 _FP8_MAX = 448.0

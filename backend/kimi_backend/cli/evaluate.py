@@ -2,6 +2,7 @@
 
 import asyncio
 import json as json_format
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from kimi_backend.errors import InvalidRequestError
 
 
 class Task(str, Enum):
-    """What is asked and how a reply is judged."""
+    """A task says what is asked and how a reply is judged."""
 
     GSM8K = "gsm8k"
 
@@ -63,7 +64,7 @@ def eval_command(
     ks = [num_speculative_tokens, *([0] if compare and num_speculative_tokens else [])]
     rows = RowFile(None if json is None else json.with_name(json.name + ".rows"), evaluation)
     console = Console(stderr=True)
-    report = {"file": file.name, **{name: getattr(evaluation, name) for name in evaluation.__slots__}, "runs": {}}
+    report = {"file": file.name, **asdict(evaluation), "runs": {}}
     try:
         with client_errors(), Progress(console=console) as progress:
             for k in ks:

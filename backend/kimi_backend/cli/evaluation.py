@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What is run; two runs with equal fields may share rows."""
+    """An evaluation says what is run; two runs with equal fields may share rows."""
 
     task: str
     file_digest: str
@@ -122,7 +122,7 @@ async def run_rows(
 
 
 def make_row(index: int, num_speculative_tokens: int, problem: Problem, completion: Completion) -> Row:
-    """What is kept of one reply."""
+    """A row keeps what is needed of one reply."""
     return {
         "index": index,
         "num_speculative_tokens": num_speculative_tokens,

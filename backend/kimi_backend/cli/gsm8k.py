@@ -25,7 +25,7 @@ class Problem:
 
     @property
     def number(self) -> str:
-        """What a right reply comes to."""
+        """The number that a right reply comes to."""
         found = marked_number(self.answer)
         assert found is not None
         return found
