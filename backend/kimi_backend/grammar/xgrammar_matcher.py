@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kimi_backend.grammar.library import CompiledGrammar, GrammarMatcher, TokenizerInfo
+from kimi_backend.grammar.library import RAW_VOCABULARY, CompiledGrammar, GrammarMatcher, TokenizerInfo
 from kimi_backend.types.plan import Int32Array
 
 _NOT_AFTER = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80, 0x90), 0xF4: range(0x90, 0xC0)}
@@ -28,7 +28,7 @@ class XgrammarVocabulary:
             vocab_size: the model's; tokens from there on are left out.
             stop_token_ids: those that end a reply, and may come where a grammar is at an end.
         """
-        self.info: Any = TokenizerInfo(token_bytes[:vocab_size], 0, vocab_size, stop_token_ids, False)
+        self.info: Any = TokenizerInfo(token_bytes[:vocab_size], RAW_VOCABULARY, vocab_size, stop_token_ids, False)
         self.num_words = -(-vocab_size // 32)
         self.last_byte = [text[-1] if text else 0 for text in token_bytes[:vocab_size]]
         self.text_mask = _packed(

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from kimi_backend.errors import ConfigError
 
 ADMIN_HEADER = "kimi-admin"
-GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
 SECRET_VARIABLE = "KIMI_ADMIN_SECRET"
 ALWAYS_RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 OPEN_ON_LOOPBACK = ("model-config", "statistics")
@@ -37,11 +36,6 @@ def choose_secret(environment: Mapping[str, str]) -> str:
 def admin_headers(secret: str) -> dict[str, str]:
     """What opens the restricted APIs to an HTTP request."""
     return {ADMIN_HEADER: secret}
-
-
-def grpc_admin_headers(secret: str) -> dict[str, str]:
-    """What opens them to a gRPC call, as metadata."""
-    return {GRPC_HEADER_PREFIX + ADMIN_HEADER: secret}
 
 
 def restricting_options(secret: str, host: str) -> list[str]:

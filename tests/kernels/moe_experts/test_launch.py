@@ -2,7 +2,7 @@
 
 import random
 
-from kimi_kernels.moe_experts.launch import TallShapes, few_launch, max_tiles, may_start_early, sorted_launch
+from kimi_kernels.moe_experts.launch import TallShapes, few_launch, max_tiles, sorted_launch
 
 
 def test_max_tiles_is_reached_and_never_passed() -> None:
@@ -33,8 +33,3 @@ def test_few_tokens_take_as_many_programs_as_keep_the_memory_busy() -> None:
     found = [few_launch(8 * tokens, 4, 56, 56) for tokens in (1, 2, 4, 8)]
     assert [launch.splits for launch in found] == [8, 4, 2, 1]
     assert [launch.down_tiles_a_group for launch in found] == [2, 4, 7, 7]
-
-
-def test_layers_of_full_width_start_when_their_inputs_are_there() -> None:
-    """In steps of 128 columns: a rank of eight has 256, a GPU alone 2,048."""
-    assert may_start_early(256 // 128) and not may_start_early(2048 // 128)
