@@ -8,11 +8,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kimi_openai.generation import REQUEST_ID_HEADER
+from kimi_openai.routes import ROUTES
 
 ACCESS_LOGGER = "kimi_openai.access"
 KEY_NAME = "kimi_key_name"
 """Where in a request's scope the name of its key stands."""
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/")
+PATHS = frozenset({"/", *(route.path for route in ROUTES)})
 OTHER_PATH = "other"
 """Label of every other path: strangers choose those."""
 _BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)

@@ -96,6 +96,7 @@ def test_a_request_is_logged_with_its_key_and_counted(keys, logged, as_json):
     with running_endpoint(settings, own) as endpoint:
         endpoint.send("GET", "/v1/models", headers=bearer("sk-b"))
         endpoint.send("GET", "/v1/a-strangers-path")
+        endpoint.send("GET", "/openapi.json")
         server, thread = start_http_server(0, "127.0.0.1", own.metrics.registry)
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as reply:
             text = reply.read().decode()
@@ -114,4 +115,5 @@ def test_a_request_is_logged_with_its_key_and_counted(keys, logged, as_json):
     assert 'kimi_openai_requests_total{path="/v1/models",status="200"} 1.0' in text
     assert 'kimi_openai_key_requests_total{key="b",status="200"} 1.0' in text
     assert 'kimi_openai_requests_total{path="other",status="404"} 1.0' in text
+    assert 'kimi_openai_requests_total{path="/openapi.json",status="200"} 1.0' in text
     assert "strangers" not in text
