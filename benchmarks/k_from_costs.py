@@ -33,7 +33,7 @@ from slice_suite.in_process import run_batch
 from slice_suite.recording import Round
 
 CHANCES = (0.85, 0.67, 0.48)
-"""Of draft token 1, 2, 3 where those before it were accepted; further ones fall by `pretending.LATER_SHARE`."""
+"""Chances of draft tokens 1, 2, 3 where those before were accepted; further ones fall by `pretending.LATER_SHARE`."""
 LENGTHS = (1.2, 1.9, 3.0, 3.2)
 """Tokens a round with k = 3 that the chances are scaled to."""
 MOST_OFF, LEAST_OF_BEST, LEAST_OF_PLAIN = 0.03, 0.97, 0.98
@@ -212,7 +212,7 @@ def adaptive_runs(
 
 
 def tokens_per_s(rounds: Sequence[Round]) -> float:
-    """Of rounds one behind another."""
+    """Tokens a second of rounds one behind another."""
     return sum(item.num_tokens for item in rounds[1:]) / (rounds[-1].target_end_s - rounds[0].target_end_s)
 
 
@@ -239,7 +239,7 @@ def emitted(chances: Sequence[float], k: int) -> float:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """What is missed, and the worst of each."""
+    """A text of what is missed, and the worst of each."""
     lines = []
     for name, result in document["drafts"].items():
         wrong = [item for item in result["rounds"] if not abs(item["off"]) <= MOST_OFF]

@@ -9,9 +9,9 @@ from kimi_backend.grammar.compiler import GrammarCompiler
 from kimi_backend.types.grammar import Ebnf, Grammar
 
 GRAMMAR = Grammar(Ebnf('root ::= [^"\\\\\\x00-\\x1f]* "\\x01"'), "benchmark")
-"""What may stand in a string of JSON. No token has the byte that would end it."""
+"""Bytes that may stand in a string of JSON. No token has the byte that would end it."""
 _SPECIAL_SHARE = 0.05
-"""Of tokens with a quote, a backslash or a line's end in them, which no such text holds."""
+"""The share of tokens with a quote, a backslash or a line's end in them, which no such text holds."""
 
 
 class MadeUpTokenizer:

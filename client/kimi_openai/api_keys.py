@@ -1,4 +1,4 @@
-"""Who may call the endpoint, and how much: keys from a file, each with a rate and a number of requests at once.
+"""Keys say who may call the endpoint, and how much: from a file, each with a rate and a number of requests at once.
 
 The file is JSON, an object of names:
 

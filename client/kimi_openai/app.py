@@ -246,7 +246,7 @@ class Endpoint:
 
 
 def _named(request: Request) -> tuple[str, Headers]:
-    """What a request's span is called, and its headers."""
+    """The name of a request's span, and its headers."""
     return f"{request.method} {request.url.path}", request.headers
 
 

@@ -21,13 +21,13 @@ ChoiceChunk = tuple[int, Chunk]
 
 
 class UsageMode(Enum):
-    """Where a stream tells the usage."""
+    """Settings of where a stream tells the usage."""
 
     NONE = auto()
     AT_THE_END = auto()
     """In a chunk of its own without choices; in all others it is null."""
     CONTINUOUS = auto()
-    """What was used so far in every chunk too."""
+    """True tells what was used so far in every chunk too."""
 
 
 class Cancellable(Protocol):
@@ -93,7 +93,7 @@ async def chunk_events(
 
 
 class _StreamedReply:
-    """What the events of one reply have said so far."""
+    """The state of one reply: what its events have said so far."""
 
     def __init__(
         self, writers: Sequence[ReplyWriter], envelope: Envelope, usage_mode: UsageMode, choices_a_prompt: int
@@ -103,7 +103,7 @@ class _StreamedReply:
         self._usage_mode = usage_mode
         self._choices_a_prompt = choices_a_prompt
         self._statistics: dict[int, dict[str, Any]] = {}
-        """Of the choices that have ended."""
+        """Statistics of the choices that have ended."""
         self._num_prompt = [0] * len(writers)
         self._num_output = [0] * len(writers)
 

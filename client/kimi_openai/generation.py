@@ -20,7 +20,7 @@ from kimi_openai.server_fields import ServerRequest
 
 REQUEST_ID_HEADER = "X-Request-Id"
 MOST_CHOICES = 256
-"""Of one call: each is a request of its own on the server, whose queue others need too."""
+"""The most choices of one call: each is a request of its own on the server, whose queue others need too."""
 
 MakeWriter = Callable[[], ReplyWriter]
 

@@ -1,4 +1,4 @@
-"""What the endpoint says of itself: Prometheus metrics on a port of their own, and a line of log for each request."""
+"""The endpoint tells of itself: Prometheus metrics on a port of their own, and a line of log for each request."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ from kimi_openai.routes import ROUTES
 
 ACCESS_LOGGER = "kimi_openai.access"
 KEY_NAME = "kimi_key_name"
-"""Where in a request's scope the name of its key stands."""
+"""The field of a request's scope that has the name of its key."""
 PATHS = frozenset({"/", *(route.path for route in ROUTES)})
 OTHER_PATH = "other"
 """Label of every other path: strangers choose those."""

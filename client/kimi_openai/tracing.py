@@ -33,7 +33,7 @@ class RequestSpan:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What hands the trace on to Triton Server."""
+        """Metadata that hands the trace on to Triton Server."""
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, set_span_in_context(self.span))
         return tuple(carrier.items())

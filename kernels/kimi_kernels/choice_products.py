@@ -1,4 +1,4 @@
-"""What routed experts add to a token, before it is summed: whoever reads it next may sum it in passing."""
+"""Products of routed experts that a token gets, before they are summed: whoever reads it next may sum it in passing."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class ChoiceProducts:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the sum."""
+        """The shape of the sum."""
         return torch.Size((self.topk_ids.shape[0], self.products.shape[1]))
 
     @property

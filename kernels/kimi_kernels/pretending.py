@@ -15,7 +15,7 @@ from kimi_kernels.signatures import RouteExperts
 
 MAX_DRAFT_TOKENS = 8
 LATER_SHARE = 0.71
-"""As acceptance falls from one position to the next with published drafts."""
+"""The factor by which acceptance falls from one position to the next with published drafts."""
 _BISECTIONS = 60
 
 

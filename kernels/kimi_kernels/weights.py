@@ -49,9 +49,9 @@ class Mxfp4Weight:
 
 
 LinearWeight = torch.Tensor | Int4Weight | Fp8Weight
-"""What a linear layer may be kept in."""
+"""Types that a linear layer may be kept in."""
 Weight = LinearWeight | Mxfp4Weight
-"""What routed experts may be kept in."""
+"""Types that routed experts may be kept in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

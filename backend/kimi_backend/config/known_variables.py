@@ -15,7 +15,7 @@ _ENDPOINT = ("API_KEY", "API_KEYS_FILE", "OPENAI_NAMES", "OPENAI_PORT")
 _COMPOSE = (
     "IMAGE", "DEMO_DIR", "CHECKPOINT_DIR", "DRAFT_DIR", "GPU", "GPUS", "BIND", "SHM_SIZE", "STOP_GRACE_PERIOD",
 )  # fmt: skip
-"""Of docker/.env, which a shell may have exported."""
+"""Names of docker/.env, which a shell may have exported."""
 OTHER_VARIABLES = frozenset(ENVIRONMENT_PREFIX + name for name in (*_START_SCRIPT, *_ENDPOINT, *_COMPOSE))
 """Those that are no settings of the models."""
 

@@ -56,7 +56,7 @@ class QuantizationConfig:
     """A checkpoint's `quantization_config`."""
 
     default: StoredFormat = AS_IT_IS
-    """Of every target that has no format of its own."""
+    """The format of every target that has none of its own."""
     targets: tuple[str, ...] = ("Linear",)
     """Modules that are quantised: their class, names, or patterns."""
     ignore: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class QuantizationConfig:
 
     @property
     def fp8_block_size(self) -> int:
-        """Of the square blocks of any layer; 0 where there are none."""
+        """Rows of the square blocks of any layer; 0 where there are none."""
         return max(stored.block_size for stored in self.formats)
 
     def stored(self, module: str) -> StoredFormat:
@@ -89,7 +89,7 @@ class QuantizationConfig:
         return self.default if is_target else AS_IT_IS
 
     def quantizes(self, module: str) -> bool:
-        """Whether the linear layer of that name is stored quantised."""
+        """True where the linear layer of that name is stored quantised."""
         return self.stored(module).method is not QuantizationMethod.NONE
 
     def patterns(self) -> Iterator[str]:

@@ -22,7 +22,7 @@ class Geometry:
     num_draft_blocks: int | None
     """None while there is no draft."""
     settings: SchedulerSettings
-    """As given, lowered to what the runners can take in one step."""
+    """The settings as given, lowered to what the runners can take in one step."""
     pretences: tuple[str, ...] = ()
     """Of either runner."""
 

@@ -36,7 +36,7 @@ class Setup:
     """`TokenizerInfo.serialize_json`."""
     num_threads: int
     most_bytes: int
-    """Of memory, beyond what the process has before the first job."""
+    """Memory that it may take, beyond what it has before the first job."""
     most_reply_bytes: int
 
 

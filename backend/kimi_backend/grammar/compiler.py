@@ -23,16 +23,16 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileLimits:
-    """What grammars may take."""
+    """Limits of what grammars may take."""
 
     timeout_s: float = 10.0
-    """Of one, from the moment that it is compiled; those before it are waited for."""
+    """The time of one, from the moment that it is compiled; those before it are waited for."""
     most_bytes: int = 2048 * MIB
-    """Of memory while it is compiled."""
+    """Memory of one while it is compiled."""
     most_compiled_bytes: int = 32 * MIB
-    """Of one, compiled, as it is sent."""
+    """The size of one, compiled, as it is sent."""
     most_cached_bytes: int = 256 * MIB
-    """Of all that are kept, counted likewise."""
+    """The size of all that are kept, counted likewise."""
     num_processes: int = 2
 
 

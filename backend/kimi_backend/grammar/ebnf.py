@@ -9,7 +9,7 @@ from kimi_backend.types.grammar import Choice, Ebnf, Either, JsonSchema, Regex, 
 
 ROOT = "root"
 _SEPARATORS = [", ", ": "]
-"""As `json.dumps` writes them, and Kimi's template: one spelling, so that much of a text is forced."""
+"""The separators that `json.dumps` writes, and Kimi's template: one spelling, so that much of a text is forced."""
 _ANY_CHARACTER, _STRING_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 """What the library lets stand in a string of a limited length, control characters too, and what JSON does."""
 _LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z_][A-Za-z0-9_.-]*')

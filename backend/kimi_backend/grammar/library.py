@@ -52,6 +52,6 @@ GrammarText: Any = _bound("Grammar")
 TokenizerInfo: Any = _bound("TokenizerInfo")
 
 LibraryError: type[Exception] = RuntimeError
-"""What the library raises for everything."""
+"""The library raises it for everything."""
 RAW_VOCABULARY = 0
 """A vocabulary of bytes as they are."""

@@ -1,4 +1,4 @@
-"""What the engine needs of a grammar, whichever library compiles and matches it."""
+"""Protocols of what the engine needs of a grammar, whichever library compiles and matches it."""
 
 from concurrent.futures import Future
 from typing import Protocol

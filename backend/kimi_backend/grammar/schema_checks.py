@@ -15,7 +15,7 @@ from kimi_backend.grammar.exclusive import are_exclusive, as_any_of
 
 MOST_LEVELS = 64
 MOST_PAIRS = 1000
-"""Of parts of a `oneOf`."""
+"""Pairs of parts of a `oneOf` that are compared, at most."""
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "discriminator"}
 )

@@ -21,7 +21,7 @@ more with every token, and everybody waits for it."""
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a verify checks of a sequence."""
+    """A window holds what a verify checks of a sequence."""
 
     guesses: list[int]
     masks: list[Int32Array | None]

@@ -40,7 +40,7 @@ class XgrammarVocabulary:
         }
 
     def compiled(self, packed: str) -> "XgrammarGrammar":
-        """What the process that compiles has sent."""
+        """A grammar from what the process that compiles has sent."""
         return XgrammarGrammar(self, CompiledGrammar.deserialize_json(packed, self.info))
 
 

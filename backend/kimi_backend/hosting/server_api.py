@@ -1,4 +1,4 @@
-"""What the processes beside a server ask of it over HTTP, with the admin secret."""
+"""Calls that the processes beside a server make to it over HTTP, with the admin secret."""
 
 import time
 import urllib.error

@@ -32,7 +32,7 @@ _GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeJob:
-    """What every rank is to do."""
+    """A job says what every rank is to do."""
 
     settings: ServingSettings
     prompts: tuple[tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class ProbeJob:
 
     @property
     def max_model_len(self) -> int:
-        """Of the longest text, draft tokens included."""
+        """Tokens of the longest text, draft tokens included."""
         return max(map(len, self.prompts)) + self.num_tokens + self.num_draft_tokens
 
 

@@ -30,7 +30,7 @@ _NO_COST = frozenset({"drain_file", "drain_timeout_s", "log_level", "metrics_int
 
 
 def costs_folder() -> Path:
-    """Where costs are kept: beside the folder of compiled kernels."""
+    """The folder in which costs are kept, beside that of compiled kernels."""
     compiled = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     return Path(compiled).parent / FOLDER
 
@@ -40,7 +40,7 @@ class CostFile:
     """The costs of one model's steps, with these settings on this machine."""
 
     about: dict[str, Any]
-    """What they depend on."""
+    """The values that costs depend on."""
 
     @classmethod
     def of(cls, role: str, settings: ServingSettings, model: Any, device: torch.device) -> "CostFile":
@@ -50,12 +50,12 @@ class CostFile:
 
     @property
     def path(self) -> Path:
-        """Where the file is, or would be."""
+        """The path at which the file is, or would be."""
         key = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
         return costs_folder() / f"{key[:32]}.json"
 
     def read(self) -> StepCosts | None:
-        """What is kept; None where nothing is, or nothing that can be used."""
+        """The costs that are kept; None where nothing is, or nothing that can be used."""
         try:
             return read_costs(self.path)[1]
         except FileNotFoundError:

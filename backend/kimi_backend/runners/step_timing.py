@@ -41,7 +41,7 @@ class Shape:
 
     num_seqs: int
     num_rows: int
-    """Of each sequence; where it is not full, of the first one, and one of every other."""
+    """Rows of each sequence; where it is not full, of the first one, and one of every other."""
     is_full: bool = True
     is_long: bool = False
     num_proposals: int = 0

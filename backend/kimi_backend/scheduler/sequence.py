@@ -30,7 +30,7 @@ class Finish:
 
 
 class DraftState(Enum):
-    """What the draft has to do with a sequence."""
+    """The draft's part in a sequence."""
 
     AWAY = auto()
     """It was not there when the sequence last started."""

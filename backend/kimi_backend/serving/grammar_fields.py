@@ -22,7 +22,7 @@ from kimi_backend.types.grammar import (
 )
 
 MOST_CALLS = 32
-"""Of a reply whose calls follow a grammar."""
+"""The most calls of a reply whose calls follow a grammar."""
 MOST_CHOICES = 1024
 _OBJECT = '{"type":"object"}'
 _ANNOTATIONS = ("name", "description", "strict")

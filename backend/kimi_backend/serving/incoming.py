@@ -1,4 +1,4 @@
-"""What a server's request says beside its tensors."""
+"""An incoming request says things beside its tensors."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from kimi_backend.errors import InvalidRequestError
 
 
 def request_name(request: Any) -> str:
-    """What the client calls the request, for the log."""
+    """The client's name for the request, for the log."""
     try:
         return request.request_id() or "request"
     except UnicodeDecodeError:

@@ -24,7 +24,7 @@ WITHIN_S = 120.0
 
 
 class TakesRequests(Protocol):
-    """What the probe needs of an engine."""
+    """The part of an engine that the probe needs."""
 
     def wait_until_ready(self, timeout_s: float) -> None: ...
 

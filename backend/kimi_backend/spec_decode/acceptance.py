@@ -12,7 +12,7 @@ from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 FIRST_GUESS = 0.6
 """Rate of a draft of which nothing is known."""
 LATER_SHARE = 0.9
-"""Of the rate before it that a position's rate is guessed to be."""
+"""The share of the rate before it that a position's rate is guessed to be."""
 GUESS_WEIGHT = 4.0
 """Verified tokens that a guess counts for, at each position."""
 POOL_MEMORY = 400.0

@@ -8,11 +8,11 @@ WINDOW_ROUNDS = 1_000
 NEAR_CHANCE = 0.1
 """Share of first draft tokens that are accepted. Drafts that fit have 0.4 to 0.9, a wrong one a few per cent."""
 FAR_BELOW = 0.5
-"""Of the draft's own past."""
+"""The share of the draft's own past below which the alarm is raised."""
 BACK_AT = 0.7
-"""Of its past, so that the alarm does not flutter."""
+"""The share of its past at which the alarm ends, higher so that it does not flutter."""
 PAST_WEIGHT = 0.1
-"""Of a window in the running mean of the past."""
+"""The weight of a window in the running mean of the past."""
 WINDOWS_OF_A_PAST = 3
 
 

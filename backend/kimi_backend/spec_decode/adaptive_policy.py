@@ -21,7 +21,7 @@ HOPED_DEPTH = 2
 LEAVING_GAIN = 1.01
 """Running sequences leave the draft where the round is faster by this much without it."""
 RETURNING_SHARE = 0.8
-"""Of its chances that a sequence has when it comes back to the draft, whose KV lacks the text before."""
+"""The share of its chances that a sequence has when it comes back to the draft, whose KV lacks the text before."""
 SETTLING_ROUNDS = 24
 """Such a sequence is not judged for so many rounds."""
 IDLE_CHOICES = 8

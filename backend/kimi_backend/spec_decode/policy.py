@@ -1,4 +1,4 @@
-"""Who drafts how many tokens in the next round: as the requests asked, or what is fastest (docs/decisions/0017)."""
+"""A policy says who drafts how many tokens next: as the requests asked, or what is fastest (docs/decisions/0017)."""
 
 from enum import Enum
 from typing import Protocol

@@ -32,7 +32,7 @@ class Round:
     target_s: float
     """The target's own time."""
     draft_s: float
-    """Likewise of the draft; 0 where nobody waits for its reply."""
+    """The draft's way, likewise; 0 where nobody waits for its reply."""
     draft_wait_s: float
     """That, and the way to the draft and back."""
     is_overlapped: bool

@@ -17,16 +17,16 @@ Numbers = float | Floats
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the time of a decode step depends on."""
+    """The values that the time of a decode step depends on."""
 
     num_seqs: int
     num_rows: int
     longest: int
     """Most rows of one sequence."""
     num_context_tokens: int
-    """Of all sequences together."""
+    """Context tokens of all sequences together."""
     num_proposals: int = 0
-    """Of a draft's step: the most of one sequence."""
+    """Proposals of a draft's step: the most of one sequence."""
 
     @classmethod
     def of(cls, rows: RowPlan, num_proposals: int = 0) -> "StepShape":

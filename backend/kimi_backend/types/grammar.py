@@ -1,4 +1,4 @@
-"""What a reply must look like, as a request says it: values, compiled later by whichever library serves."""
+"""Forms that a reply must have, as a request says them: values, compiled later by whichever library serves."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -75,10 +75,10 @@ class ToolCalls:
     tools: tuple[Tool, ...]
     tokens: CallTokens
     first_number: int
-    """Of the first call; the others count on."""
+    """The number of the first call; the others count on."""
     most_calls: int
     is_section_begun: bool = False
-    """Whether the token that begins the section stands before the text already."""
+    """True where the token that begins the section stands before the text already."""
 
 
 @dataclass(frozen=True, slots=True)

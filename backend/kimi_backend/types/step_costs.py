@@ -1,4 +1,4 @@
-"""What one runner's steps take, measured once: the values that k is chosen by (docs/decisions/0017)."""
+"""Times of one runner's steps, measured once: the values that k is chosen by (docs/decisions/0017)."""
 
 import json
 from dataclasses import asdict, dataclass, fields

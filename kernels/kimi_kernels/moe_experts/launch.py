@@ -71,8 +71,8 @@ def is_few(num_choices: int, down_steps: int) -> bool:
 
 
 def may_start_early(down_steps: int) -> bool:
-    """Whether the kernels of a layer start as the kernel before them ends. Those of a wide layer do not: with one token
-    their few programs crowd, and five layers at full width took 1.61 ms a round instead of 1.55."""
+    """Tell whether the kernels of a layer start as the kernel before them ends. Those of a wide layer do not: with one
+    token their few programs crowd, and five layers at full width took 1.61 ms a round instead of 1.55 (one H200)."""
     return down_steps <= FEW_DOWN_STEPS
 
 

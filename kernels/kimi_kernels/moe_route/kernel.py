@@ -72,7 +72,7 @@ class Router:
     renormalize: bool
     scaling_factor: float
     scores: Any
-    """As `sigmoid_scores`."""
+    """A function of the form of `sigmoid_scores`."""
 
     def new_choices(self) -> tuple[Tensor, Tensor]:
         """Room for ids and weights, [T, top_k] each."""

@@ -9,11 +9,11 @@ from kimi_kernels.argument_checks import require, require_dtype, require_float
 from kimi_kernels.weights import MXFP4_GROUP_SIZE, Mxfp4Weight
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes 0 to 7 stand for; 8 to 15 are their negatives."""
+"""Values of the codes 0 to 7; 8 to 15 are their negatives."""
 SCALE_BIAS = 127
 SCALE_NAN = 255
 _LARGEST_EXPONENT = 2
-"""Of 6, the largest e2m1 value: a group's largest magnitude gets this exponent."""
+"""The exponent of 6, the largest e2m1 value: a group's largest magnitude gets it."""
 
 
 def check_mxfp4(weight: Mxfp4Weight) -> None:

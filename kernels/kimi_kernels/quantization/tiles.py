@@ -28,7 +28,7 @@ TILE_ROWS = 128
 INT4_PLANE_COLUMNS = 32
 INT4_STEP_COLUMNS = 4 * INT4_PLANE_COLUMNS
 MXFP4_BITS = ((15, 6), (12, 3), (13, 0), (14, 9))
-"""Of each plane's code, in a word: the bit of its sign, the lowest of its three bits of magnitude. A bf16 has them at
+"""Bits of each plane's code, in a word: its sign, the lowest of its three bits of magnitude. A bf16 has them at
 bits 15 and 6: one shift and one mask take a code of the first two planes out, the others need more."""
 MXFP4_SCALE_OFFSET = 126
 MXFP4_SCALE_ORDER, MXFP4_SCALE_TURN = [0, 2, 1, 3], 7
