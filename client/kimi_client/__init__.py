@@ -12,7 +12,7 @@ from kimi_client._errors import (
 )
 from kimi_client._fields import RequestFields
 from kimi_client._transport import AsyncTransport, Transport
-from kimi_client._types import Chunk, Completion, TokenLogprob
+from kimi_client._types import Chunk, Completion, PromptLogprob, TokenLogprob
 from kimi_client.text_origins import TextOrigins
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "InvalidRequest",
     "KimiClient",
     "KimiClientError",
+    "PromptLogprob",
     "RequestCancelled",
     "RequestFields",
     "RequestTimedOut",

@@ -58,6 +58,8 @@ class RequestFields(TypedDict, total=False):
     """Do not stop at the end-of-sequence token (default false)."""
     logprobs: int | None
     """Log-probabilities of each token and of this many most likely ones."""
+    prompt_logprobs: int | None
+    """The same of the prompt's tokens, which are computed all then, cached or not."""
     num_speculative_tokens: int | None
     """Draft tokens a step, 0 to 7 (default: the setting of that name)."""
     draft_sampling: str | None
@@ -115,6 +117,7 @@ INPUT_TYPES = {
     "skip_special_tokens": "BOOL",
     "ignore_eos": "BOOL",
     "logprobs": "INT32",
+    "prompt_logprobs": "INT32",
     "num_speculative_tokens": "INT32",
     "draft_sampling": "BYTES",
     "priority": "INT32",

@@ -11,7 +11,7 @@ import tritonclient.grpc as grpcclient
 
 from kimi_client._errors import InvalidRequest
 from kimi_client._fields import INPUT_TYPES, JSON_INPUTS
-from kimi_client._types import Chunk, TokenLogprob
+from kimi_client._types import Chunk, PromptLogprob, TokenLogprob
 
 MODEL_NAME = "spec_ensemble"
 
@@ -102,16 +102,22 @@ def _flag(result: grpcclient.InferResult, name: str) -> bool:
 
 def _logprobs(text: str) -> tuple[TokenLogprob, ...]:
     entries = json.loads(text) if text else []
-    return tuple(
-        TokenLogprob(
-            token_id=entry["token_id"],
-            logprob=entry["logprob"],
-            top=tuple((top["token_id"], top["logprob"]) for top in entry["top"]),
-            token=entry["token"],
-            top_tokens=tuple(top["token"] for top in entry["top"]),
-        )
-        for entry in entries
-    )
+    return tuple(TokenLogprob(logprob=entry["logprob"], **_tokens(entry)) for entry in entries)
+
+
+def _prompt_logprobs(text: str) -> tuple[PromptLogprob, ...]:
+    entries = json.loads(text) if text else []
+    return tuple(PromptLogprob(logprob=entry["logprob"], rank=entry["rank"], **_tokens(entry)) for entry in entries)
+
+
+def _tokens(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry says of its token and of the most likely ones."""
+    return {
+        "token_id": entry["token_id"],
+        "token": entry["token"],
+        "top": tuple((top["token_id"], top["logprob"]) for top in entry["top"]),
+        "top_tokens": tuple(top["token"] for top in entry["top"]),
+    }
 
 
 def parse_chunk(result: grpcclient.InferResult) -> Chunk:
@@ -130,6 +136,7 @@ def parse_chunk(result: grpcclient.InferResult) -> Chunk:
         control_offsets=_ids(result, "control_offsets"),
         begins_thinking=_flag(result, "begins_thinking"),
         logprobs=_logprobs(_text(result, "logprobs")),
+        prompt_logprobs=_prompt_logprobs(_text(result, "prompt_logprobs")),
         finish_reason=_text(result, "finish_reason") or None,
         stop_reason=(_text(result, "stop_reason") or None) if stop_token_id is None else stop_token_id,
         statistics=statistics,

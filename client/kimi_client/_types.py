@@ -20,6 +20,23 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """Raw log-probability of one prompt token, and of the most likely ones there."""
+
+    token_id: int
+    logprob: float | None
+    """None for the first token, which nothing precedes."""
+    rank: int | None
+    """1 for the most likely token; None likewise."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability), most likely first."""
+    token: str = ""
+    """Its text alone, as in `TokenLogprob`."""
+    top_tokens: tuple[str, ...] = ()
+    """The texts of `top`, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """One response of a stream: what was added since the last one."""
 
@@ -45,6 +62,8 @@ class Chunk:
     """With `return_control_offsets=True`: where control tokens show, counted in characters of the whole text."""
     begins_thinking: bool = False
     """The first chunk's, likewise: the prompt ends inside a think block."""
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    """The first chunk's, with `prompt_logprobs=n`: one for each prompt token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,8 @@ class Completion:
     """Empty unless `return_control_offsets=True`: characters of the text before each control token that shows in it."""
     begins_thinking: bool = False
     """The prompt ends inside a think block; False unless likewise."""
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    """Empty unless `prompt_logprobs=n`; see `Chunk`."""
 
     @property
     def speculation(self) -> dict[str, Any] | None:
@@ -93,4 +114,5 @@ def join_chunks(chunks: Sequence[Chunk]) -> Completion:
         token_offsets=tuple(offset for chunk in chunks for offset in chunk.token_offsets),
         control_offsets=tuple(offset for chunk in chunks for offset in chunk.control_offsets),
         begins_thinking=chunks[0].begins_thinking,
+        prompt_logprobs=chunks[0].prompt_logprobs,
     )

@@ -199,6 +199,7 @@ class Endpoint:
                 with_logprobs=bool(body.logprobs),
                 with_token_ids=bool(body.return_token_ids),
                 with_origins=bool(body.return_token_origins),
+                num_prompt_logprobs=body.prompt_logprobs,
             )
 
         return await self._reply(request, body, [asked], make_writer, "chatcmpl-")
@@ -208,9 +209,11 @@ class Endpoint:
 
         def make_writer() -> CompletionWriter:
             return CompletionWriter(
-                with_logprobs=body.logprobs is not None,
+                num_logprobs=body.logprobs,
                 with_token_ids=bool(body.return_token_ids),
                 with_origins=bool(body.return_token_origins),
+                echoes=bool(body.echo),
+                num_prompt_logprobs=body.prompt_logprobs,
             )
 
         return await self._reply(request, body, completion_fields(body), make_writer, "cmpl-")

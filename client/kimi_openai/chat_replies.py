@@ -9,7 +9,7 @@ from kimi_client import Chunk, Completion, TextOrigins
 from kimi_client.replies.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, Event, ReasoningDelta
 from kimi_client.replies.reader import ReplyReader
 from kimi_client.text_origins import Run
-from kimi_openai.logprobs import ChatLogprobs
+from kimi_openai.logprobs import ChatLogprobs, shown_prompt_logprobs
 from kimi_openai.replies import shown_token_ids
 
 SLICE_CHARS = 256
@@ -29,12 +29,18 @@ class ChatWriter:
     chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, make_reader: MakeReader, *, with_logprobs: bool, with_token_ids: bool, with_origins: bool = False
+        self,
+        make_reader: MakeReader,
+        *,
+        with_logprobs: bool,
+        with_token_ids: bool,
+        with_origins: bool = False,
+        num_prompt_logprobs: int | None = None,
     ) -> None:
         self._make_reader = make_reader
         self._reader: ReplyReader | None = None
         self._logprobs = ChatLogprobs() if with_logprobs else None
-        self._with_token_ids = with_token_ids
+        self._with_token_ids, self._num_prompt_logprobs = with_token_ids, num_prompt_logprobs
         self._origins = TextOrigins() if with_origins else None
         self._begun: dict[int, CallBegin] = {}
         self._num_complete = 0
@@ -69,6 +75,9 @@ class ChatWriter:
         message = parts.message(self._begun)
         extras = self._extras(completion, reader, is_last=True) | self._shown_origins(completion, parts.texts)
         return {"index": 0, "message": message, **extras, **self._end(completion)}
+
+    def beside(self, completion: Completion) -> dict[str, Any]:
+        return shown_prompt_logprobs(completion.prompt_logprobs, self._num_prompt_logprobs)
 
     def _reader_for(self, source: Chunk | Completion) -> ReplyReader:
         if self._reader is None:

@@ -103,12 +103,13 @@ class Generation:
             completions = await while_connected(request, self._results())
         finally:
             self.cancel()
-        choices = [await make_writer().whole(c) | {"index": index} for index, c in enumerate(completions)]
-        details = [_details(completion) for completion in completions]
+        writers = [make_writer() for _ in completions]
+        choices = [await w.whole(c) | {"index": i} for i, (w, c) in enumerate(zip(writers, completions, strict=True))]
+        details = [_details(c) | w.beside(c) for w, c in zip(writers, completions, strict=True)]
         if len(choices) > 1:
             choices, details = [choice | more for choice, more in zip(choices, details, strict=True)], [{}]
         total = usage([completion.statistics for completion in completions], self._n)
-        body = envelope.wrap(make_writer().whole_object, choices, usage=total, **details[0])
+        body = envelope.wrap(writers[0].whole_object, choices, usage=total, **details[0])
         # Not JSONResponse: Python's encoder takes ten times as long, in which nobody else gets an answer.
         return Response(pydantic_core.to_json(body), headers=self._headers(), media_type="application/json")
 

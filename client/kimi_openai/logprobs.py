@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from kimi_client import TokenLogprob
+from kimi_client import PromptLogprob, TokenLogprob
 from kimi_client.replies.markers import MARKS, Mark
 from kimi_client.replies.text import CALLS, REASONING, Channel
 
@@ -61,10 +61,12 @@ def _chat_token(token: str, logprob: float) -> dict[str, Any]:
 class CompletionLogprobs:
     """`choices[].logprobs` of a completion, piece by piece: offsets go on from one to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_top: int) -> None:
+        """num_top: most likely tokens to show beside each."""
+        self._num_top = num_top
         self._offset = 0
 
-    def take(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def take(self, entries: Sequence[TokenLogprob | PromptLogprob]) -> dict[str, Any]:
         """The object for these tokens; `text_offset` counts characters of the tokens alone."""
         offsets = []
         for entry in entries:
@@ -73,15 +75,39 @@ class CompletionLogprobs:
         return {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [_by_token(entry) for entry in entries],
+            "top_logprobs": [self._by_token(entry) for entry in entries],
             "text_offset": offsets,
         }
 
+    def _by_token(self, entry: TokenLogprob | PromptLogprob) -> dict[str, float] | None:
+        """The most likely tokens, then the token itself; of two that look alike the likelier stays. None of a prompt's
+        first token."""
+        if entry.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for (_, logprob), token in zip(entry.top[: self._num_top], entry.top_tokens, strict=False):
+            found.setdefault(token, logprob)
+        found.setdefault(entry.token, entry.logprob)
+        return found
 
-def _by_token(entry: TokenLogprob) -> dict[str, float]:
-    """The most likely tokens, then the drawn one; of two that look alike the likelier stays."""
-    found: dict[str, float] = {}
-    for (_, logprob), token in zip(entry.top, entry.top_tokens, strict=True):
-        found.setdefault(token, logprob)
-    found.setdefault(entry.token, entry.logprob)
-    return found
+
+def shown_prompt_logprobs(entries: Sequence[PromptLogprob], num_top: int | None) -> dict[str, Any]:
+    """The field that `prompt_logprobs` adds, in vLLM's form: null for the first token, for each other one an object
+    of its most likely tokens and itself by id.
+
+    Args:
+        num_top: the field's value; None: it was not given.
+    """
+    return {} if num_top is None else {"prompt_logprobs": [_by_id(entry, num_top) for entry in entries]}
+
+
+def _by_id(entry: PromptLogprob, num_top: int) -> dict[str, Any] | None:
+    if entry.logprob is None:
+        return None
+    tops = zip(entry.top[:num_top], entry.top_tokens, strict=False)
+    found = {str(token_id): _ranked(logprob, rank, token) for rank, ((token_id, logprob), token) in enumerate(tops, 1)}
+    return found | {str(entry.token_id): _ranked(entry.logprob, entry.rank, entry.token)}
+
+
+def _ranked(logprob: float, rank: int | None, token: str) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": token}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kimi_client import Chunk, Completion, TextOrigins
-from kimi_openai.logprobs import CompletionLogprobs
+from kimi_openai.logprobs import CompletionLogprobs, shown_prompt_logprobs
 
 
 def usage(statistics: Sequence[dict[str, Any]], choices_a_prompt: int = 1) -> dict[str, Any]:
@@ -52,14 +52,26 @@ class ReplyWriter(Protocol):
     async def whole(self, completion: Completion) -> dict[str, Any]:
         """The choice of a reply in one body."""
 
+    def beside(self, completion: Completion) -> dict[str, Any]:
+        """What the endpoint adds beside that choice."""
+
 
 class CompletionWriter:
     """Of /v1/completions."""
 
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *, with_logprobs: bool, with_token_ids: bool, with_origins: bool = False) -> None:
-        self._logprobs = CompletionLogprobs() if with_logprobs else None
+    def __init__(
+        self,
+        *,
+        num_logprobs: int | None,
+        with_token_ids: bool,
+        with_origins: bool = False,
+        echoes: bool = False,
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
+        self._logprobs = None if num_logprobs is None else CompletionLogprobs(num_logprobs)
+        self._echoes, self._num_prompt_logprobs = echoes, num_prompt_logprobs
         self._with_token_ids = with_token_ids
         self._origins = TextOrigins() if with_origins else None
 
@@ -75,13 +87,18 @@ class CompletionWriter:
         return []
 
     async def whole(self, completion: Completion) -> dict[str, Any]:
-        return self._choice(completion) | self._shown_origins(completion)
+        scores = shown_prompt_logprobs(completion.prompt_logprobs, self._num_prompt_logprobs)
+        return self._choice(completion) | self._shown_origins(completion) | scores
+
+    def beside(self, completion: Completion) -> dict[str, Any]:
+        return {}
 
     def _choice(self, source: Chunk | Completion) -> dict[str, Any]:
+        prompt = source.prompt_logprobs if self._echoes else ()
         return {
             "index": 0,
             "text": source.text,
-            "logprobs": None if self._logprobs is None else self._logprobs.take(source.logprobs),
+            "logprobs": None if self._logprobs is None else self._logprobs.take([*prompt, *source.logprobs]),
             **shown_token_ids(source, self._with_token_ids),
             "finish_reason": source.finish_reason,
             "stop_reason": source.stop_reason,

@@ -87,6 +87,9 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = _extension("Cached prefixes are shared only with requests of the same salt.")
     priority: Int | None = _extension("Higher runs first (default 0).")
     timeout_s: Number | None = _extension("Seconds after which the request ends with an error (504).")
+    prompt_logprobs: Int | None = _extension(
+        "Log-probabilities of the prompt's tokens and of this many most likely ones; not in a stream."
+    )
     return_token_ids: bool | None = _extension("Adds `token_ids` to the choice and `prompt_token_ids` to the reply.")
     return_token_origins: bool | None = _extension("Adds `text_origins` to the choice: who said which text first.")
 
@@ -142,7 +145,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any = Field(description="A text or a list of token ids; or a list of these, each a prompt of its own.")
     logprobs: Int | None = _taken("Log-probabilities of the tokens and of this many most likely ones, 0 to 20.")
-    echo: bool | None = _taken("The text begins with that of the prompt (default false); not with `logprobs`.")
+    echo: bool | None = _taken(
+        "The text begins with that of the prompt (default false); `logprobs` then begin with its tokens."
+    )
 
 
 _WHO = "says who asks or why, which no text depends on"
@@ -178,7 +183,6 @@ REFUSED: dict[str, Any] = {
     "function_call": NO_VALUE,
     "prediction": NO_VALUE,
     "web_search_options": NO_VALUE,
-    "prompt_logprobs": NO_VALUE,
     "use_beam_search": False,
     "return_tokens_as_token_ids": False,
     "include_reasoning": True,

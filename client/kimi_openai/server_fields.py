@@ -23,6 +23,7 @@ SAME_NAME = (
         "cache_salt",
         "priority",
         "timeout_s",
+        "prompt_logprobs",
         "return_token_ids",
         "return_token_origins",
     ),
@@ -120,25 +121,29 @@ def completion_fields(request: CompletionRequest) -> list[ServerRequest]:
     fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     if request.logprobs is not None:
         fields["logprobs"] = request.logprobs
+    names = {}
     if request.echo:
-        if request.logprobs is not None:
-            raise bad_field("echo", "true given, with logprobs it is not supported")
         fields["echo"] = True
+        if request.logprobs is not None and request.logprobs > fields.get("prompt_logprobs", -1):
+            fields["prompt_logprobs"] = request.logprobs
+            names["prompt_logprobs"] = "logprobs"
     prompts = _prompts(request.prompt)
     if len(prompts) == 1:
         field, value = _prompt("prompt", prompts[0])
-        return [ServerRequest({**fields, field: value}, {field: "prompt"})]
+        return [ServerRequest({**fields, field: value}, {**names, field: "prompt"})]
     asked = []
     for index, prompt in enumerate(prompts):
         name = f"prompt[{index}]"
         field, value = _prompt(name, prompt)
-        asked.append(ServerRequest({**fields, field: value}, {field: name, "prompt": name}, name))
+        asked.append(ServerRequest({**fields, field: value}, {**names, field: name, "prompt": name}, name))
     return asked
 
 
 def _common_fields(request: GenerationRequest) -> dict[str, Any]:
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", "given, it needs stream: true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_field("prompt_logprobs", f"{request.prompt_logprobs} given, with stream: true it is not supported")
     if request.allowed_token_ids == []:
         raise bad_field("allowed_token_ids", "[] given, at least one token must be allowed")
     given = {name: getattr(request, name) for name in SAME_NAME}

@@ -90,7 +90,7 @@ BAD = [
     ("best_of", PROMPT, {"best_of": 2}, "best_of"),
     ("beam_width", PROMPT, {"beam_width": 2}, "beam_width"),
     ("echo", PROMPT, {"echo": 3}, "echo"),
-    ("prompt_logprobs", PROMPT, {"prompt_logprobs": 1}, "prompt_logprobs"),
+    ("prompt_logprobs", PROMPT, {"prompt_logprobs": 21}, "prompt_logprobs"),
     ("number as text", PROMPT, {"temperature": "hot"}, "temperature"),
     ("bool as int", PROMPT, {"max_tokens": True}, "max_tokens"),
     ("given twice", [*PROMPT, ints("top_k", 3)], {"top_k": 2}, "top_k"),

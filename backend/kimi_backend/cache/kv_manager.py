@@ -49,6 +49,7 @@ class KvManager:
         num_target_slots: int,
         num_draft_slots: int,
         num_spare_blocks: int = 0,
+        reads_cache: bool = True,
     ) -> SequenceBlocks | None:
         """Take blocks for a sequence that (re)starts, the leading ones from the prefix cache where it has them.
 
@@ -62,12 +63,13 @@ class KvManager:
             num_target_slots, num_draft_slots: KV slots to hold from the sequence's beginning, cached ones included.
                 num_draft_slots is 0 for a sequence without the draft.
             num_spare_blocks: blocks that must stay available in each pool.
+            reads_cache: false computes every row, cached or not.
 
         Returns:
             None when there is no room; nothing has changed then.
         """
         blocks, uses_draft = SequenceBlocks(chain), num_draft_slots > 0
-        if self.enable_prefix_cache:
+        if self.enable_prefix_cache and reads_cache:
             self._take_cached(blocks, token_ids, uses_draft)
         num_draft_slots = max(num_draft_slots - blocks.draft_start, 0)
         if self.grow(blocks, num_target_slots, num_draft_slots) and self._has_spare(uses_draft, num_spare_blocks):

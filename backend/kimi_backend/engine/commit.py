@@ -2,11 +2,23 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kimi_backend.errors import KimiError
 from kimi_backend.scheduler.plan_builder import emitted_tokens
+from kimi_backend.scheduler.prompt_scores import scores_by_sequence
 from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
-from kimi_backend.types.plan import STATUS_NO_TOKEN_LEFT, FloatArray, Int64Array, TargetPlan, TargetReply
+from kimi_backend.types.plan import (
+    STATUS_NO_TOKEN_LEFT,
+    STATUS_NOT_FINITE,
+    FloatArray,
+    Int64Array,
+    TargetPlan,
+    TargetReply,
+)
 from kimi_backend.types.request import EndCause, FinishReason, SamplingParams
+from kimi_backend.types.scoring import TokenScores
 
 
 @dataclass(slots=True)
@@ -30,6 +42,7 @@ class StepOutput:
     """Draft tokens that the step verified."""
     num_accepted: int = 0
     logprobs: LogprobRows | None = None
+    prompt_scores: TokenScores | None = None
     finish: Finish | None = None
     """Set in a request's last output."""
 
@@ -51,6 +64,7 @@ def commit_step(
     outputs: list[StepOutput] = []
     emitted = iter(emitted_tokens(reply))
     status, num_sampled = reply.seq_status.tolist(), plan.num_sampled_rows.tolist()
+    prompt_scores = _prompt_scores(batch, plan, reply)
     sample_index = 0
     for index, sequence in enumerate(batch.sequences):
         num_rows = batch.num_rows[index]
@@ -59,10 +73,14 @@ def commit_step(
         if not still_there[index]:
             sample_index += is_sampling
             continue
+        if (scores := prompt_scores[index]) is not None and not _keep_scores(sequence, scores):
+            status[index] = STATUS_NOT_FINITE
         if is_sampling:
             output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, status[index], time_s)
             if reply.logprobs is not None:
                 output.logprobs = _logprob_rows(sequence, reply, sample_index)
+            if sequence.scores is not None:
+                output.prompt_scores = sequence.scores.take()
             outputs.append(output)
         elif status[index] != 0:
             sequence.finish = _failed(sequence, status[index])
@@ -107,6 +125,24 @@ def _logprob_rows(sequence: Sequence, reply: TargetReply, index: int) -> Logprob
     assert reply.top_logprob_ids is not None
     assert reply.top_logprobs is not None
     return LogprobRows(reply.logprobs[index], reply.top_logprob_ids[index], reply.top_logprobs[index])
+
+
+def _prompt_scores(batch: StepBatch, plan: TargetPlan, reply: TargetReply) -> list[TokenScores | None]:
+    if plan.scoring is None:
+        return [None] * len(batch.sequences)
+    if reply.scores is None or len(reply.scores) != len(plan.scoring.rows):
+        given = None if reply.scores is None else len(reply.scores)
+        raise KimiError(f"target replied with {given} scores, {len(plan.scoring.rows)} were asked")
+    return scores_by_sequence(batch.sequences, plan.rows.query_lens, plan.scoring, reply.scores)
+
+
+def _keep_scores(sequence: Sequence, scores: TokenScores) -> bool:
+    """Add the scores of a chunk to a sequence's; false where one of its rows failed."""
+    if np.isnan(scores.logprobs).any():
+        return False
+    assert sequence.scores is not None
+    sequence.scores.add(scores)
+    return True
 
 
 def _failed(sequence: Sequence, status: int) -> Finish:

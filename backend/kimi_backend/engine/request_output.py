@@ -99,6 +99,7 @@ class RequestOutput:
             error=None if finish is None else finish.error,
             cause=None if finish is None else finish.cause,
             stats=None if finish is None else self._stats(output.time_s),
+            prompt_scores=output.prompt_scores,
         )
 
     def fail(self, message: str, time_s: float) -> TokenDelta:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.types.plan import DraftPlan, Int32Array, RowPlan, SamplingPlan, TargetPlan
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
+from kimi_backend.types.scoring import ScoringPlan
 
 IntegerArray = npt.NDArray[np.integer[Any]]
 
@@ -97,6 +98,8 @@ class PlanChecker:
             raise InvalidRequestError(f"plan num_logprobs: {plan.num_logprobs} given, 0 to {self.vocab_size} allowed")
         if plan.logit_mask is not None or plan.masked_rows is not None:
             self._check_masks(plan.logit_mask, plan.masked_rows, int(sampled.sum()))
+        if plan.scoring is not None:
+            self._check_scoring(plan.scoring, len(rows.token_ids))
         _expect_shape("num_given", plan.num_given, (num_seqs,))
         self._check_table_rows(plan, uses_table=plan.draft_step != 0 or bool((plan.num_given < rows.query_lens).any()))
         most = np.minimum(sampled, self.limits.max_speculative_tokens + 1)
@@ -148,6 +151,16 @@ class PlanChecker:
         _expect_within("masked_rows", rows, 0, num_rows - 1)
         if len(rows) > 1 and np.diff(rows).min() < 1:
             raise InvalidRequestError(f"plan masked_rows: {rows[:8].tolist()} given, rows that rise are allowed")
+
+    def _check_scoring(self, plan: ScoringPlan, num_rows: int) -> None:
+        _expect_shape("scoring.rows", plan.rows, (plan.rows.size,))
+        _expect_shape("scoring.token_ids", plan.token_ids, plan.rows.shape)
+        _expect_within("scoring.rows", plan.rows, 0, num_rows - 1)
+        _expect_within("scoring.token_ids", plan.token_ids, 0, self.vocab_size - 1)
+        if not plan.rows.size or (len(plan.rows) > 1 and np.diff(plan.rows).min() < 1):
+            raise InvalidRequestError(f"plan scoring.rows: {plan.rows[:8].tolist()} given, rows that rise are allowed")
+        if not 0 <= plan.num_top <= self.vocab_size:
+            raise InvalidRequestError(f"plan scoring.num_top: {plan.num_top} given, 0 to {self.vocab_size} allowed")
 
     def _check_rows(self, rows: RowPlan, slots_needed: npt.NDArray[np.int32]) -> None:
         """slots_needed: [S] slots that the sequence's blocks must cover."""

@@ -16,6 +16,7 @@ from kimi_backend.runners.hand_over.token_table import TokenTable, share
 from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
+from kimi_backend.runners.prompt_scoring import read_scores, score_tokens
 from kimi_backend.runners.sampled_rows import SampledRows, mask_of_row
 from kimi_backend.runners.sampling_tensors import has_processors
 from kimi_backend.runners.step_runner import Launched, Options, StepRunner, Tensors
@@ -153,6 +154,8 @@ class TargetRunner(StepRunner):
         results["seq_status"] = torch.where(is_lost == 0, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
         if sampled.num_rows:
             results |= self._sample(plan, hidden, tensors)
+        if plan.scoring is not None:
+            results |= score_tokens(self._model.compute_logits, hidden, plan.scoring)
         return Launched(partial(self._reply, plan, handle, partial(to_host, results)))
 
     def _read_table(self, table: TokenTable, plan: TargetPlan, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,6 +253,7 @@ class TargetRunner(StepRunner):
             top_logprob_ids=arrays.get("top_logprob_ids"),
             top_logprobs=arrays.get("top_logprobs"),
             draft_status=arrays.get("draft_status"),
+            scores=read_scores(arrays),
         )
 
 

@@ -8,6 +8,8 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**20
+"""Log-probabilities of one prompt: its tokens and the most likely ones beside each. They are answered at once."""
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
@@ -52,6 +54,7 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequestError(f"timeout_s: {request.timeout_s} given, more than 0 seconds is allowed")
     check_sampling(request.sampling, limits.vocab_size)
+    _check_prompt_logprobs(request.sampling.prompt_logprobs, len(prompt))
     _check_some_token_is_left(request.sampling, limits)
 
 
@@ -78,8 +81,9 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequestError(
                 f"min_tokens: {params.min_tokens} given, at most max_tokens ({params.max_tokens}) is allowed"
             )
-    if params.logprobs is not None:
-        _check_range("logprobs", params.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+    for name in ("logprobs", "prompt_logprobs"):
+        if (num_top := getattr(params, name)) is not None:
+            _check_range(name, num_top, 0, min(MAX_LOGPROBS, vocab_size))
     if params.grammar is not None and params.ignore_eos:
         raise InvalidRequestError(f"ignore_eos: true given, false is allowed beside {params.grammar.field}")
     _check_logit_bias(params.logit_bias, vocab_size)
@@ -89,6 +93,14 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     if len(params.stop) > MAX_STOP_STRINGS or "" in params.stop:
         raise InvalidRequestError(
             f"stop: {len(params.stop)} strings given, at most {MAX_STOP_STRINGS} non-empty ones are allowed"
+        )
+
+
+def _check_prompt_logprobs(num_top: int | None, num_tokens: int) -> None:
+    if num_top is not None and num_tokens * (1 + num_top) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs: {num_top} given for {num_tokens} tokens, which are {num_tokens * (1 + num_top)}"
+            f" log-probabilities with the tokens' own; at most {MAX_PROMPT_LOGPROBS} are allowed"
         )
 
 

@@ -6,6 +6,7 @@ Dimensions as in `types.plan`: S sequences and T rows in a step, B of the sequen
 import numpy as np
 
 from kimi_backend.scheduler.batch_table import BatchTable
+from kimi_backend.scheduler.prompt_scores import scoring_plan
 from kimi_backend.scheduler.sampling_table import SamplingPlanBuilder
 from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Sequence, token_mask
@@ -68,6 +69,7 @@ class PlanBuilder:
             logit_mask=logit_mask,
             masked_rows=masked_rows,
             draft_step=draft_step,
+            scoring=scoring_plan(sequences, query_lens) if num_decodes < len(sequences) else None,
         )
 
     def next_plan(self, plan: TargetPlan, sequences: list[Sequence], index: list[int]) -> TargetPlan:

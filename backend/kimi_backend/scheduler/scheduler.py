@@ -237,7 +237,7 @@ class Scheduler:
     def _will_find_more(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to publish the block behind those that this one would find now."""
         filling = [s for s in self.running if s.is_filling]
-        if not filling or not self.kv.enable_prefix_cache:
+        if not filling or not self.kv.enable_prefix_cache or not sequence.reads_prefix_cache:
             return False
         uses_draft, chain = sequence.wants_draft and self.is_drafting, self._chain_of(sequence)
         num_found = self.kv.num_cached_blocks(chain, sequence.token_ids, uses_draft)
@@ -275,6 +275,7 @@ class Scheduler:
             num_target_slots=target_slots,
             num_draft_slots=draft_slots,
             num_spare_blocks=len(self.running),
+            reads_cache=sequence.reads_prefix_cache,
         )
         if blocks is None:
             return False

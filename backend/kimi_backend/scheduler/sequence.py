@@ -10,6 +10,7 @@ from kimi_backend.cache.hash_chain import HashChain
 from kimi_backend.cache.kv_manager import SequenceBlocks
 from kimi_backend.grammar.window import SequenceGrammar, Window
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
+from kimi_backend.scheduler.prompt_scores import PromptScores
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.types.plan import Int32Array
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, EndCause, FinishReason, GenerateRequest, SamplingParams
@@ -78,6 +79,7 @@ class Sequence:
         "penalties",
         "request",
         "row",
+        "scores",
         "seed",
         "speculation",
         "stop_token_ids",
@@ -127,6 +129,7 @@ class Sequence:
         self._thoughts_end_at = None if budget is None else len(prompt) + budget.num_tokens
         self.chain: HashChain | None = None  # kept while it waits, so that a prompt is hashed once
         self.blocks: SequenceBlocks | None = None
+        self.scores = None if params.prompt_logprobs is None else PromptScores(len(prompt), params.prompt_logprobs)
         self.row = -1
         self.target_len = self.draft_len = 0
         self.draft_start = 0  # the position in the draft's slot 0
@@ -178,6 +181,11 @@ class Sequence:
         if row > len(draft_token_ids) or budget.end_token_id in draft_token_ids[:row]:
             return None
         return row
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether it may start with cached KV: not while prompt tokens are to be scored."""
+        return self.scores is None or self.scores.is_complete
 
     @property
     def num_output_tokens(self) -> int:

@@ -69,6 +69,9 @@ INPUT_FIELDS = (
     RequestField("ignore_eos", Kind.BOOL, "Do not stop at the end-of-sequence token (default false)."),
     RequestField("logprobs", Kind.INT, "Log-probabilities of each token and of this many most likely ones."),
     RequestField(
+        "prompt_logprobs", Kind.INT, "The same of the prompt's tokens, which are computed all then, cached or not."
+    ),
+    RequestField(
         "num_speculative_tokens", Kind.INT, "Draft tokens a step, 0 to 7 (default: the setting of that name)."
     ),
     RequestField("num_draft_tokens", Kind.INT, "Same as `num_speculative_tokens`."),
@@ -131,7 +134,6 @@ UNSUPPORTED_FIELDS = {
     "beam_width": 1,
     "num_return_sequences": 1,
     "use_beam_search": False,
-    "prompt_logprobs": None,
     "lora_name": None,
 }
 """Known elsewhere, not here: name -> the only value accepted."""
@@ -204,6 +206,13 @@ OUTPUT_FIELDS = (
         "TYPE_STRING",
         "[ 1 ]",
         "JSON list, where `logprobs` asked for it: token, token_id, logprob and the most likely `top` of each token.",
+    ),
+    ResponseField(
+        "prompt_logprobs",
+        "TYPE_STRING",
+        "[ 1 ]",
+        "JSON list in the first response, where `prompt_logprobs` asked for it: the same of each prompt token and its"
+        " `rank` among all tokens, which is 1 for the most likely one. The first token's logprob and rank are null.",
     ),
     ResponseField(
         "statistics", "TYPE_STRING", "[ 1 ]", "JSON object in the last response, else empty: usage, times, speculation."

@@ -158,6 +158,7 @@ class RequestParser:
             "skip_special_tokens",
             "ignore_eos",
             "logprobs",
+            "prompt_logprobs",
         )
         plain = {name: values[name] for name in names if name in values}
         return SamplingParams(

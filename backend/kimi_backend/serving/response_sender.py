@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,8 @@ class _Live:
     is_cancelled: bool = False
     pending_since_s: float = 0.0
     """When the first of `pending` came; it counts while the request is ready."""
+    is_being_sent: bool = False
+    """On the thread of long responses, until when what comes later waits."""
     asked: int = 0
     """When it was last asked whether its client has left; 0: never."""
 
@@ -61,6 +64,8 @@ class ResponseSender:
         self._is_closing = False
         self._next_poll_s = 0.0
         self._num_asked = 0
+        self._long = ThreadPoolExecutor(1, "long-responses")
+        """Makes the responses that have a whole prompt's scores: others would wait for them."""
         self._thread = threading.Thread(target=self._run, name="response-sender", daemon=True)
         self._thread.start()
 
@@ -111,13 +116,14 @@ class ResponseSender:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
+        self._long.shutdown()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._ready and not self._is_closing:
+                if not self._ready and not self._has_ended:
                     self._changed.wait(CANCEL_POLL_S if self._live else None)
-                if self._is_closing and not self._ready:
+                if self._has_ended:
                     return
                 turn = list(self._ready)
                 self._ready.clear()
@@ -125,18 +131,38 @@ class ResponseSender:
                 self._send_pending(request_id)
             self._poll_cancellations()
 
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_closing and not self._ready and not any(live.is_being_sent for live in self._live.values())
+
     def _send_pending(self, request_id: str) -> None:
         with self._changed:
             live = self._live.get(request_id)
-            if live is None or not live.pending:
+            if live is None or not live.pending or live.is_being_sent:
                 return  # what made it ready left with an earlier turn: it came while that turn was being sent
             delta = merge_deltas(live.pending)
             live.pending.clear()
-            is_final = delta.finish_reason is not None
-            if is_final:
+            live.is_being_sent = delta.prompt_scores is not None
+            if delta.finish_reason is not None and not live.is_being_sent:
                 del self._live[request_id]
+        if live.is_being_sent:
+            self._long.submit(self._send_long, request_id, live, delta)
+        else:
+            self._send_or_fail(request_id, live, delta)
+
+    def _send_long(self, request_id: str, live: _Live, delta: TokenDelta) -> None:
+        self._send_or_fail(request_id, live, delta)
+        with self._changed:
+            live.is_being_sent = False
+            if delta.finish_reason is not None:
+                self._live.pop(request_id, None)
+            elif live.pending and (live.parsed.stream or live.pending[-1].finish_reason is not None):
+                self._ready[request_id] = None
+            self._changed.notify()
+
+    def _send_or_fail(self, request_id: str, live: _Live, delta: TokenDelta) -> None:
         try:
-            self._send_delta(live, delta, is_final)
+            self._send_delta(live, delta, delta.finish_reason is not None)
         except Exception as error:
             # The response could not be built: the client still needs its end.
             self._send(live.sender, error_response(self._pb, error), is_final=True)
@@ -156,6 +182,7 @@ class ResponseSender:
             prompt_token_ids=prompt if live.is_first and live.parsed.return_token_ids else (),
             return_control_offsets=live.parsed.return_control_offsets,
             begins_thinking=live.parsed.begins_thinking if live.is_first else None,
+            scored_prompt=prompt,
         )
         live.is_first = False
         if not self._ends_by_error(delta):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.boundary import coded_error
 from kimi_backend.types.request import EndCause, FinishReason, RequestStats, SpeculationStats, TokenDelta, TokenLogprobs
+from kimi_backend.types.scoring import TokenScores
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -24,6 +26,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         token_offsets=tuple(offset for delta in deltas for offset in delta.token_offsets),
         control_offsets=tuple(offset for delta in deltas for offset in delta.control_offsets),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        prompt_scores=deltas[0].prompt_scores,
     )
 
 
@@ -64,6 +67,41 @@ def logprobs_json(entries: Sequence[TokenLogprobs], token_text: Callable[[int], 
     ]
 
 
+LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON does not have."""
+
+
+def prompt_logprobs_json(token_ids: Sequence[int], scores: TokenScores, token_json: Callable[[int], str]) -> str:
+    """A JSON list of one object a prompt token, as `logprobs_json` makes them, with the token's rank.
+
+    Written entry by entry, so that other threads run meanwhile: a prompt has many.
+
+    Args:
+        token_ids: [N + 1] the prompt; nothing precedes its first token.
+        scores: [N].
+        token_json: the text of a token alone, as a JSON string.
+    """
+    first = token_ids[0]
+    entries = [f'{{"token": {token_json(first)}, "token_id": {first}, "logprob": null, "rank": null, "top": []}}']
+    for token_id, logprob, rank, top_ids, top_logprobs in zip(
+        token_ids[1:],
+        np.maximum(scores.logprobs, LEAST_LOGPROB).tolist(),
+        scores.ranks.tolist(),
+        scores.top_ids.tolist(),
+        np.maximum(scores.top_logprobs, LEAST_LOGPROB).tolist(),
+        strict=True,
+    ):
+        top = ", ".join(
+            f'{{"token": {token_json(top_id)}, "token_id": {top_id}, "logprob": {top_logprob}}}'
+            for top_id, top_logprob in zip(top_ids, top_logprobs, strict=True)
+        )
+        entries.append(
+            f'{{"token": {token_json(token_id)}, "token_id": {token_id}, "logprob": {logprob}, "rank": {rank},'
+            f' "top": [{top}]}}'
+        )
+    return f"[{', '.join(entries)}]"
+
+
 MOST_KEPT = 64
 """Counts below it are kept, as is the empty text."""
 
@@ -79,6 +117,7 @@ class ResponseBuilder:
         """token_text: of a token alone, as log-probabilities show it."""
         self._pb = pb_utils
         self._token_text = token_text
+        self._token_json = lru_cache(maxsize=None)(lambda token_id: json.dumps(token_text(token_id)))
         self._kept: dict[tuple[str, str | int], Any] = {}
 
     def build(
@@ -91,12 +130,14 @@ class ResponseBuilder:
         prompt_token_ids: Sequence[int] = (),
         return_control_offsets: bool = False,
         begins_thinking: bool | None = None,
+        scored_prompt: Sequence[int] = (),
     ) -> Any:
         """
         Args:
             num_input_tokens: 0 in all but a request's first response: clients add them up.
             prompt_token_ids: to be sent; empty in all but a first response, and where they were not asked for.
             begins_thinking: to be sent; None likewise.
+            scored_prompt: the tokens of the prompt, for a delta that has their scores.
         """
         reason = "" if delta.finish_reason is None else delta.finish_reason.value
         stop = delta.error if delta.matched_stop is None else str(delta.matched_stop)
@@ -124,6 +165,9 @@ class ResponseBuilder:
             tensors.append(self._pb.Tensor("begins_thinking", np.array([[begins_thinking]])))
         if with_logprobs:
             tensors.append(self._text("logprobs", json.dumps(logprobs_json(delta.logprobs, self._token_text))))
+        if delta.prompt_scores is not None:
+            text = prompt_logprobs_json(scored_prompt, delta.prompt_scores, self._token_json)
+            tensors.append(self._text("prompt_logprobs", text))
         return self._pb.InferenceResponse(output_tensors=tensors)
 
     def build_error(self, delta: TokenDelta) -> Any:

@@ -188,7 +188,8 @@ class SpecEnsembleServer:
         parsed = self._parser.parse(request_id, arrival.tensors, parameters, self._engine.max_prompt_tokens)
         self._engine.check(parsed.generate)
         echo = self._tokenizer.decode(parsed.generate.prompt_token_ids) if parsed.echo else ""
-        if parsed.generate.sampling.max_tokens == 0:
+        sampling = parsed.generate.sampling
+        if sampling.max_tokens == 0 and sampling.prompt_logprobs is None:
             self._sender.register(request_id, arrival.sender, parsed, echo)
             self._sender.put(_of_the_prompt(parsed.generate))
             return

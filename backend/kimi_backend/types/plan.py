@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from kimi_backend.types.scoring import ScoringPlan, TokenScores
+
 PROTOCOL_VERSION = 1
 PLACEHOLDER_TOKEN_ID = -1
-STATUS_NO_TOKEN_LEFT = 2
+STATUS_NOT_FINITE, STATUS_NO_TOKEN_LEFT = 1, 2
 """As in `kimi_kernels.sampling_inputs`."""
 
 Int32Array = npt.NDArray[np.int32]
@@ -138,6 +140,8 @@ class TargetPlan:
     """[M] which of the sampled rows those are, rising; there where `logit_mask` is."""
     draft_step: int = 0
     """`step_id` of the draft step that this one comes after, and whose proposals it reads; 0 where there is none."""
+    scoring: ScoringPlan | None = None
+    """Rows that score a prompt's tokens; None where there are none."""
 
     @classmethod
     def given(cls, rows: RowPlan, **fields: Any) -> "TargetPlan":
@@ -183,6 +187,8 @@ class TargetReply:
     top_logprobs: FloatArray | None = None
     draft_status: Int32Array | None = None
     """[S] what the plan's `draft_step` says of each sequence; None without one."""
+    scores: TokenScores | None = None
+    """Of the tokens in the plan's `scoring`; None without one."""
     runner_us: int = 0
     """Microseconds that the runner took, where a process border lies between; 0 in the same process."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from kimi_backend.types.grammar import Grammar
+from kimi_backend.types.scoring import TokenScores
 
 MAX_SPECULATIVE_TOKENS = 7
 
@@ -101,6 +102,8 @@ class SamplingParams:
     """What the text must look like; it ends where the grammar does."""
     logprobs: int | None = None
     """None: none; n: the drawn token's logprob and the n most likely."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, from the second on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,3 +221,5 @@ class TokenDelta:
     cause: EndCause | None = None
     """Of a cancelled or failed request."""
     stats: RequestStats | None = None
+    prompt_scores: TokenScores | None = None
+    """Of the prompt's tokens from the second on, where asked for: in the first delta."""

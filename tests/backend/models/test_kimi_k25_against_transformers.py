@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_kernels.kernel_set import KernelSet
 from support.target_steps import TargetSteps, build_target
 from support.tiny_checkpoints import Tensors, dequantized, random_target
 from support.tiny_configs import YARN, target_json
+from support.transformers_target import transformers_model
 
 MAX_RELATIVE_ERROR = 1e-4
 NUM_TOKENS = 90
@@ -49,28 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 7,
     },
 }
-
-
-def transformers_model(json: dict[str, Any], tensors: Tensors) -> DeepseekV3ForCausalLM:
-    """The library's model with the checkpoint's weights, its experts stacked as it wants them."""
-    config = KimiModelConfig.from_hf_json(json)
-    state = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in range(config.num_hidden_layers):
-        if config.is_moe_layer(layer):
-            prefix = f"model.layers.{layer}.mlp.experts."
-            experts = range(config.n_routed_experts)
-            gate, up, down = (
-                torch.stack([tensors[f"{prefix}{expert}.{name}_proj.weight"] for expert in experts])
-                for name in ("gate", "up", "down")
-            )
-            state[prefix + "gate_up_proj"] = torch.cat([gate, up], dim=1)
-            state[prefix + "down_proj"] = down
-    library_config = DeepseekV3Config(**{k: v for k, v in json.items() if k != "quantization_config"})
-    library_config._attn_implementation = "eager"
-    library_config._experts_implementation = "eager"
-    model = DeepseekV3ForCausalLM(library_config).eval()
-    model.load_state_dict(state, strict=True)
-    return model
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:

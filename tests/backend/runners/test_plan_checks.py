@@ -10,6 +10,7 @@ import torch
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
+from kimi_backend.types.scoring import ScoringPlan
 
 LIMITS = RunnerLimits(max_num_batched_tokens=24, max_num_seqs=3, max_model_len=40)
 CHECKER = PlanChecker(limits=LIMITS, vocab_size=50, num_blocks=10, block_size=16)
@@ -18,6 +19,10 @@ NUM_AUX_ROWS = 14
 
 def int32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+def scoring(rows: tuple[int, ...], token_ids: tuple[int, ...], num_top: int = 3) -> ScoringPlan:
+    return ScoringPlan(rows=int32(*rows), token_ids=int32(*token_ids), num_top=num_top)
 
 
 ROWS = RowPlan(
@@ -50,6 +55,7 @@ def test_the_plans_that_the_cases_break_are_right() -> None:
     CHECKER.check_target(TARGET_PLAN)
     masks = {"logit_mask": np.zeros((2, 2), np.int32), "masked_rows": int32(0, 4)}
     CHECKER.check_target(replace(TARGET_PLAN, num_logprobs=5, **masks))
+    CHECKER.check_target(replace(TARGET_PLAN, scoring=scoring((0, 13), (0, 49))))
     CHECKER.check_draft(DRAFT_PLAN, NUM_AUX_ROWS)
     one_word = SamplingPlan.plain(
         2,
@@ -120,6 +126,12 @@ def test_more_rows_than_a_step_takes() -> None:
             {"logit_mask": np.zeros((2, 2), np.int32), "masked_rows": int32(3, 3)},
             r"masked_rows: \[3, 3\] given, rows that rise are allowed",
         ),
+        ({"scoring": scoring((0, 14), (1, 2))}, r"scoring.rows\[1\]: 14 given, 0 to 13"),
+        ({"scoring": scoring((3, 3), (1, 2))}, r"scoring.rows: \[3, 3\] given, rows that rise"),
+        ({"scoring": scoring((), ())}, r"scoring.rows: \[\] given"),
+        ({"scoring": scoring((3, 4), (1, 50))}, r"scoring.token_ids\[1\]: 50 given, 0 to 49"),
+        ({"scoring": scoring((3, 4), (1,))}, r"scoring.token_ids: shape \[1\] given, \[2\] allowed"),
+        ({"scoring": scoring((3, 4), (1, 2), 51)}, "scoring.num_top: 51 given, 0 to 50 allowed"),
         ({"sampling": SamplingPlan.plain(3)}, "sampling.temperature: 3 sequences given, 2 sample"),
         ({"sampling": SamplingPlan.plain(2, seed=np.zeros(1, np.int64))}, "sampling.seed: 1 sequences given, 2 sample"),
         (

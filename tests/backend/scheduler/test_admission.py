@@ -42,6 +42,8 @@ def check(**sampling: object) -> None:
         ("max_tokens", -1, "0 to 2147483647"),
         ("logprobs", -1, "0 to 20"),
         ("logprobs", 21, "0 to 20"),
+        ("prompt_logprobs", -1, "0 to 20"),
+        ("prompt_logprobs", 21, "0 to 20"),
     ],
 )
 def test_a_number_out_of_range_is_refused(field: str, value: float, allowed: str) -> None:
@@ -139,3 +141,16 @@ def test_the_end_of_thoughts_must_be_free_to_come() -> None:
     for more in ({"bad_words": ((9,),)}, {"min_tokens": 5, "stop_token_ids": (9,)}):
         with pytest.raises(InvalidRequestError, match="thinking_token_budget: the token that ends thoughts may not be"):
             check(thinking_budget=budget, **more)
+
+
+def test_the_scores_of_a_prompt_are_bounded_together() -> None:
+    limits = replace(LIMITS, max_model_len=2**21, max_sequence_slots=2**21)
+
+    def ask(num_tokens: int, num_top: int) -> None:
+        params = SamplingParams(prompt_logprobs=num_top)
+        request = GenerateRequest(request_id="r", prompt_token_ids=(1,) * num_tokens, sampling=params)
+        check_request(request, limits, SETTINGS)
+
+    ask(2**19, 1)
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs: 1 given for 524289 tokens, which are 1048578 log"):
+        ask(2**19 + 1, 1)

@@ -161,7 +161,7 @@ BAD = [
     ("beam_width", PROMPT, {"beam_width": 4}, "beam_width: 4 given"),
     ("use_beam_search", PROMPT, {"use_beam_search": True}, "use_beam_search: True given"),
     ("echo", PROMPT, {"echo": 1}, "echo: 1 given, true or false"),
-    ("prompt_logprobs", PROMPT, {"prompt_logprobs": 1}, "prompt_logprobs: 1 given, it is not supported"),
+    ("prompt_logprobs", PROMPT, {"prompt_logprobs": True}, "prompt_logprobs: True given, an integer"),
     ("lora", PROMPT, {"lora_name": "x"}, "lora_name: 'x' given"),
     ("number as text", PROMPT, {"temperature": "hot"}, "temperature: 'hot' given, a number"),
     ("NaN", PROMPT, {"top_p": float("nan")}, "top_p: nan given"),

@@ -1,17 +1,28 @@
 """What a response holds on every path a request can take."""
 
 import dataclasses
+import json
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.response_sender import MOST_POLLED_AT_ONCE, POLLS_A_ROUND, ResponseSender
-from kimi_backend.serving.responses import MOST_KEPT, ResponseBuilder, logprobs_json, merge_deltas, statistics_json
+from kimi_backend.serving.responses import (
+    LEAST_LOGPROB,
+    MOST_KEPT,
+    ResponseBuilder,
+    logprobs_json,
+    merge_deltas,
+    prompt_logprobs_json,
+    statistics_json,
+)
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, RequestStats, TokenDelta, TokenLogprobs
+from kimi_backend.types.scoring import TokenScores
 from support import fake_pb_utils as pb
 
 
@@ -256,3 +267,54 @@ def test_everyone_is_asked_within_a_few_polls(num_live, monkeypatch):
     assert max(map(len, polls)) <= max(MOST_POLLED_AT_ONCE, -(-num_live // POLLS_A_ROUND))
     for start in range(POLLS_A_ROUND):
         assert len({i for poll in polls[start : start + POLLS_A_ROUND] for i in poll}) == num_live
+
+
+SCORES = TokenScores(
+    logprobs=np.array([-0.5, -np.inf], np.float32),
+    ranks=np.array([1, 90]),
+    top_ids=np.array([[2], [7]]),
+    top_logprobs=np.array([[-0.5], [-0.25]], np.float32),
+)
+
+
+def test_a_prompts_scores_are_json_whatever_the_tokens_texts_are():
+    texts = {1: "\u2028", 2: 'a"\\', 3: "\ufffd", 7: "\n"}
+    found = json.loads(prompt_logprobs_json((1, 2, 3), SCORES, lambda token_id: json.dumps(texts[token_id])))
+    assert [entry["token"] for entry in found] == [texts[1], texts[2], texts[3]]
+    assert [entry["token_id"] for entry in found] == [1, 2, 3]
+    assert [entry["logprob"] for entry in found] == [None, -0.5, LEAST_LOGPROB]
+    assert [entry["rank"] for entry in found] == [None, 1, 90]
+    tops = [[], [{"token": texts[2], "token_id": 2, "logprob": -0.5}]]
+    assert [entry["top"] for entry in found] == [*tops, [{"token": texts[7], "token_id": 7, "logprob": -0.25}]]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_response_with_a_prompts_scores_holds_nobody_up_and_comes_first(is_streamed):
+    may_write, is_writing = threading.Event(), threading.Event()
+
+    def token_text(token_id):
+        is_writing.set()
+        assert may_write.wait(20)
+        return str(token_id)
+
+    sender, scored, other = (
+        ResponseSender(pb, lambda name: None, token_text),
+        pb.RecordingSender(),
+        pb.RecordingSender(),
+    )
+    sender.register("scored", scored, parsed(stream=is_streamed))
+    sender.register("other", other, parsed())
+    first = dataclasses.replace(delta(0, request_id="scored"), prompt_scores=SCORES)
+    sender.put(first if is_streamed else dataclasses.replace(first, finish_reason=FinishReason.LENGTH))
+    assert is_writing.wait(20)
+    if is_streamed:
+        sender.put(delta(1, FinishReason.LENGTH, request_id="scored"))
+    sender.put(delta(5, FinishReason.LENGTH, request_id="other"))
+    wait_for(lambda: other.sent)
+    assert (scored.sent, sender.num_live) == ([], 1)
+    threading.Timer(0.02, may_write.set).start()
+    sender.close(20)
+    assert scored.outputs("text_output") == ([b"<0>", b"<1>"] if is_streamed else [b"<0>"])
+    assert [flags for _, flags in scored.sent] == ([0, 1] if is_streamed else [1])
+    assert [len(json.loads(text)) for text in scored.outputs("prompt_logprobs")] == [3]
+    assert sender.num_live == 0

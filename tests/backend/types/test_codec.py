@@ -21,6 +21,7 @@ from kimi_backend.types.plan import (
     TargetPlan,
     TargetReply,
 )
+from kimi_backend.types.scoring import ScoringPlan, TokenScores
 
 MESSAGES = [TargetPlan, TargetReply, DraftPlan, DraftReply]
 
@@ -43,7 +44,7 @@ def random_message(cls: type, rng: np.random.Generator) -> typing.Any:
             values[name] = bool(rng.integers(2))
         elif kind is AuxHandle:
             values[name] = AuxHandle(region=3)
-        elif kind in (RowPlan, SamplingPlan):
+        elif kind in (RowPlan, SamplingPlan, ScoringPlan, TokenScores):
             values[name] = random_message(kind, rng)
         else:
             dtype = codec._array_dtype(kind)

@@ -39,7 +39,7 @@ def chat_writer(*, tools=False, logprobs=False):
 
 
 def completion_writer(*, logprobs=False, ids=False):
-    return CompletionWriter(with_logprobs=logprobs, with_token_ids=ids)
+    return CompletionWriter(num_logprobs=5 if logprobs else None, with_token_ids=ids)
 
 
 class ScriptedClient:

@@ -57,7 +57,7 @@ def expanded(runs):
 @given(replies())
 def test_a_completions_runs_are_its_letters_origins(reply):
     chunks, origin_of = reply
-    writer = CompletionWriter(with_logprobs=False, with_token_ids=False, with_origins=True)
+    writer = CompletionWriter(num_logprobs=None, with_token_ids=False, with_origins=True)
     for choice in (choice for chunk in chunks for choice in writer.choices(chunk)):
         assert expanded(choice["text_origins"]["text"]) == [origin_of[letter] for letter in choice["text"]]
 
@@ -80,13 +80,13 @@ def test_a_chats_runs_are_its_letters_origins_on_both_sides_of_the_thoughts_end(
 
 
 def test_neighbours_of_one_origin_are_one_run():
-    writer = CompletionWriter(with_logprobs=False, with_token_ids=False, with_origins=True)
+    writer = CompletionWriter(num_logprobs=None, with_token_ids=False, with_origins=True)
     chunk = Chunk("abcdef", 4, token_origins=(1, 1, 0, 1), token_offsets=(0, 2, 3, 5), finish_reason="stop")
     (choice,) = writer.choices(chunk)
     assert choice["text_origins"] == {"text": [[1, 3], [0, 2], [1, 1]]}
 
 
 def test_nobody_gets_runs_who_did_not_ask():
-    writer = CompletionWriter(with_logprobs=False, with_token_ids=False)
+    writer = CompletionWriter(num_logprobs=None, with_token_ids=False)
     (choice,) = writer.choices(Chunk("a", 1, finish_reason="stop"))
     assert "text_origins" not in choice

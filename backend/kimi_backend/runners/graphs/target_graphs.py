@@ -127,8 +127,9 @@ class TargetGraphs:
         arrays.upload()
 
     def bucket_of(self, plan: TargetPlan) -> Bucket | None:
-        """The bucket of a checked plan; None where it must run eagerly: a long chunk, or one that draws nothing."""
-        if not plan.num_sampled_rows.all():
+        """The bucket of a checked plan; None where it must run eagerly: a long chunk, or one that draws nothing or
+        scores its tokens."""
+        if not plan.num_sampled_rows.all() or plan.scoring is not None:
             return None
         lengths = plan.rows.query_lens
         bucket = self._choice.smallest(len(lengths), int(lengths.max()), len(plan.rows.token_ids))

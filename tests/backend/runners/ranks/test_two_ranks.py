@@ -24,6 +24,7 @@ from kimi_backend.runners.ranks.messages import PeerError, Step, unpacked
 from kimi_backend.runners.ranks.workers import Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.scoring import ScoringPlan
 from support import tiny_ranks
 from support.engine_runs import generate
 from support.random_requests import random_requests
@@ -66,6 +67,10 @@ def test_two_ranks_write_what_one_writes(folder: Path, two: Pair) -> None:
     ours, theirs = one[0].launch(plan).wait(), two[0].launch(plan).wait()
     assert np.array_equal(ours.top_logprob_ids, theirs.top_logprob_ids)
     assert np.allclose(ours.top_logprobs, theirs.top_logprobs, atol=1e-5)
+    scoring = ScoringPlan(rows=np.array([0], np.int32), token_ids=np.array([5], np.int32), num_top=3)
+    ours, theirs = (pair[0].launch(replace(plan, step_id=2, scoring=scoring)).wait() for pair in (one, two))
+    assert np.array_equal(ours.scores.top_ids, theirs.scores.top_ids)
+    assert np.allclose(ours.scores.logprobs, theirs.scores.logprobs, atol=1e-5)
 
 
 def test_closing_ends_the_ranks_and_another_pair_may_come(tiny: Path) -> None:
