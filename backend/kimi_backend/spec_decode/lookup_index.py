@@ -1,0 +1,151 @@
+"""Finds where the last tokens of a growing text stood before, so that what came next can be proposed again.
+
+Each place is linked to the latest one before it whose last `min_match` tokens hash alike; a search goes back along these
+links and compares backwards from each. A match that goes on costs one comparison a token and no search.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from kimi_backend.types.plan import Int32Array
+
+MOST_CANDIDATES = 64
+"""Places that one search looks at, the latest ones: work a search is bounded, whatever a client's text repeats."""
+NOWHERE = -1
+_FACTOR, _SPREAD, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
+_LEAST_BITS = 6
+_FIRST_CHUNK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An earlier place whose last tokens are the text's: text[end - length : end] == text[n - length : n], end < n."""
+
+    length: int
+    end: int
+
+
+class LookupIndex:
+    """The places of one text. Grows with it, and knows no token that is not given to it."""
+
+    __slots__ = ("_bits", "_hash", "_heads", "_links", "_match", "_min_match", "_tail", "_top")
+
+    def __init__(self, token_ids: Int32Array, min_match: int) -> None:
+        """
+        Args:
+            token_ids: [n] the text so far, 1 token or more.
+            min_match: tokens that are the least to count as a match, 1 or more.
+        """
+        self._min_match = min_match
+        self._top = pow(_FACTOR, min_match - 1, _MASK + 1)
+        self._tail = [0] * max(min_match - len(token_ids), 0) + token_ids[-min_match:].tolist()
+        self._match: Match | None = None
+        self._index_all(token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the links and of the table."""
+        return self._links.itemsize * len(self._links) * 9 // 8 + self._heads.itemsize * len(self._heads)
+
+    @staticmethod
+    def bytes_of(num_tokens: int) -> int:
+        """At most what an index of so many tokens takes."""
+        return 4 * num_tokens * 9 // 8 + 4 * max(2 * num_tokens, 1 << _LEAST_BITS)
+
+    def extend(self, token_ids: list[int], text: Int32Array) -> int:
+        """Go on with the text.
+
+        Args:
+            token_ids: what has come.
+            text: [n] all of it, these tokens included.
+
+        Returns:
+            How many of the tokens the last match foretold, one after the other.
+        """
+        num_foretold = self._follow(token_ids, text)
+        min_match, top, links, heads, shift = self._min_match, self._top, self._links, self._heads, 32 - self._bits
+        window, value, place = self._tail + token_ids, self._hash, len(self._links)
+        for first, token_id in zip(window, token_ids, strict=False):
+            value = ((value - first * top) * _FACTOR + token_id) & _MASK
+            bucket = (value * _SPREAD & _MASK) >> shift
+            links.append(heads[bucket])
+            heads[bucket] = place
+            place += 1
+        self._tail, self._hash = window[-min_match:], value
+        if place > len(heads):
+            self._index_all(text)
+        return num_foretold
+
+    def find(self, text: Int32Array) -> Match | None:
+        """The longest match, of several the latest; among the MOST_CANDIDATES latest places, unless it goes on."""
+        if self._match is None:
+            self._match = self._search(text)
+        return self._match
+
+    def _follow(self, token_ids: list[int], text: Int32Array) -> int:
+        """Move the match on while it foretells what has come, and drop it behind that."""
+        match = self._match
+        if match is None:
+            return 0
+        foretold = text[match.end : match.end + len(token_ids)].tolist()
+        count = next((i for i, pair in enumerate(zip(foretold, token_ids, strict=True)) if pair[0] != pair[1]), None)
+        if count is not None:
+            self._match = None
+            return count
+        self._match = Match(match.length + len(token_ids), match.end + len(token_ids))
+        return len(token_ids)
+
+    def _search(self, text: Int32Array) -> Match | None:
+        last, best, end = len(text) - 1, self._min_match - 1, NOWHERE
+        tokens, links = text.data, self._links
+        place, num_left = links[last], MOST_CANDIDATES
+        while place >= best and num_left:
+            if tokens[place - best] == tokens[last - best]:
+                length = _common_length(text, place, last)
+                if length > best:
+                    best, end = length, place + 1
+            place = links[place]
+            num_left -= 1
+        return None if end == NOWHERE else Match(best, end)
+
+    def _index_all(self, token_ids: Int32Array) -> None:
+        """Make the table and all links at once, with room for as many tokens again."""
+        count = len(token_ids)
+        self._bits = max(_LEAST_BITS, (count - 1).bit_length())
+        padded = np.concatenate([np.zeros(self._min_match - 1, np.uint32), token_ids.astype(np.uint32)])
+        values = np.zeros(count, np.uint32)
+        for first in range(self._min_match):
+            values = values * np.uint32(_FACTOR) + padded[first : first + count]
+        buckets = (values * np.uint32(_SPREAD)) >> np.uint32(32 - self._bits)
+        keys = np.sort((buckets.astype(np.int64) << 32) | np.arange(count))
+        places, order = (keys & _MASK).astype(np.int32), keys >> 32
+        is_linked = order[1:] == order[:-1]
+        links, heads = np.full(count, NOWHERE, np.int32), np.full(1 << self._bits, NOWHERE, np.int32)
+        links[places[1:][is_linked]] = places[:-1][is_linked]
+        heads[order] = places  # rising within a bucket, so that the last one stays
+        self._links, self._heads = array("i", links.tobytes()), array("i", heads.tobytes())
+        self._hash = int(values[-1])
+
+
+def continuation(text: Int32Array, match: Match, count: int) -> list[int]:
+    """`count` tokens that follow a match; one that reaches the text's end goes on with what it proposes itself."""
+    found: list[int] = text[match.end : match.end + count].tolist()
+    period = len(text) - match.end
+    while len(found) < count:
+        found.append(found[len(found) - period])
+    return found
+
+
+def _common_length(text: Int32Array, place: int, last: int) -> int:
+    """How many tokens up to the one at `place` are those up to the one at `last`."""
+    length, chunk = 0, _FIRST_CHUNK
+    while length <= place:
+        size = min(chunk, place + 1 - length)
+        first, second = place + 1 - length - size, last + 1 - length - size
+        differs = text[first : first + size] != text[second : second + size]
+        if differs.any():
+            return length + int(differs[::-1].argmax())
+        length, chunk = length + size, 4 * chunk
+    return length
