@@ -64,6 +64,8 @@ class RequestFields(TypedDict, total=False):
     """Draft tokens a step, 0 to 7 (default: the setting of that name)."""
     draft_sampling: str | None
     """How the draft guesses: coupled, greedy or auto (default auto)."""
+    proposer: str | None
+    """Who proposes tokens: none, eagle3, lookup or lookup+eagle3, as far as the server has them (default: all)."""
     priority: int | None
     """Higher runs first and is preempted last (default 0)."""
     cache_salt: str | None
@@ -120,6 +122,7 @@ INPUT_TYPES = {
     "prompt_logprobs": "INT32",
     "num_speculative_tokens": "INT32",
     "draft_sampling": "BYTES",
+    "proposer": "BYTES",
     "priority": "INT32",
     "timeout_s": "FP32",
     "cache_salt": "BYTES",

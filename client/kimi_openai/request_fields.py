@@ -84,6 +84,7 @@ class GenerationRequest(BaseModel):
     )
     num_speculative_tokens: Int | None = _extension("Draft tokens a step, 0 to 7.")
     draft_sampling: str | None = _extension("How the draft guesses: coupled, greedy or auto.")
+    proposer: str | None = _extension("Who proposes tokens: none, eagle3, lookup or lookup+eagle3.")
     cache_salt: str | None = _extension("Cached prefixes are shared only with requests of the same salt.")
     priority: Int | None = _extension("Higher runs first (default 0).")
     timeout_s: Number | None = _extension("Seconds after which the request ends with an error (504).")

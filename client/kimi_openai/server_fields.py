@@ -20,6 +20,7 @@ SAME_NAME = (
     *(
         "response_format",
         "structured_outputs",
+        "proposer",
         "cache_salt",
         "priority",
         "timeout_s",

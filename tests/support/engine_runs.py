@@ -12,6 +12,7 @@ from kimi_backend.grammar.window import SequenceGrammar
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
 from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.request import GenerateRequest
@@ -73,6 +74,7 @@ class EngineHarness:
         geometry = resolve(target_description, draft_description, settings or SchedulerSettings())
         self.core = EngineCore(target, draft, target_link, draft_link, geometry, self._emit, self.clock)
         self.outcomes: list[Outcome] = []
+        self.lookup_memory = LookupMemory(geometry.settings.lookup_memory_bytes)
         self._draft = draft
 
     def add(self, request: GenerateRequest) -> Outcome:
@@ -88,7 +90,12 @@ class EngineHarness:
             num_speculative_tokens=geometry.settings.num_speculative_tokens if k is None else k,
             max_num_tokens=len(request.prompt_token_ids) + max_tokens,
             eos_token_ids=self.eos_token_ids,
+            proposer=request.proposer or geometry.settings.proposer,
         )
+        if sequence.proposer.uses_lookup:
+            sequence.lookup = SequenceLookup.of(
+                sequence.token_ids, geometry.settings.lookup_min_match, self.lookup_memory
+            )
         grammar = request.sampling.grammar
         if grammar is not None:
             assert self._compile_grammar is not None

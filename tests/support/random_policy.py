@@ -2,8 +2,11 @@
 
 import random
 
+import numpy as np
+
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round
+from kimi_backend.spec_decode.step_times import Floats, Ints
 
 
 class RandomPolicy:
@@ -35,6 +38,11 @@ class RandomPolicy:
                 self._change(controller)
                 self.num_begins += controller.uses_draft and not used
                 self.num_ends += used and not controller.uses_draft
+
+    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
+        assert len(likely) <= num_sequences
+        most = np.count_nonzero(likely, axis=1)
+        return np.array([self._rng.randint(0, count) for count in most.tolist()], np.int64)
 
     def end_round(self, done: Round) -> None:
         assert done.total_s >= done.draft_wait_s >= done.draft_s >= 0

@@ -10,7 +10,7 @@ from kimi_client.text_origins import TextOrigins, TextWithOrigins
 
 COMMANDS = dict.fromkeys([*(c for c in range(32) if chr(c) not in "\n\t"), *range(127, 160)])
 """Characters that tell a terminal to do something; text of a model may not."""
-STYLES = {TokenOrigin.TARGET: "", TokenOrigin.DRAFT: "green"}
+STYLES = {TokenOrigin.TARGET: "", TokenOrigin.DRAFT: "green", TokenOrigin.LOOKUP: "cyan"}
 
 
 class GuessedText:

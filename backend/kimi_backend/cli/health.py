@@ -111,7 +111,7 @@ def expects_draft(settings: ServingSettings) -> bool:
     """A server started with this environment has a draft, unless a checkpoint is named and no draft, or k is 0."""
     if settings.max_speculative_tokens == 0:
         return False
-    return bool(settings.draft) or not settings.checkpoint
+    return settings.chosen_proposer.uses_draft or not settings.checkpoint
 
 
 def health_command(

@@ -85,7 +85,8 @@ def serve(
 
 
 def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) -> None:
-    speculation = f"k = {settings.num_speculative_tokens}" if settings.draft else "off (no draft)"
+    proposer, k = settings.chosen_proposer.value, settings.num_speculative_tokens
+    speculation = f"{proposer}, k = {k}" if settings.most_draft_tokens else "off (no draft)"
     console.print(f"ready: {settings.checkpoint}, speculation {speculation}")
     console.print(f"  gRPC     localhost:{ports.grpc}   kimi generate --url localhost:{ports.grpc} 'def add(a, b):'")
     console.print(

@@ -15,6 +15,7 @@ from typing import Any
 
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.errors import ConfigError
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 ENVIRONMENT_PREFIX = "KIMI_"
@@ -63,6 +64,22 @@ class ServingSettings:
     )
     tensor_parallel_size: int = _setting(
         1, "GPUs that share both models, each GPU in a process of its own. On a CPU: processes.", minimum=1
+    )
+    proposer: str = _setting(
+        "",
+        "Who proposes tokens: the draft (`eagle3`), the text itself (`lookup`: what followed where its last tokens"
+        " stood before; needs no draft), for each sequence the better of both, or nobody. Empty: `eagle3` with a"
+        " draft, else `none`. A request may ask for less. Changes speed, never text.",
+        choices=("", *(proposer.value for proposer in Proposer)),
+    )
+    lookup_min_match: int = _setting(
+        4, "Tokens that must stand again before `lookup` proposes what followed them.", minimum=1, maximum=64
+    )
+    lookup_memory_mib: int = _setting(
+        1024,
+        "Host memory that the indexes of `lookup` may take together, 9 to 18 bytes a token of each request; one that"
+        " finds no room is served without.",
+        minimum=1,
     )
     num_speculative_tokens: int = _setting(
         3,
@@ -185,8 +202,25 @@ class ServingSettings:
                 " a round emits the target's own token too"
             )
 
+        if not self.draft and self.proposer and Proposer(self.proposer).uses_draft:
+            raise ConfigError(f"setting proposer: {self.proposer!r} given, 'none' or 'lookup' is allowed without a draft")
         if self.synthetic_chances and not (0 <= min(self.accepted_chances) <= max(self.accepted_chances) <= 1):
             raise ConfigError(f"setting synthetic_chances: {self.synthetic_chances!r} given, 0 to 1 is allowed")
+
+    @property
+    def chosen_proposer(self) -> Proposer:
+        """`proposer`, resolved."""
+        return Proposer(self.proposer) if self.proposer else Proposer.EAGLE3 if self.draft else Proposer.NONE
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most tokens that a verify checks of a sequence, whoever proposes them."""
+        return self.max_speculative_tokens if self.draft or self.chosen_proposer.uses_lookup else 0
+
+    @property
+    def lookup_bytes(self) -> int:
+        """Host memory of the indexes of `lookup`."""
+        return self.lookup_memory_mib << 20 if self.chosen_proposer.uses_lookup else 0
 
     @property
     def accepted_chances(self) -> tuple[float, ...]:

@@ -32,7 +32,7 @@ class Availability:
         self._policies = policies
         self._kv, self._scheduler, self._geometry = kv, scheduler, geometry
         policies.measure_target()
-        if draft is not None and draft.is_up:
+        if draft is None or draft.is_up:
             scheduler.policy = policies.make()
 
     def reach_target(self) -> bool:

@@ -17,7 +17,7 @@ from kimi_backend.types.plan import (
     TargetPlan,
     TargetReply,
 )
-from kimi_backend.types.request import EndCause, FinishReason, SamplingParams
+from kimi_backend.types.request import EndCause, FinishReason, SamplingParams, TokenOrigin
 from kimi_backend.types.scoring import TokenScores
 
 
@@ -41,6 +41,8 @@ class StepOutput:
     num_draft_tokens: int = 0
     """Draft tokens that the step verified."""
     num_accepted: int = 0
+    guess_origin: TokenOrigin = TokenOrigin.DRAFT
+    """Who had proposed those that were verified."""
     logprobs: LogprobRows | None = None
     prompt_scores: TokenScores | None = None
     finish: Finish | None = None
@@ -114,9 +116,10 @@ def _append(
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
     num_drafted = num_proposed if window is None else window.num_drafted
-    if num_drafted:
+    origin = sequence.guess_origin
+    if num_drafted and origin is TokenOrigin.DRAFT:
         sequence.speculation.record(num_drafted, num_accepted)
-    return StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, finish=sequence.finish)
+    return StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, origin, finish=sequence.finish)
 
 
 def _logprob_rows(sequence: Sequence, reply: TargetReply, index: int) -> LogprobRows | None:

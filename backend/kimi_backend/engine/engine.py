@@ -17,6 +17,7 @@ from kimi_backend.grammar.matcher import CompiledGrammar, GrammarSource
 from kimi_backend.scheduler.admission import AdmissionLimits, check_request
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
 from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.text.text_stream import TextStream
 from kimi_backend.text.tokenizer import Tokenizer
@@ -70,6 +71,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._uids = itertools.count()
+        self._lookup_memory = LookupMemory(self._settings.lookup_memory_bytes)
         self._loop = EngineLoop(target, draft, self._settings, patience or Patience())
 
     def start(self) -> None:
@@ -202,7 +204,11 @@ class Engine:
             num_speculative_tokens=self._settings.largest_k if k is None else k,
             max_num_tokens=min(max_num_tokens, max_model_len),
             eos_token_ids=self._eos_token_ids,
+            proposer=request.proposer or self._settings.proposer,
         )
+        if sequence.proposer.uses_lookup and sequence.most_guesses:
+            min_match = self._settings.lookup_min_match
+            sequence.lookup = SequenceLookup.of(sequence.token_ids, min_match, self._lookup_memory)
         if self._settings.enable_prefix_cache:
             sequence.chain = HashChain(geometry.block_size, request.cache_salt)
             sequence.chain.extend(sequence.token_ids, (num_prompt - 1) // geometry.block_size)

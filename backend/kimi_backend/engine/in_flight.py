@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kimi_backend.cache.kv_manager import SequenceBlocks
+from kimi_backend.engine.guesses import HostGuesses
 from kimi_backend.scheduler.plan_builder import PlanBuilder
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Sequence
@@ -111,6 +112,7 @@ class StepPlanner:
         self._target, self._draft = target, draft
         self._scheduler, self._plans = scheduler, plans
         self._overlaps = overlaps
+        self._guesses = HostGuesses(scheduler)
 
     def plan(self, step_id: int, last: Step | None, unread: DraftStep | None) -> Step | None:
         """A step, with its blocks taken; None when nobody runs, or the next step has to wait for the last one.
@@ -122,22 +124,12 @@ class StepPlanner:
         """
         if last is not None:
             return self._plan_behind(last)
-        self._look_ahead()
+        self._guesses.make()
         batch = self._scheduler.schedule()
         if not batch.sequences:
             return None
         plan = self._plans.target_plan(step_id, batch, 0 if unread is None else unread.plan.step_id)
         return Step(batch, plan, self._depth(batch), read=unread)
-
-    def _look_ahead(self) -> None:
-        """Choose what the next verify checks of those with a grammar, now that the host has the draft's proposals."""
-        table = self._scheduler.table
-        for sequence in self._scheduler.running:
-            if sequence.grammar is not None and sequence.is_decoding:
-                row = table.pending_token_ids[sequence.row]
-                guesses = sequence.look_ahead(row[1 : 1 + sequence.num_draft_tokens].tolist())
-                row[1 : 1 + len(guesses)] = guesses
-                sequence.num_draft_tokens = len(guesses)
 
     def _plan_behind(self, last: Step) -> Step | None:
         if last.depth < 2 or self._scheduler.may_admit:
@@ -149,6 +141,8 @@ class StepPlanner:
         ]
         sequences = [last.batch.sequences[i] for i in index]
         batch = StepBatch(sequences, [1] * len(index), len(index))
+        if self._guesses.are_worth_waiting_for(sequences):
+            return None  # its reply is waited for, and the step after it checks them
         if not index or self._depth(batch) < 2 or not self._scheduler.take_next_blocks(sequences):
             return None
         return Step(batch, self._plans.next_plan(last.plan, sequences, index), 2, is_behind=True)

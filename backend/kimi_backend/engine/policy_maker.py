@@ -13,7 +13,7 @@ class PolicyMaker:
     def __init__(self, target: Target, draft: Draft | None, settings: SchedulerSettings) -> None:
         self._target, self._draft = target, draft
         is_adaptive = settings.speculation_policy is PolicyName.ADAPTIVE and settings.max_speculative_tokens > 0
-        self._is_adaptive = is_adaptive and draft is not None
+        self._is_adaptive = is_adaptive and (draft is not None or settings.proposer.uses_lookup)
         self._target_costs: StepCosts | None = None
         self._made: SpeculationPolicy | None = None
 
@@ -32,7 +32,8 @@ class PolicyMaker:
         Raises:
             ModelUnavailableError: the draft is gone.
         """
-        if self._made is None and self._target_costs is not None and self._draft is not None:
-            self._made = AdaptivePolicy(self._target_costs, self._draft.measure_costs())
+        if self._made is None and self._target_costs is not None:
+            costs = None if self._draft is None else self._draft.measure_costs()
+            self._made = AdaptivePolicy(self._target_costs, costs)
         self._made = self._made or FixedPolicy()
         return self._made

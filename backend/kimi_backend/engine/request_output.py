@@ -118,7 +118,7 @@ class RequestOutput:
         """Those of a step's tokens, where they were asked for: accepted ones come first."""
         if not self.sequence.request.return_token_origins:
             return ()
-        return tuple(TokenOrigin.DRAFT if i < output.num_accepted else TokenOrigin.TARGET for i in range(num_tokens))
+        return tuple(output.guess_origin if i < output.num_accepted else TokenOrigin.TARGET for i in range(num_tokens))
 
     def _push_text(self, output: StepOutput) -> tuple[TextUpdate, list[int]]:
         """The text that a step adds and the tokens that count. A stop token counts but is not shown unless asked."""

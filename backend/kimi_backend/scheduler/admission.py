@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -50,6 +51,9 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
         )
     if request.num_speculative_tokens is not None:
         _check_range("num_speculative_tokens", request.num_speculative_tokens, 0, settings.max_speculative_tokens)
+    if request.proposer is not None and not request.proposer.is_part_of(settings.proposer):
+        allowed = ", ".join(proposer.value for proposer in Proposer.parts_of(settings.proposer))
+        raise InvalidRequestError(f"proposer: {request.proposer.value} given, one of {allowed} is allowed")
     _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequestError(f"timeout_s: {request.timeout_s} given, more than 0 seconds is allowed")

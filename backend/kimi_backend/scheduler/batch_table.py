@@ -4,7 +4,7 @@ import numpy as np
 
 from kimi_backend.scheduler.sampling_table import SamplingTable
 from kimi_backend.scheduler.sequence import Sequence
-from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, TokenOrigin
 
 
 class BatchTable:
@@ -24,6 +24,7 @@ class BatchTable:
     def add(self, sequence: Sequence) -> None:
         """Give a row to a sequence that has just been given blocks."""
         row = sequence.row = self._free_rows.pop()
+        self.is_in_table[row] = False
         self.sampling.set_row(row, sequence)
         self.pending_token_ids[row, 0] = sequence.token_ids[-1]
         self.write_blocks(sequence, 0, 0)
@@ -42,6 +43,12 @@ class BatchTable:
             self.target_blocks[sequence.row, first_target : len(target_ids)] = target_ids[first_target:]
         if len(draft_ids) > first_draft:
             self.draft_blocks[sequence.row, first_draft : len(draft_ids)] = draft_ids[first_draft:]
+
+    def give_guesses(self, sequence: Sequence, token_ids: list[int], origin: TokenOrigin) -> None:
+        """Let the next verify check these, which the host has, and none that stand in the runners' token table."""
+        self.pending_token_ids[sequence.row, 1 : 1 + len(token_ids)] = token_ids
+        self.is_in_table[sequence.row] = False
+        sequence.num_draft_tokens, sequence.guess_origin = len(token_ids), origin
 
     def set_last_tokens(self, sequences: list[Sequence]) -> None:
         """Let the last token of each be its next step's first row, with no draft tokens behind it yet."""

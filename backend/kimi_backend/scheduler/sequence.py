@@ -12,8 +12,17 @@ from kimi_backend.grammar.window import SequenceGrammar, Window
 from kimi_backend.scheduler.penalty_counts import PenaltyCounts
 from kimi_backend.scheduler.prompt_scores import PromptScores
 from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.spec_decode.lookup import SequenceLookup
 from kimi_backend.types.plan import Int32Array
-from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, EndCause, FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.proposer import Proposer
+from kimi_backend.types.request import (
+    MAX_SPECULATIVE_TOKENS,
+    EndCause,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenOrigin,
+)
 
 MOST_UNREAD_TOKENS = 4 * (MAX_SPECULATIVE_TOKENS + 1)
 """More than the steps in flight and the next one can draw before the host has read any of it."""
@@ -67,7 +76,9 @@ class Sequence:
         "finish",
         "first_scheduled_s",
         "grammar",
+        "guess_origin",
         "last_token_id",
+        "lookup",
         "max_num_tokens",
         "num_cached_tokens",
         "num_draft_tokens",
@@ -77,6 +88,7 @@ class Sequence:
         "order",
         "params",
         "penalties",
+        "proposer",
         "request",
         "row",
         "scores",
@@ -98,12 +110,14 @@ class Sequence:
         num_speculative_tokens: int,
         max_num_tokens: int,
         eos_token_ids: frozenset[int],
+        proposer: Proposer = Proposer.EAGLE3,
     ) -> None:
         """
         Args:
             uid: arrival order, never used twice.
             seed: uint64, the request's or the engine's choice.
             num_speculative_tokens: k, resolved.
+            proposer: resolved.
             max_num_tokens: prompt and output at most, within max_model_len.
         """
         params = request.sampling
@@ -117,6 +131,9 @@ class Sequence:
         self.max_num_tokens = max_num_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling, params.temperature)
+        self.proposer = proposer
+        self.lookup: SequenceLookup | None = None
+        """The index of its tokens, before it is queued; None where nothing is looked up, or there was no memory."""
         self.draft = DraftState.AWAY
         prompt = np.array(request.prompt_token_ids, np.int32)
         self._tokens = np.empty(min(max_num_tokens, len(prompt) + 256) + 1, np.int32)
@@ -134,6 +151,7 @@ class Sequence:
         self.target_len = self.draft_len = 0
         self.draft_start = 0  # the position in the draft's slot 0
         self.num_draft_tokens = 0  # in flight: the next verify may check them
+        self.guess_origin = TokenOrigin.DRAFT  # of those
         self.num_preemptions = 0
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens: int | None = None  # at the first start
@@ -225,7 +243,13 @@ class Sequence:
     @property
     def wants_draft(self) -> bool:
         """Whether the policy may choose it for the draft, once that is there."""
-        return self.speculation.num_speculative_tokens > 0 and self.draft is not DraftState.NEVER
+        may_draft = self.proposer.uses_draft and self.speculation.num_speculative_tokens > 0
+        return may_draft and self.draft is not DraftState.NEVER
+
+    @property
+    def most_guesses(self) -> int:
+        """Tokens that the host may propose for the next verify: no more than the request allows a draft."""
+        return max(0, min(self.speculation.num_speculative_tokens, self.num_remaining_tokens - 1))
 
     def append(self, token_ids: list[int]) -> int:
         """Add what a step emitted, up to and including the first stop token; sets `finish` when that ends it.
@@ -249,6 +273,8 @@ class Sequence:
         self.last_token_id = token_ids[kept - 1]
         if self.penalties is not None:
             self.penalties.add_output(token_ids[:kept])
+        if self.lookup is not None:
+            self.lookup.extend(token_ids[:kept], self.token_ids)
         self.window = None
         if self.grammar is not None:
             self._follow(self.grammar, token_ids[:kept])
@@ -269,13 +295,9 @@ class Sequence:
             self.finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.BAD_GRAMMAR)
 
     def look_ahead(self, proposals: list[int]) -> list[int]:
-        """What the next verify of a decoding sequence with a grammar checks: `window`, made from its proposals.
-
-        A grammar's own guesses are no more than the request allows a draft.
-        """
+        """What the next verify of a decoding sequence with a grammar checks: `window`, made from its proposals."""
         assert self.grammar is not None
-        most = min(self.speculation.num_speculative_tokens, self.num_remaining_tokens - 1)
-        self.window = self.grammar.look_ahead(proposals, most)
+        self.window = self.grammar.look_ahead(proposals, self.most_guesses)
         return self.window.guesses
 
     def grammar_masks(self, num_rows: int) -> list[Int32Array | None]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.spec_decode.policy import PolicyName
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 
@@ -24,6 +25,12 @@ class SchedulerSettings:
     """k of a request that names none, where nobody chooses."""
     max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     """Largest k that a request may ask for."""
+    proposer: Proposer = Proposer.EAGLE3
+    """That of a request which names none, and the most that one may name. Without a draft EAGLE3 is nobody."""
+    lookup_min_match: int = 4
+    """Tokens that stand again before what followed them is proposed."""
+    lookup_memory_bytes: int = 1 << 30
+    """Host memory of the indexes of all sequences; one that finds no room goes on without."""
     draft_max_positions: int = 0
     """A sequence of so many tokens goes on without the draft, which may not be trained for more; 0: no bound."""
     speculation_policy: PolicyName = PolicyName.FIXED
@@ -36,6 +43,8 @@ class SchedulerSettings:
         _require("max_num_seqs", self.max_num_seqs, 1)
         _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
         _require("max_queue_size", self.max_queue_size, 1)
+        _require("lookup_min_match", self.lookup_min_match, 1)
+        _require("lookup_memory_bytes", self.lookup_memory_bytes, 0)
         _require("draft_max_positions", self.draft_max_positions, 0)
         _require("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         _require("num_speculative_tokens", self.num_speculative_tokens, 0, self.max_speculative_tokens)

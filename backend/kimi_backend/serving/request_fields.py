@@ -76,6 +76,11 @@ INPUT_FIELDS = (
     ),
     RequestField("num_draft_tokens", Kind.INT, "Same as `num_speculative_tokens`."),
     RequestField("draft_sampling", Kind.TEXT, "How the draft guesses: coupled, greedy or auto (default auto)."),
+    RequestField(
+        "proposer",
+        Kind.TEXT,
+        "Who proposes tokens: none, eagle3, lookup or lookup+eagle3, as far as the server has them (default: all).",
+    ),
     RequestField("priority", Kind.INT, "Higher runs first and is preempted last (default 0)."),
     RequestField("timeout_s", Kind.FLOAT, "Seconds after which the request is cancelled."),
     RequestField("cache_salt", Kind.TEXT, "Requests share cached prefixes only with requests of the same salt."),
@@ -179,7 +184,7 @@ OUTPUT_FIELDS = (
         "TYPE_INT32",
         "[ -1 ]",
         "Where `return_token_origins` asked for it: for each token 0 where the target drew what nobody had guessed, 1"
-        " where it was accepted from the draft.",
+        " where it was accepted from the draft, 2 where from what stood in the text before.",
     ),
     ResponseField(
         "token_offsets",

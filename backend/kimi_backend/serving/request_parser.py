@@ -9,6 +9,7 @@ from kimi_backend.serving.grammar_fields import grammar_of
 from kimi_backend.serving.request_values import collect_values, is_number, is_token_id, shown
 from kimi_backend.text.tokenizer import Tokenizer
 from kimi_backend.types.grammar import Grammar
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams, ThinkingBudget
 
 PROMPT_FIELDS = ("text_input", "messages", "input_ids")
@@ -67,6 +68,7 @@ class RequestParser:
             sampling=self._sampling(values, self._thinking_budget(values, prompt), self._grammar(values, prompt)),
             num_speculative_tokens=values.get("num_speculative_tokens"),
             draft_sampling=_draft_sampling(values.get("draft_sampling", "auto")),
+            proposer=_proposer(values.get("proposer")),
             priority=values.get("priority", 0),
             timeout_s=values.get("timeout_s"),
             cache_salt=values.get("cache_salt"),
@@ -199,6 +201,16 @@ def _content_length(messages: Any) -> int:
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _proposer(value: str | None) -> Proposer | None:
+    if value is None:
+        return None
+    try:
+        return Proposer(value)
+    except ValueError:
+        allowed = ", ".join(proposer.value for proposer in Proposer)
+        raise InvalidRequestError(f"proposer: {shown(value)} given, one of {allowed} is allowed") from None
 
 
 def _draft_sampling(value: str) -> DraftSampling:

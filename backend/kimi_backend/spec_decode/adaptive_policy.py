@@ -9,7 +9,8 @@ import numpy as np
 from kimi_backend.spec_decode.acceptance import AcceptancePool, chances
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
-from kimi_backend.spec_decode.row_choice import RowChoice, choose_rows
+from kimi_backend.spec_decode.row_choice import RowChoice, choose_more_rows, choose_rows
+from kimi_backend.spec_decode.step_times import Floats, Ints
 from kimi_backend.types.step_costs import StepCosts
 
 ROUNDS_A_CHOICE = 4
@@ -33,7 +34,7 @@ FADING_SHARE = 0.03
 class AdaptivePolicy:
     """Chooses for all sequences together. Used by the engine thread only."""
 
-    def __init__(self, target: StepCosts, draft: StepCosts) -> None:
+    def __init__(self, target: StepCosts, draft: StepCosts | None) -> None:
         self.times = RoundTimes(target, draft)
         self._pools = {kind: AcceptancePool() for kind in range(3)}
         self._chosen_for: tuple[int, ...] = ()
@@ -77,6 +78,10 @@ class AdaptivePolicy:
         for controller, count in zip(controllers, counts, strict=True):
             self._take(controller, count, leaves_now=not any(counts))
         self.num_chosen_tokens = max(counts)
+
+    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
+        """See `SpeculationPolicy`."""
+        return choose_more_rows(likely, num_sequences, num_proposed, num_context_tokens, self.times)
 
     def end_round(self, done: Round) -> None:
         """See `SpeculationPolicy`."""

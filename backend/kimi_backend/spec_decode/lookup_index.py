@@ -1,7 +1,7 @@
 """Finds where the last tokens of a growing text stood before, so that what came next can be proposed again.
 
-Each place is linked to the latest one before it whose last `min_match` tokens hash alike; a search goes back along these
-links and compares backwards from each. A match that goes on costs one comparison a token and no search.
+Each place is linked to the latest one before it whose last `min_match` tokens hash alike; a search goes back along
+these links and compares backwards from each. A match that goes on costs one comparison a token and no search.
 """
 
 from array import array
@@ -17,6 +17,8 @@ NOWHERE = -1
 _FACTOR, _SPREAD, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
 _LEAST_BITS = 6
 _FIRST_CHUNK = 32
+_BYTES_A_PLACE = 9
+"""4 of the table, 4 of a link, and what an array that grows holds ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +44,18 @@ class LookupIndex:
         self._top = pow(_FACTOR, min_match - 1, _MASK + 1)
         self._tail = [0] * max(min_match - len(token_ids), 0) + token_ids[-min_match:].tolist()
         self._match: Match | None = None
+        self._hash = 0
         self._index_all(token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the links and of the table."""
-        return self._links.itemsize * len(self._links) * 9 // 8 + self._heads.itemsize * len(self._heads)
+        """Memory of the links and of the table, with room for as many tokens as the table has places."""
+        return _BYTES_A_PLACE << self._bits
 
     @staticmethod
     def bytes_of(num_tokens: int) -> int:
-        """At most what an index of so many tokens takes."""
-        return 4 * num_tokens * 9 // 8 + 4 * max(2 * num_tokens, 1 << _LEAST_BITS)
+        """`num_bytes` of an index that is made of so many tokens."""
+        return _BYTES_A_PLACE << _bits_of(num_tokens)
 
     def extend(self, token_ids: list[int], text: Int32Array) -> int:
         """Go on with the text.
@@ -113,7 +116,7 @@ class LookupIndex:
     def _index_all(self, token_ids: Int32Array) -> None:
         """Make the table and all links at once, with room for as many tokens again."""
         count = len(token_ids)
-        self._bits = max(_LEAST_BITS, (count - 1).bit_length())
+        self._bits = _bits_of(count)
         padded = np.concatenate([np.zeros(self._min_match - 1, np.uint32), token_ids.astype(np.uint32)])
         values = np.zeros(count, np.uint32)
         for first in range(self._min_match):
@@ -127,6 +130,10 @@ class LookupIndex:
         heads[order] = places  # rising within a bucket, so that the last one stays
         self._links, self._heads = array("i", links.tobytes()), array("i", heads.tobytes())
         self._hash = int(values[-1])
+
+
+def _bits_of(num_tokens: int) -> int:
+    return max(_LEAST_BITS, (num_tokens - 1).bit_length())
 
 
 def continuation(text: Int32Array, match: Match, count: int) -> list[int]:

@@ -3,8 +3,12 @@
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+
+from kimi_backend.spec_decode.acceptance import AcceptancePool
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round
+from kimi_backend.spec_decode.step_times import Floats, Ints
 
 
 class PolicyName(str, Enum):
@@ -55,6 +59,17 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
+    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
+        """[C] how many of the tokens that the host proposes for some sequences the next verify checks.
+
+        Args:
+            likely: [C, MAX_SPECULATIVE_TOKENS] how likely each is kept, 0 where there is none.
+            num_sequences: all that run.
+            num_proposed: draft tokens that the verify checks besides.
+            num_context_tokens: of all that run.
+        """
+        ...
+
     def end_round(self, done: Round) -> None:
         """A round of decode rows alone has ended well."""
         ...
@@ -65,6 +80,7 @@ class FixedPolicy:
 
     def __init__(self) -> None:
         self.num_chosen_tokens = 0
+        self._pools = {kind: AcceptancePool() for kind in range(3)}
 
     def admit(
         self,
@@ -73,12 +89,18 @@ class FixedPolicy:
         num_sequences: int,
         num_context_tokens: int,
     ) -> None:
-        """Nothing to decide."""
+        """Nothing to decide; what is counted tells a draft's worth from a lookup's."""
+        controller.pool = self._pools[controller.kind]
 
     def begin_round(
         self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
     ) -> None:
         self.num_chosen_tokens = max((c.num_speculative_tokens for c in controllers), default=0)
+
+    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
+        """All."""
+        counts: Ints = np.count_nonzero(likely, axis=1)
+        return counts
 
     def end_round(self, done: Round) -> None:
         """Nothing to learn."""

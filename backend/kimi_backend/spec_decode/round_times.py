@@ -42,8 +42,12 @@ class Round:
 class RoundTimes:
     """Seconds of rounds. What is learned are three factors and the host's time, from rounds that run anyway."""
 
-    def __init__(self, target: StepCosts, draft: StepCosts) -> None:
-        self._target, self._draft = StepTimes(target), StepTimes(draft)
+    def __init__(self, target: StepCosts, draft: StepCosts | None) -> None:
+        """draft: None where there is none, and rounds are `plain` or `verifying` ones."""
+        self._target = StepTimes(target)
+        self._draft = None if draft is None else StepTimes(draft)
+        self._last_draft_s = 0.0
+        """What the draft's step of the last round is expected to have taken."""
         self._factors = np.ones(3)
         """On a target's step with one row a sequence, on its other rows, whose experts may overlap more or less than
         those of random tokens, and on the draft's steps. The card's clock moves all."""
@@ -66,6 +70,17 @@ class RoundTimes:
         base, _ = self._target.parts(num_seqs, num_seqs, 1, num_context_tokens)
         target_s = float(base[0]) * float(self._factors[BASE])
         return max(target_s, self._host_s) if self._is_overlapped else target_s + self._host_s
+
+    def verifying(self, num_seqs: int, num_rows: Ints, longest: Ints, num_context_tokens: int) -> Floats:
+        """[J] rounds like the last one, but with so many rows of the target, [J], at most `longest` of a sequence."""
+        base, more = self._target.parts(num_seqs, num_rows, longest, num_context_tokens)
+        target_s = base * self._factors[BASE] + more * self._factors[ROWS]
+        beside_s = max(self._last_draft_s, self._host_s) if self._last_draft_s else self._host_s
+        if self._is_overlapped:
+            overlapped: Floats = target_s + beside_s if self._last_draft_s else np.maximum(target_s, beside_s)
+            return overlapped
+        in_turns: Floats = target_s + self._last_draft_s + self._host_s + (self._draft_way_s or 0.0)
+        return in_turns
 
     def drafting(
         self, num_seqs: int, num_drafting: Ints, depth: Ints, rows: Ints, kept: Floats, num_context_tokens: int
@@ -92,6 +107,7 @@ class RoundTimes:
         return in_turns
 
     def _draft_step(self, num_seqs: int | Ints, rows: Numbers, depth: int | Ints, context: Numbers) -> Floats:
+        assert self._draft is not None
         fixed, more = self._draft.parts(num_seqs, rows, 1 + depth * self._is_overlapped, context)
         return fixed + more + self._draft.proposals(num_seqs, depth, context)
 
@@ -106,6 +122,7 @@ class RoundTimes:
         if draft is not None:
             of_draft = self._draft_step(draft.num_seqs, draft.num_rows, draft.num_proposals, draft.num_context_tokens)
         parts = np.array([base[0], more[0], of_draft[0]])
+        self._last_draft_s = float(of_draft[0] * self._factors[DRAFT])
         if done.is_overlapped:
             self._learn_overlapped(parts, done, rate)
             return

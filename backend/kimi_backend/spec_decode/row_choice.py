@@ -7,6 +7,9 @@ import numpy as np
 from kimi_backend.spec_decode.round_times import RoundTimes
 from kimi_backend.spec_decode.step_times import Floats, Ints
 
+OTHERS_KEPT = 0.5
+"""The share of tokens under verification that is expected of those that are not chosen here."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
@@ -17,6 +20,27 @@ class RowChoice:
     tokens_per_s: float
     plain_tokens_per_s: float
     """If nobody drafted."""
+
+
+def choose_more_rows(
+    chances: Floats, num_seqs: int, num_others: int, num_context_tokens: int, times: RoundTimes
+) -> Ints:
+    """[C] how many of the tokens that cost a verify's rows and no draft's step are worth it.
+
+    Args:
+        chances: [C, K] of each to be kept, falling along a row.
+        num_seqs: all that run, C or more.
+        num_others: draft tokens that the same verify checks besides.
+    """
+    flat, most = chances.ravel(), chances.shape[1]
+    order = np.argsort(-flat, kind="stable")[: int(np.count_nonzero(flat))]
+    kept = np.concatenate([[0.0], flat[order].cumsum()])
+    longest = np.concatenate([[0], np.maximum.accumulate(order % most) + 1])
+    num_rows = num_seqs + num_others + np.arange(len(kept))
+    longest = np.maximum(longest, -(-num_others // num_seqs)) + 1
+    seconds = times.verifying(num_seqs, num_rows, longest, num_context_tokens)
+    best = int(((num_seqs + OTHERS_KEPT * num_others + kept) / seconds).argmax())
+    return np.bincount(order[:best] // most, minlength=len(chances))
 
 
 def choose_rows(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from kimi_backend.types.grammar import Grammar
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.scoring import TokenScores
 
 MAX_SPECULATIVE_TOKENS = 7
@@ -27,6 +28,8 @@ class TokenOrigin(IntEnum):
     """Nobody had guessed it."""
     DRAFT = 1
     """Accepted from the draft."""
+    LOOKUP = 2
+    """Accepted from what stood in the text before."""
 
 
 class FinishReason(str, Enum):
@@ -116,6 +119,8 @@ class GenerateRequest:
     num_speculative_tokens: int | None = None
     """0 to MAX_SPECULATIVE_TOKENS; None: the server's default."""
     draft_sampling: DraftSampling = DraftSampling.AUTO
+    proposer: Proposer | None = None
+    """None: the server's default."""
     priority: int = 0
     """Higher runs first and is preempted last."""
     timeout_s: float | None = None

@@ -17,8 +17,10 @@ from kimi_backend.engine.commit import StepOutput
 from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import FinishReason
 from support.engine_runs import EngineHarness, Outcome
+from support.lookup_checks import checks_looked_up_rows
 from support.plain_decoding import decode_plainly
 from support.random_policy import RandomPolicy
 from support.random_requests import random_requests
@@ -44,6 +46,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         launch_ahead=st.booleans(),
         is_restless=st.booleans(),
+        proposer=st.sampled_from(Proposer),
     )
     def create(
         self,
@@ -57,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         launch_ahead: bool,
         is_restless: bool,
+        proposer: Proposer,
     ) -> None:
         smallest = MAX_LEN // block_size
         self.rng = random.Random(seed)
@@ -73,12 +77,16 @@ class EngineMachine(RuleBasedStateMachine):
                 max_num_batched_tokens=rows,
                 enable_prefix_cache=prefix_cache,
                 launch_ahead=launch_ahead,
+                proposer=proposer,
+                lookup_min_match=1,
+                lookup_memory_bytes=self.rng.choice((2_000, 1 << 20)),
             ),
             EOS,
         )
         self.scheduler = self.harness.core.scheduler
         if is_restless:
             self.scheduler.policy = RandomPolicy(seed)
+        self.target.launch = checks_looked_up_rows(self.harness, self.target.launch)  # type: ignore[method-assign]
         self.scheduler.schedule = self.everyone_has_a_row(self.scheduler.schedule)  # type: ignore[method-assign]
         self.requests = random_requests(self.rng, 60, VOCAB, longest_prompt=16, longest_output=24)
         self.cancelled: set[int] = set()
@@ -185,6 +193,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert outcome.token_ids == tokens
                 assert outcome.finishes[0].reason in (FinishReason.STOP, FinishReason.LENGTH)
         assert self.harness.core.kv.target_pool.num_held == 0
+        held = sum(o.sequence.lookup.held_bytes for o in outcomes if o.sequence.lookup is not None)
+        assert self.harness.lookup_memory.num_bytes == held
 
 
 TestEngineMachine = EngineMachine.TestCase

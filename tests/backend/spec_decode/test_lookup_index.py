@@ -7,21 +7,9 @@ import numpy as np
 import pytest
 
 from kimi_backend.spec_decode.lookup_index import MOST_CANDIDATES, LookupIndex, Match, continuation
+from support.lookup_checks import plain_continuation, plain_match
 
 SEEDS = range(6)
-
-
-def plain_match(text: list[int], min_match: int, most: int = 10**9) -> Match | None:
-    """The longest match among the `most` latest places whose last `min_match` tokens are the text's."""
-    best, num_seen = None, 0
-    for end in range(len(text) - 1, 0, -1):
-        length = 0
-        while length < end and text[end - 1 - length] == text[-1 - length]:
-            length += 1
-        num_seen += length >= min_match
-        if length >= min_match and num_seen <= most and (best is None or length > best.length):
-            best = Match(length, end)
-    return best
 
 
 def some_text(rng: random.Random, length: int) -> list[int]:
@@ -93,7 +81,8 @@ def test_extending_tells_how_much_was_foretold() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_a_continuation_ends_where_the_text_does_and_goes_on_with_itself(count: int) -> None:
     text = np.array([4, 1, 2, 1, 2, 1, 2], np.int32)
-    assert continuation(text, Match(4, 5), count) == [1, 2, 1, 2, 1, 2, 1][:count]
+    expected = [1, 2, 1, 2, 1, 2, 1][:count]
+    assert continuation(text, Match(4, 5), count) == plain_continuation(text.tolist(), Match(4, 5), count) == expected
 
 
 def test_a_long_prompt_is_small_and_quick() -> None:

@@ -48,7 +48,7 @@ def _limits(settings: ServingSettings, plan: MemoryPlan) -> RunnerLimits:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=plan.max_model_len,
-        max_speculative_tokens=settings.max_speculative_tokens if settings.draft else 0,
+        max_speculative_tokens=settings.most_draft_tokens,
         capture_batch_sizes=_parse_sizes(settings.capture_batch_sizes),
     )
 

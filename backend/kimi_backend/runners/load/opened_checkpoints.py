@@ -104,10 +104,10 @@ def memory_plan(settings: ServingSettings, checkpoints: Checkpoints, placement: 
             keeps_quantized_experts=placement.kernels.name == "triton",
             max_model_len=settings.max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_sampled_rows=settings.max_num_seqs * (settings.max_speculative_tokens + 1 if draft else 1),
+            max_num_sampled_rows=settings.max_num_seqs * (settings.most_draft_tokens + 1),
             max_num_seqs=settings.max_num_seqs,
             captures_steps=captures_steps(settings, placement),
-            overhead_bytes=3 * GIB if on_gpu else 0,
+            overhead_bytes=3 * GIB if on_gpu else settings.lookup_bytes,  # indexes are in the host's memory
             ranks_bytes=RANKS_BYTES if on_gpu else 0,
             num_target_blocks=num_blocks,
         ),

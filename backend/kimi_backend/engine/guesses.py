@@ -1,0 +1,48 @@
+"""What the next verify checks of sequences whose guesses the host makes: of their own text, or of their grammar."""
+
+from kimi_backend.scheduler.scheduler import Scheduler
+from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.spec_decode.lookup_choice import Batch, Candidate, LookupChooser
+from kimi_backend.spec_decode.lookup_index import Match, continuation
+from kimi_backend.types.request import TokenOrigin
+
+
+class HostGuesses:
+    """Puts guesses into the batch table, where the host knows all tokens that count."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._chooser = LookupChooser()
+
+    def make(self) -> None:
+        """Before a verify is planned that is behind nothing: what stood in the text before, then what the grammar lets
+        come."""
+        table, running = self._scheduler.table, self._scheduler.running
+        for sequence, match, count in self._looked_up(running):
+            table.give_guesses(sequence, continuation(sequence.token_ids, match, count), TokenOrigin.LOOKUP)
+        for sequence in running:
+            if sequence.grammar is not None and sequence.is_decoding:
+                proposals = table.pending_token_ids[sequence.row, 1 : 1 + sequence.num_draft_tokens]
+                table.give_guesses(sequence, sequence.look_ahead(proposals.tolist()), sequence.guess_origin)
+
+    def are_worth_waiting_for(self, sequences: list[Sequence]) -> bool:
+        """Whether the text of some of these, as far as the host knows it, has a match that a verify would check."""
+        return bool(self._looked_up(sequences))
+
+    def _looked_up(self, sequences: list[Sequence]) -> list[tuple[Sequence, Match, int]]:
+        """Those whose next guesses are looked up, where, and how many."""
+        found, candidates = [], []
+        for sequence in sequences:
+            lookup, most = sequence.lookup, sequence.most_guesses
+            if lookup is None or not most or not sequence.is_decoding:
+                continue
+            match = lookup.find(sequence.token_ids, self._chooser.pools)
+            if match is not None:
+                found.append((sequence, match))
+                candidates.append(Candidate(lookup, match, sequence.speculation, sequence.num_draft_tokens, most))
+        if not found:
+            return []
+        running = self._scheduler.running
+        batch = Batch(len(running), sum(s.num_draft_tokens for s in running), sum(s.num_tokens for s in running))
+        counts = self._chooser.choose(candidates, self._scheduler.policy, batch)
+        return [(sequence, match, count) for (sequence, match), count in zip(found, counts, strict=True) if count]

@@ -1,0 +1,112 @@
+"""What a sequence's own text proposes, how often it was right, and the memory that all indexes together may take."""
+
+import threading
+
+from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
+from kimi_backend.spec_decode.lookup_index import LookupIndex, Match
+from kimi_backend.types.plan import Int32Array
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
+
+NUM_LENGTH_CLASSES = 6
+"""Matches of 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, and of more tokens are counted apart."""
+
+
+class LookupMemory:
+    """Bytes of the indexes of all sequences, waiting ones included. Used by any thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_refused = 0
+        """Sequences that go on without an index, for want of memory."""
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Count so many bytes more. False, and nothing is counted, if that were too many."""
+        with self._lock:
+            if self.num_bytes + num_bytes > self.max_bytes:
+                self.num_refused += 1
+                return False
+            self.num_bytes += num_bytes
+            return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """The other way round."""
+        with self._lock:
+            self.num_bytes -= num_bytes
+
+
+class LookupPools:
+    """How often what follows a match is right, by the match's length: of all sequences together."""
+
+    def __init__(self) -> None:
+        self._pools = [AcceptancePool() for _ in range(NUM_LENGTH_CLASSES)]
+
+    def of(self, match: Match) -> AcceptancePool:
+        """The pool of matches of about this length."""
+        return self._pools[min(match.length.bit_length(), NUM_LENGTH_CLASSES) - 1]
+
+
+class SequenceLookup:
+    """The index of one sequence's tokens. Made by any thread, used by the engine's.
+
+    A match is judged by what came, whether it was proposed or not: so its use is never tried out.
+    """
+
+    __slots__ = ("_held_bytes", "_index", "_judged", "_memory", "acceptance")
+
+    def __init__(self, index: LookupIndex, memory: LookupMemory, held_bytes: int) -> None:
+        self._index: LookupIndex | None = index
+        self._memory, self._held_bytes = memory, held_bytes
+        self._judged: AcceptancePool | None = None
+        self.acceptance = SequenceAcceptance()
+
+    @classmethod
+    def of(cls, token_ids: Int32Array, min_match: int, memory: LookupMemory) -> "SequenceLookup | None":
+        """That of a prompt; None where there is no memory for it. Work grows with the prompt: 0.1 µs a token."""
+        num_bytes = LookupIndex.bytes_of(len(token_ids))
+        if not memory.take(num_bytes):
+            return None
+        return cls(LookupIndex(token_ids, min_match), memory, num_bytes)
+
+    def __del__(self) -> None:
+        self._drop()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of its index; 0 where that was given up."""
+        return self._held_bytes
+
+    def extend(self, token_ids: list[int], text: Int32Array) -> None:
+        """Go on behind tokens that count: `text` ends in them."""
+        index = self._index
+        if index is None:
+            return
+        num_foretold = index.extend(token_ids, text)
+        if self._judged is not None:
+            self._judge(self._judged, len(token_ids), num_foretold)
+        num_more = index.num_bytes - self._held_bytes
+        if not num_more:
+            return
+        if self._memory.take(num_more):
+            self._held_bytes += num_more
+        else:
+            self._drop()
+
+    def find(self, text: Int32Array, pools: LookupPools) -> Match | None:
+        """The match of the text's end. It is judged by what comes next."""
+        match = None if self._index is None else self._index.find(text)
+        self._judged = None if match is None else pools.of(match)
+        return match
+
+    def _judge(self, pool: AcceptancePool, num_tokens: int, num_foretold: int) -> None:
+        num_tokens = min(num_tokens, MAX_SPECULATIVE_TOKENS)
+        num_foretold = min(num_foretold, num_tokens)
+        pool.record(num_tokens, num_foretold)
+        self.acceptance.record(num_tokens, num_foretold)
+        self._judged = None
+
+    def _drop(self) -> None:
+        self._index = None
+        self._memory.give_back(self._held_bytes)
+        self._held_bytes = 0

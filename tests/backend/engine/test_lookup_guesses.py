@@ -1,0 +1,181 @@
+"""What a sequence's own text proposes: checked beside what the draft proposes, exact whatever goes wrong around it."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kimi_backend.engine import guesses
+from kimi_backend.scheduler.batch_table import BatchTable
+from kimi_backend.scheduler.scheduler import Scheduler
+from kimi_backend.scheduler.sequence import Sequence
+from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.lookup_index import Match
+from kimi_backend.types.plan import Int32Array
+from kimi_backend.types.proposer import Proposer
+from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenOrigin
+from support.check_errors import WrongTokensError
+from support.engine_checks import check_identities
+from support.engine_runs import EngineHarness
+from support.lookup_checks import WrongGuessError, checks_looked_up_rows
+from support.plain_decoding import decode_plainly
+from support.random_requests import random_requests
+from support.scripted_logits import LogitScript
+from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+
+VOCAB, EOS, MAX_LEN = 32, frozenset({5}), 64
+SCRIPT = LogitScript(VOCAB)
+
+
+def some_requests(count: int, **changes: Any) -> list[GenerateRequest]:
+    """Of which half draw from three tokens only, so that what stood before comes again."""
+    requests = random_requests(random.Random(1), count, VOCAB, longest_prompt=12, longest_output=24)
+    few = [replace(r, sampling=replace(r.sampling, allowed_token_ids=(6, 7, 8), bad_words=())) for r in requests[::2]]
+    return [replace(r, num_speculative_tokens=7, **changes) for r in few + requests[1::2]]
+
+
+def run(
+    requests: list[GenerateRequest], proposer: Proposer = Proposer.LOOKUP_EAGLE3, *, num_blocks: int = 100, **sizes: Any
+) -> EngineHarness:
+    """Everything on pools that preempt, each verify checked; every request gets the tokens of plain decoding."""
+    of_pool = {"block_size": 1, "max_model_len": MAX_LEN, "num_blocks": num_blocks}
+    target = ScriptedTarget(describe("target", SCRIPT, **of_pool), SCRIPT)
+    draft = ScriptedDraft(describe("draft", SCRIPT, **of_pool), SCRIPT) if proposer.uses_draft else None
+    settings = SchedulerSettings(
+        max_num_seqs=24, max_num_batched_tokens=150, proposer=proposer, lookup_min_match=2, **sizes
+    )
+    harness = EngineHarness(target, draft, settings, EOS)
+    target.launch = checks_looked_up_rows(harness, target.launch)  # type: ignore[method-assign]
+    for request in requests:
+        harness.add(request)
+    harness.run()
+    expected = decode_plainly(SCRIPT, requests, eos_token_ids=EOS, max_model_len=MAX_LEN)
+    for outcome, tokens in zip(harness.outcomes, expected, strict=True):
+        if outcome.token_ids != tokens:
+            raise WrongTokensError(f"{outcome.request}: {outcome.token_ids}, plain decoding gives {tokens}")
+        check_identities(outcome)
+    return harness
+
+
+def rounds_of(harness: EngineHarness, origin: TokenOrigin) -> list[tuple[int, int]]:
+    """(checked, accepted) of each verify of tokens of one origin."""
+    steps = [step for outcome in harness.outcomes for step in outcome.steps if step.guess_origin is origin]
+    return [(step.num_draft_tokens, step.num_accepted) for step in steps if step.num_draft_tokens]
+
+
+@pytest.mark.parametrize(
+    ("proposer", "launch_ahead"), [*((proposer, True) for proposer in Proposer), (Proposer.LOOKUP_EAGLE3, False)]
+)
+def test_every_proposer_gives_the_tokens_of_plain_decoding(proposer: Proposer, launch_ahead: bool) -> None:
+    harness = run(some_requests(24), proposer, launch_ahead=launch_ahead)
+    looked_up, drafted = (rounds_of(harness, origin) for origin in (TokenOrigin.LOOKUP, TokenOrigin.DRAFT))
+    assert (len(looked_up) > 40) is proposer.uses_lookup
+    assert (sum(accepted for _, accepted in looked_up) > 20) is proposer.uses_lookup
+    assert (len(drafted) > 40) is proposer.uses_draft
+    assert harness.core.scheduler.num_preemptions > 0
+
+
+def test_a_request_may_ask_for_less_than_the_server_has() -> None:
+    requests = [replace(r, proposer=list(Proposer)[i % 4]) for i, r in enumerate(some_requests(24))]
+    harness = run(requests)
+    for outcome in harness.outcomes:
+        proposer = outcome.request.proposer
+        assert proposer is not None
+        origins = {step.guess_origin for step in outcome.steps if step.num_draft_tokens}
+        allowed = {TokenOrigin.DRAFT} if proposer.uses_draft else set()
+        assert origins <= allowed | ({TokenOrigin.LOOKUP} if proposer.uses_lookup else set())
+
+
+def test_without_a_draft_steps_overlap_until_there_is_a_match() -> None:
+    requests = [replace(r, sampling=SamplingParams(seed=i, max_tokens=24)) for i, r in enumerate(some_requests(12))]
+    harness = run(requests, Proposer.LOOKUP, num_blocks=900)
+    target = harness.core._target
+    assert isinstance(target, ScriptedTarget)
+    assert target.num_behind > 5
+    assert rounds_of(harness, TokenOrigin.LOOKUP)
+
+
+def test_one_without_memory_for_its_index_goes_on_without() -> None:
+    harness = run(some_requests(24), Proposer.LOOKUP, lookup_memory_bytes=20 * 576)
+    assert harness.lookup_memory.num_refused > 0
+    assert any(o.sequence.lookup is None for o in harness.outcomes)
+    held = sum(o.sequence.lookup.held_bytes for o in harness.outcomes if o.sequence.lookup is not None)
+    assert 0 < harness.lookup_memory.num_bytes == held <= 20 * 576
+    harness.outcomes.clear()
+    assert harness.lookup_memory.num_bytes == 0
+
+
+Patch = pytest.MonkeyPatch
+
+
+def a_match_past_the_end(patch: Patch) -> None:
+    """What lies behind the text's end in its array is taken for text."""
+
+    def planted(text: Int32Array, match: Match, count: int) -> list[int]:
+        whole = text if text.base is None else text.base
+        return [int(token) % VOCAB for token in whole[match.end : match.end + count]] + [0] * (
+            count - len(whole[match.end : match.end + count])
+        )
+
+    patch.setattr(guesses, "continuation", planted)
+
+
+def an_override_in_the_wrong_row(patch: Patch) -> None:
+    give = BatchTable.give_guesses
+
+    def planted(self: BatchTable, sequence: Sequence, token_ids: list[int], origin: TokenOrigin) -> None:
+        give(self, sequence, token_ids, origin)
+        self.pending_token_ids[:, 1 : 1 + len(token_ids)] = self.pending_token_ids[::-1, 1 : 1 + len(token_ids)].copy()
+
+    patch.setattr(BatchTable, "give_guesses", planted)
+
+
+def guesses_kept_over_a_preemption(patch: Patch) -> None:
+    preempt = Scheduler.preempt
+
+    def planted(self: Scheduler, sequence: Sequence) -> None:
+        num_guesses = sequence.num_draft_tokens
+        preempt(self, sequence)
+        sequence.num_draft_tokens = num_guesses
+
+    patch.setattr(Scheduler, "preempt", planted)
+
+
+def an_index_that_takes_a_preempted_text_twice(patch: Patch) -> None:
+    preempt = Scheduler.preempt
+
+    def planted(self: Scheduler, sequence: Sequence) -> None:
+        preempt(self, sequence)
+        if sequence.lookup is not None and sequence.lookup._index is not None:
+            sequence.lookup._index.extend(sequence.token_ids[-3:].tolist(), sequence.token_ids)
+
+    patch.setattr(Scheduler, "preempt", planted)
+
+
+def proposals_of_the_table_taken_for_given(patch: Patch) -> None:
+    give = BatchTable.give_guesses
+
+    def planted(self: BatchTable, sequence: Sequence, token_ids: list[int], origin: TokenOrigin) -> None:
+        was_in_table = self.is_in_table[sequence.row]
+        give(self, sequence, token_ids, origin)
+        self.is_in_table[sequence.row] = was_in_table
+
+    patch.setattr(BatchTable, "give_guesses", planted)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        a_match_past_the_end,
+        an_override_in_the_wrong_row,
+        guesses_kept_over_a_preemption,
+        an_index_that_takes_a_preempted_text_twice,
+        proposals_of_the_table_taken_for_given,
+    ],
+)
+def test_a_planted_fault_is_seen(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((WrongGuessError, IndexError, AssertionError)):
+        run(some_requests(24), num_blocks=90)
