@@ -203,7 +203,9 @@ class ServingSettings:
             )
 
         if not self.draft and self.proposer and Proposer(self.proposer).uses_draft:
-            raise ConfigError(f"setting proposer: {self.proposer!r} given, 'none' or 'lookup' is allowed without a draft")
+            raise ConfigError(
+                f"setting proposer: {self.proposer!r} given, 'none' or 'lookup' is allowed without a draft"
+            )
         if self.synthetic_chances and not (0 <= min(self.accepted_chances) <= max(self.accepted_chances) <= 1):
             raise ConfigError(f"setting synthetic_chances: {self.synthetic_chances!r} given, 0 to 1 is allowed")
 

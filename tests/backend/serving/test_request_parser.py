@@ -70,6 +70,7 @@ GOOD = {
     "logprobs": (2, lambda r: r.sampling.logprobs),
     "num_speculative_tokens": (5, lambda r: r.num_speculative_tokens),
     "draft_sampling": ("greedy", lambda r: r.draft_sampling.value),
+    "proposer": ("lookup+eagle3", lambda r: r.proposer.value),
     "priority": (-2, lambda r: r.priority),
     "timeout_s": (1.5, lambda r: r.timeout_s),
     "cache_salt": ("s", lambda r: r.cache_salt),
@@ -102,6 +103,7 @@ def test_defaults(parser):
     assert (parsed.stream, parsed.return_token_ids) == (False, False)
     assert request.num_speculative_tokens is None
     assert request.draft_sampling is DraftSampling.AUTO
+    assert request.proposer is None
     assert request.sampling.max_tokens is None
 
 
@@ -175,6 +177,7 @@ BAD = [
     ("stop ids of text", PROMPT, {"stop_token_ids": ["a"]}, "stop_token_ids: ['a'] given"),
     ("stop ids a number", PROMPT, {"stop_token_ids": 3}, "stop_token_ids: 3 given"),
     ("draft_sampling", PROMPT, {"draft_sampling": "best"}, "draft_sampling: 'best' given, one of coupled"),
+    ("proposer", PROMPT, {"proposer": "ngram"}, "proposer: 'ngram' given, one of none, eagle3, lookup, lookup+eagle3"),
     ("logit_bias a list", PROMPT, {"logit_bias": "[1]"}, "logit_bias: [1] given"),
     ("logit_bias key", PROMPT, {"logit_bias": '{"the": 1}'}, "logit_bias: 'the': 1 given"),
     ("logit_bias value", PROMPT, {"logit_bias": '{"3": "x"}'}, "logit_bias: '3': 'x' given"),
