@@ -43,7 +43,6 @@ def steady_plans(count: int, k: int, region: int | None = None) -> tuple[TargetP
         aux=AuxHandle(region=region),
         aux_rows=(first + np.arange(rows)).reshape(-1).astype(np.int64),
         num_proposals=np.full(count, k, np.int32),
-        greedy=np.zeros(count, np.bool_),
         sampling=SamplingPlan.plain(count, temperature=1.0, seed=np.arange(count, dtype=np.int64)),
         output_index=np.full(count, CONTEXT + rows + 1, np.int64),
     )

@@ -62,8 +62,6 @@ class RequestFields(TypedDict, total=False):
     """The same of the prompt's tokens, which are computed all then, cached or not."""
     num_speculative_tokens: int | None
     """Draft tokens a step, 0 to 7 (default: the setting of that name)."""
-    draft_sampling: str | None
-    """How the draft guesses: coupled, greedy or auto (default auto)."""
     proposer: str | None
     """Who proposes tokens: none, eagle3, lookup or lookup+eagle3, as far as the server has them (default: all)."""
     priority: int | None
@@ -121,7 +119,6 @@ INPUT_TYPES = {
     "logprobs": "INT32",
     "prompt_logprobs": "INT32",
     "num_speculative_tokens": "INT32",
-    "draft_sampling": "BYTES",
     "proposer": "BYTES",
     "priority": "INT32",
     "timeout_s": "FP32",

@@ -83,7 +83,6 @@ class GenerationRequest(BaseModel):
         "One of json, regex, choice, grammar (EBNF) and json_object: what the reply follows."
     )
     num_speculative_tokens: Int | None = _extension("Draft tokens a step, 0 to 7.")
-    draft_sampling: str | None = _extension("How the draft guesses: coupled, greedy or auto.")
     proposer: str | None = _extension("Who proposes tokens: none, eagle3, lookup or lookup+eagle3.")
     cache_salt: str | None = _extension("Cached prefixes are shared only with requests of the same salt.")
     priority: Int | None = _extension("Higher runs first (default 0).")
@@ -194,6 +193,7 @@ REFUSED: dict[str, Any] = {
     "truncate_prompt_tokens": NO_VALUE,
     "logits_processors": NO_VALUE,
     "vllm_xargs": NO_VALUE,
+    "draft_sampling": NO_VALUE,
     "guided_json": NO_VALUE,
     "guided_regex": NO_VALUE,
     "guided_choice": NO_VALUE,
@@ -212,5 +212,6 @@ INSTEAD = {
     "chat_template": "the checkpoint's own is used",
     **{f"guided_{kind}": "give structured_outputs" for kind in ("json", "regex", "choice", "grammar")},
     "function_call": "give tool_choice",
+    "draft_sampling": "leave it out: a draft always draws with the target's noise",
 }
 """What a refusal suggests."""

@@ -16,7 +16,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 SAME_NAME = (
     *("max_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words"),
-    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "num_speculative_tokens", "draft_sampling"),
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "num_speculative_tokens"),
     *(
         "response_format",
         "structured_outputs",

@@ -68,7 +68,6 @@ def good_draft_plan(num_seqs: int, k: int) -> DraftPlan:
         aux=AuxHandle(region=0),
         aux_rows=np.arange(2 * num_seqs, dtype=np.int64),
         num_proposals=np.full(num_seqs, k, np.int32),
-        greedy=np.zeros(num_seqs, np.bool_),
         sampling=_sampling(num_seqs),
         output_index=np.full(num_seqs, _CONTEXT + 1, np.int64),
         table_rows=np.arange(num_seqs, dtype=np.int32),

@@ -83,7 +83,8 @@ BAD = [
     ("bias of text", [*PROMPT, strings("logit_bias", '{"a": 1}')], {}, "logit_bias"),
     ("bias outside", [*PROMPT, strings("logit_bias", '{"1000000": 1}')], {}, "logit_bias"),
     ("bias NaN", [*PROMPT, strings("logit_bias", '{"1": NaN}')], {}, "logit_bias"),
-    ("draft_sampling", [*PROMPT, strings("draft_sampling", "best")], {}, "draft_sampling"),
+    ("removed input", [*PROMPT, strings("draft_sampling", "auto")], {}, "draft_sampling"),
+    ("removed parameter", PROMPT, {"draft_sampling": "auto"}, "draft_sampling"),
     # parameters
     ("unknown parameter", PROMPT, {"temprature": 1}, "temprature"),
     ("n", PROMPT, {"n": 2}, "n"),

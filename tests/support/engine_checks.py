@@ -7,7 +7,7 @@ import numpy as np
 
 from kimi_backend.engine.engine import Engine
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.request import DraftSampling, FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams
 from support.check_errors import (
     PoisonSpreadError,
     RejectedDraftError,
@@ -88,7 +88,7 @@ def check_identities(outcome: Outcome) -> None:
 def check_equal_draft_is_always_accepted(num_requests: int = 60) -> None:
     """A draft whose distribution is the target's, its vocabulary permuted, is accepted at every setting."""
     requests = [
-        replace(r, draft_sampling=DraftSampling.COUPLED, sampling=replace(r.sampling, allowed_token_ids=()))
+        replace(r, sampling=replace(r.sampling, allowed_token_ids=()))
         for r in random_requests(random.Random(5), num_requests, VOCAB, longest_prompt=12, longest_output=20)
     ]
     columns = np.random.default_rng(1).permutation(VOCAB)

@@ -156,7 +156,7 @@ def run_step(rng: np.random.Generator, target: Any, draft: Any) -> None:
         draft.launch(
             DraftPlan.given(
                 step_id=0, rows=rows, aux=reply.aux, aux_rows=np.arange(len(rows.token_ids), dtype=np.int64),
-                num_proposals=np.where(draws, k, 0).astype(np.int32), greedy=np.zeros(int(draws.sum()), np.bool_),
+                num_proposals=np.where(draws, k, 0).astype(np.int32),
                 sampling=sampling, output_index=seq_lens[draws].astype(np.int64) + 1,
             )
         ).wait()  # fmt: skip

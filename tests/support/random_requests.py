@@ -2,7 +2,7 @@
 
 import random
 
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 
 
 def random_sampling(rng: random.Random, vocab_size: int, max_tokens: int) -> SamplingParams:
@@ -48,7 +48,6 @@ def random_requests(
                 prompt_token_ids=tuple(stem + tail),
                 sampling=random_sampling(rng, vocab_size, rng.randrange(1, longest_output + 1)),
                 num_speculative_tokens=rng.randrange(8),
-                draft_sampling=rng.choice(tuple(DraftSampling)),
                 priority=rng.choice((0, 0, 0, 1)),
                 cache_salt=rng.choice((None, None, None, "a")),
             )

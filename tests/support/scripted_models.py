@@ -410,7 +410,7 @@ class ScriptedDraft(ScriptedRunner):
             window_token_ids=torch.from_numpy(proposals[:, :step].astype(np.int32)),
             window_len=torch.full((len(active),), step, dtype=torch.int32),
         )
-        inputs = sampling_inputs(plan.sampling, greedy=plan.greedy)
+        inputs = sampling_inputs(plan.sampling)
         samples = sample_tokens(torch.from_numpy(logits), inputs, rows, self.vocabulary_map)
         return samples.token_ids.numpy(), samples.status.numpy()
 
@@ -463,11 +463,9 @@ class RowGrid:
         return window
 
 
-def sampling_inputs(plan: SamplingPlan, greedy: npt.NDArray[np.bool_] | None = None) -> SamplingInputs:
-    """The plan's arrays as tensors of the same names. greedy: [B] sequences that take the argmax instead."""
+def sampling_inputs(plan: SamplingPlan) -> SamplingInputs:
+    """The plan's arrays as tensors of the same names."""
     values = {f.name: torch.from_numpy(np.require(getattr(plan, f.name), None, ["C", "W"])) for f in fields(plan)}
-    if greedy is not None:
-        values["temperature"] = values["temperature"].masked_fill(torch.from_numpy(greedy), 0.0)
     return SamplingInputs(**values)
 
 

@@ -1,7 +1,7 @@
 """Sequences as the engine makes them from requests."""
 
 from kimi_backend.scheduler.sequence import Sequence
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 
 
 def make_sequence(
@@ -13,7 +13,6 @@ def make_sequence(
     eos_token_ids: frozenset[int] = frozenset(),
     priority: int = 0,
     seed: int = 0,
-    draft_sampling: DraftSampling = DraftSampling.COUPLED,
     return_token_origins: bool = False,
     **sampling: object,
 ) -> Sequence:
@@ -23,7 +22,6 @@ def make_sequence(
         prompt_token_ids=prompt,
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         priority=priority,
-        draft_sampling=draft_sampling,
         return_token_origins=return_token_origins,
     )
     return Sequence(

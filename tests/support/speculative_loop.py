@@ -30,7 +30,6 @@ class LoopSequence:
     num_speculative_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    greedy_draft: bool = False
     target_len: int = 0
     draft_len: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
@@ -200,7 +199,6 @@ class SpeculativeLoop:
             num_drawn=np.zeros(len(starts), np.int32),
             num_proposals=np.array(proposals, np.int32),
             room=np.array(proposals, np.int32),
-            greedy=np.array([s.greedy_draft for s in proposing], np.bool_),
             sampling=_sampling(proposing),
             output_index=np.array([s.target_len + 1 for s in proposing], np.int64),
             in_table=self._in_table,

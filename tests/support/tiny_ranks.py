@@ -72,7 +72,6 @@ def draft_plan(step_id: int) -> DraftPlan:
         aux=AuxHandle(),
         aux_rows=np.zeros(1, np.int64),
         num_proposals=np.zeros(1, np.int32),
-        greedy=np.empty(0, np.bool_),
         sampling=SamplingPlan.plain(0),
         output_index=np.empty(0, np.int64),
     )

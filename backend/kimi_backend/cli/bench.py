@@ -29,7 +29,6 @@ def bench_command(
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", min=0, max=7, help="Draft tokens a step.")
     ] = 3,
-    draft_sampling: Annotated[str, typer.Option(help="coupled, greedy or auto.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")] = 1.0,
@@ -99,12 +98,12 @@ def bench_command(
                 "--compare-no-spec, --plot, --trace and --sweep-… go with a server, not with --in-process"
             )
         chosen = {"speculation_policy": "fixed", **settings, "max_num_seqs": str(concurrency)}
-        _bench_in_process(chosen, prompts, sampling, num_speculative_tokens, draft_sampling, num_requests, as_json)
+        _bench_in_process(chosen, prompts, sampling, num_speculative_tokens, num_requests, as_json)
         return
     if settings:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
         raise InvalidRequestError(f"{names}: such settings go with --in-process; a server has its own")
-    fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "draft_sampling": draft_sampling}
+    fields = sampling | {"num_speculative_tokens": num_speculative_tokens}
     given = {name: value for name, value in fields.items() if value is not None}
     if trace is not None:
         if compare_no_spec or sweep_k or sweep_streams or prompts is not None:
@@ -198,19 +197,15 @@ def _bench_in_process(
     prompts: Path | None,
     sampling: dict[str, Any],
     num_speculative_tokens: int,
-    draft_sampling: str,
     num_requests: int | None,
     as_json: bool,
 ) -> None:
     from kimi_backend.cli.bench_in_process import BenchLoad, print_report, run_bench
-    from kimi_backend.types.request import DraftSampling, SamplingParams
+    from kimi_backend.types.request import SamplingParams
 
-    if draft_sampling not in [choice.value for choice in DraftSampling]:
-        raise InvalidRequestError(f"--draft-sampling: {draft_sampling!r} given, coupled, greedy or auto is allowed")
     load = BenchLoad(
         sampling=SamplingParams(**sampling),
         num_speculative_tokens=num_speculative_tokens,
-        draft_sampling=DraftSampling(draft_sampling),
         num_requests=num_requests,
     )
     report = run_bench(read_settings(settings, {}), prompts, load)

@@ -19,7 +19,7 @@ from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.responses import speculation_json, statistics_json
 from kimi_backend.spec_decode.policy import policy_shares
 from kimi_backend.text.tokenizer import load_tokenizer
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams, TokenDelta
+from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,6 @@ class BenchLoad:
 
     sampling: SamplingParams
     num_speculative_tokens: int
-    draft_sampling: DraftSampling = DraftSampling.AUTO
     num_requests: int | None = None
     """None: one a prompt; else the prompts in turn."""
 
@@ -94,7 +93,6 @@ def _request(index: int, prompt: tuple[int, ...], load: BenchLoad) -> GenerateRe
         prompt_token_ids=prompt,
         sampling=load.sampling if seed is None else replace(load.sampling, seed=(seed + index) % 2**64),
         num_speculative_tokens=load.num_speculative_tokens,
-        draft_sampling=load.draft_sampling,
     )
 
 

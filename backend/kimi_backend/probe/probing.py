@@ -160,7 +160,6 @@ def _draft_plan(
         aux=AuxHandle(tensor=aux[start:stop]),
         aux_rows=np.arange(stop - start, dtype=np.int64),
         num_proposals=np.array([num_proposals], np.int32),
-        greedy=np.ones(count, np.bool_),
         sampling=SamplingPlan.plain(count),
         output_index=np.full(count, stop + 1, np.int64),
     )

@@ -154,7 +154,6 @@ class DraftRunner(StepRunner):
                 "proposing": np.flatnonzero(plan.num_proposals),
                 "num_proposals": plan.num_wanted,
                 "output_index": plan.output_index,
-                "greedy": plan.greedy,
             },
             self.device,
         )

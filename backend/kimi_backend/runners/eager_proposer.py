@@ -1,6 +1,6 @@
 """Proposals drawn step by step, each kernel launched as it comes: on a CPU, and for draws no captured step holds."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -35,7 +35,7 @@ class _Proposing:
     output_index: torch.Tensor
     """[B] int64, index of the first token proposed."""
     sampling: SamplingInputs
-    """Of the sequences that propose; temperature 0 where the draft guesses greedily."""
+    """Of the sequences that propose."""
     sequence: torch.Tensor
     """[B] int64: 0, 1, …"""
     wants_alike: bool
@@ -146,14 +146,12 @@ def _proposing(plan: DraftPlan, tensors: Tensors, upload: SamplingUpload) -> _Pr
     proposing, wanted = tensors["proposing"], plan.num_wanted[plan.num_proposals > 0]
     everyone = len(proposing) == len(plan.num_proposals)
     names = ("num_proposals", "seq_lens", "block_table")
-    sampling, moves_logits = upload.inputs(plan.sampling), upload.moves_logits(plan.sampling)
-    if plan.greedy.any():
-        sampling = replace(sampling, temperature=sampling.temperature.masked_fill(tensors["greedy"], 0.0))
-    is_greedy = plan.greedy | (plan.sampling.temperature < GREEDY_TEMPERATURE)
+    moves_logits = upload.moves_logits(plan.sampling)
+    is_greedy = plan.sampling.temperature < GREEDY_TEMPERATURE
     return _Proposing(
         **{name: tensors[name] if everyone else tensors[name][proposing] for name in names},
         output_index=tensors["output_index"],
-        sampling=sampling,
+        sampling=upload.inputs(plan.sampling),
         sequence=torch.arange(len(proposing), device=proposing.device),
         wants_alike=bool((wanted == wanted.max()).all()),
         reads_window=moves_logits,

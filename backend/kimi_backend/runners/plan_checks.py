@@ -128,7 +128,6 @@ class PlanChecker:
         _expect_shape("aux_rows", plan.aux_rows, rows.token_ids.shape)
         _expect_within("aux_rows", plan.aux_rows, 0, num_aux_rows - 1)
         num_proposing = int(np.count_nonzero(proposals))
-        _expect_shape("greedy", plan.greedy, (num_proposing,))
         _expect_shape("output_index", plan.output_index, (num_proposing,))
         unaccepted = rows.seq_lens - np.maximum(plan.num_drawn - 1, 0)
         expected = unaccepted[proposals > 0].astype(np.int64) + 1

@@ -106,7 +106,6 @@ def draft_plan(rows: RowPlan, num_proposals: int, aux: AuxHandle, *, in_table: b
         step_id=1,
         aux=aux,
         aux_rows=np.arange(len(rows.token_ids), dtype=np.int64),
-        greedy=np.zeros(num_proposing, np.bool_),
         sampling=_sampling(num_proposing),
         output_index=rows.seq_lens[:num_proposing].astype(np.int64) + 1,
         in_table=in_table,

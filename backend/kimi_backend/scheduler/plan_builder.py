@@ -137,7 +137,6 @@ class PlanBuilder:
             aux_rows=_ragged_ranges(first_rows[index], query_lens),
             num_proposals=most,
             room=room,
-            greedy=np.array([s.speculation.is_greedy for s in proposing], np.bool_),
             sampling=self._draft_sampling.build(rows[most > 0], proposing),
             output_index=unaccepted[most > 0].astype(np.int64) + 1,
             in_table=in_table,

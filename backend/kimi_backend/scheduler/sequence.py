@@ -130,7 +130,7 @@ class Sequence:
         self.deadline_s = None if request.timeout_s is None else arrival_s + request.timeout_s
         self.max_num_tokens = max_num_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self.speculation = SpeculationController(num_speculative_tokens, request.draft_sampling, params.temperature)
+        self.speculation = SpeculationController(num_speculative_tokens, params.temperature)
         self.proposer = proposer
         self.lookup: SequenceLookup | None = None
         """The index of its tokens, before it is queued; None where nothing is looked up, or there was no memory."""

@@ -75,7 +75,6 @@ INPUT_FIELDS = (
         "num_speculative_tokens", Kind.INT, "Draft tokens a step, 0 to 7 (default: the setting of that name)."
     ),
     RequestField("num_draft_tokens", Kind.INT, "Same as `num_speculative_tokens`."),
-    RequestField("draft_sampling", Kind.TEXT, "How the draft guesses: coupled, greedy or auto (default auto)."),
     RequestField(
         "proposer",
         Kind.TEXT,
@@ -142,6 +141,9 @@ UNSUPPORTED_FIELDS = {
     "lora_name": None,
 }
 """Known elsewhere, not here: name -> the only value accepted."""
+
+REMOVED_FIELDS = {"draft_sampling": "leave it out: a draft always draws with the target's noise"}
+"""Known before -> what to do instead, for the message that refuses it."""
 
 ELSEWHERE = {
     "prompt": "text_input",

@@ -38,7 +38,6 @@ LIMITS = {
     "tool_choice": FieldLimit(num_bytes=4 * KIB, num_items=16),
     "chat_template_kwargs": FieldLimit(num_bytes=64 * KIB, num_items=1024),
     "sampling_parameters": FieldLimit(num_bytes=8 * MIB, num_items=1024),
-    "draft_sampling": FieldLimit(num_bytes=KIB),
     "proposer": FieldLimit(num_bytes=KIB),
     "cache_salt": FieldLimit(num_bytes=KIB),
 }

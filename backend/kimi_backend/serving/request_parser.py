@@ -10,7 +10,7 @@ from kimi_backend.serving.request_values import collect_values, is_number, is_to
 from kimi_backend.text.tokenizer import Tokenizer
 from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.proposer import Proposer
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams, ThinkingBudget
+from kimi_backend.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 
 PROMPT_FIELDS = ("text_input", "messages", "input_ids")
 
@@ -67,7 +67,6 @@ class RequestParser:
             prompt_token_ids=tuple(prompt),
             sampling=self._sampling(values, self._thinking_budget(values, prompt), self._grammar(values, prompt)),
             num_speculative_tokens=values.get("num_speculative_tokens"),
-            draft_sampling=_draft_sampling(values.get("draft_sampling", "auto")),
             proposer=_proposer(values.get("proposer")),
             priority=values.get("priority", 0),
             timeout_s=values.get("timeout_s"),
@@ -211,14 +210,6 @@ def _proposer(value: str | None) -> Proposer | None:
     except ValueError:
         allowed = ", ".join(proposer.value for proposer in Proposer)
         raise InvalidRequestError(f"proposer: {shown(value)} given, one of {allowed} is allowed") from None
-
-
-def _draft_sampling(value: str) -> DraftSampling:
-    try:
-        return DraftSampling(value)
-    except ValueError:
-        allowed = ", ".join(choice.value for choice in DraftSampling)
-        raise InvalidRequestError(f"draft_sampling: {value!r} given, one of {allowed} is allowed") from None
 
 
 def _logit_bias(value: Any) -> dict[int, float]:

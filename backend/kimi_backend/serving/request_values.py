@@ -11,6 +11,7 @@ from kimi_backend.serving.request_fields import (
     ALIASES,
     ELSEWHERE,
     INPUT_FIELDS,
+    REMOVED_FIELDS,
     UNSUPPORTED_FIELDS,
     Kind,
     is_servers_own,
@@ -163,6 +164,8 @@ class _Collector:
         if name in UNSUPPORTED_FIELDS:
             self._refuse_unless_default(name, value)
             return
+        if name in REMOVED_FIELDS:
+            raise InvalidRequestError(f"{name}: this {place} was removed; {REMOVED_FIELDS[name]}")
         if name not in FIELDS:
             raise InvalidRequestError(f"{name}: unknown {place}{_meant(name)}; docs/protocol.md lists what is known")
         target = ALIASES.get(name, name)

@@ -1,8 +1,6 @@
-"""How many tokens to draft next for a request, and how."""
+"""How many tokens to draft next for a request."""
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
-from kimi_backend.spec_decode.draft_sampling import DraftSamplingChooser
-from kimi_backend.types.request import DraftSampling
 
 GREEDY_TEMPERATURE = 1e-5
 COOL_TEMPERATURE = 0.7
@@ -16,7 +14,6 @@ class SpeculationController:
     """
 
     __slots__ = (
-        "_chooser",
         "acceptance",
         "kind",
         "num_chosen_tokens",
@@ -27,7 +24,7 @@ class SpeculationController:
         "uses_draft",
     )
 
-    def __init__(self, num_speculative_tokens: int, draft_sampling: DraftSampling, temperature: float = 1.0) -> None:
+    def __init__(self, num_speculative_tokens: int, temperature: float = 1.0) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.num_chosen_tokens = num_speculative_tokens
         """Draft tokens a round, now."""
@@ -42,12 +39,6 @@ class SpeculationController:
         """Rounds that say little of the draft, because its KV began in the middle of the sequence."""
         self.num_idle_choices = 0
         """The policy's choices in a row that took no draft token of it."""
-        self._chooser = DraftSamplingChooser(draft_sampling)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the draft shall propose its argmax instead of its coupled sample."""
-        return self._chooser.is_greedy
 
     def num_draft_tokens(self, num_remaining_tokens: int) -> int:
         """Tokens to propose when the request may emit so many more.
@@ -59,7 +50,6 @@ class SpeculationController:
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Learn from one verify that carried draft tokens."""
-        self._chooser.record(num_draft_tokens, num_accepted)
         if self.pool is None:
             return
         if self.num_unsettled_rounds:

@@ -222,8 +222,6 @@ class DraftPlan:
     single-row steps."""
     room: Int32Array
     """[S] with a accepted, at most room - a tokens are proposed."""
-    greedy: BoolArray
-    """[B] propose the draft's argmax instead of its coupled sample."""
     sampling: SamplingPlan
     """Of the B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
     output_index: Int64Array

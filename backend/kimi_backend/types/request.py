@@ -10,17 +10,6 @@ from kimi_backend.types.scoring import TokenScores
 MAX_SPECULATIVE_TOKENS = 7
 
 
-class DraftSampling(str, Enum):
-    """How a draft token is guessed. The emitted text is the same either way."""
-
-    COUPLED = "coupled"
-    """Sample with the target's own noise: best while the draft is good."""
-    GREEDY = "greedy"
-    """The draft's most likely token: best while it is weak."""
-    AUTO = "auto"
-    """The engine chooses from the acceptance it measures."""
-
-
 class TokenOrigin(IntEnum):
     """Who said a token first. The target draws every token; a guess that equals what it drew is accepted."""
 
@@ -118,7 +107,6 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_speculative_tokens: int | None = None
     """0 to MAX_SPECULATIVE_TOKENS; None: the server's default."""
-    draft_sampling: DraftSampling = DraftSampling.AUTO
     proposer: Proposer | None = None
     """None: the server's default."""
     priority: int = 0

@@ -42,8 +42,6 @@ def test_speculation_changes_speed_and_no_token(folder: Path) -> None:
         "3",
         "--draft",
         str(folder / "tiny" / "draft"),
-        "--draft-sampling",
-        "coupled",
         "--speculation-policy",
         "fixed",
     )
@@ -73,7 +71,6 @@ def test_prompts_are_repeated_for_more_requests(folder: Path) -> None:
         (["--in-process"], "--checkpoint: not given"),
         (["--in-process", "--checkpoint", "x", "--compare-no-spec"], "go with a server"),
         (["--checkpoint", "x"], "go with --in-process"),
-        (["--in-process", "--checkpoint", "x", "--draft-sampling", "best"], "'best' given"),
     ],
 )
 def test_options_that_do_not_go_together(folder: Path, options: list[str], message: str) -> None:

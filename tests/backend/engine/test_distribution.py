@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import TargetPlan, TargetReply
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.chi_square import chi_square_p_value
 from support.engine_runs import generate
 from support.scripted_logits import LogitScript, prefix_hash
@@ -32,7 +32,6 @@ def draw_pairs(target: ScriptedTarget) -> npt.NDArray[np.int64]:
             prompt_token_ids=PROMPT,
             sampling=replace(PARAMS, seed=seed),
             num_speculative_tokens=2,
-            draft_sampling=DraftSampling.COUPLED if seed % 2 else DraftSampling.GREEDY,
         )
         for seed in range(NUM_DRAWS)
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.request import DraftSampling, GenerateRequest
+from kimi_backend.types.request import GenerateRequest
 from support.engine_checks import check_identities
 from support.engine_runs import EngineHarness, Outcome, generate
 from support.plain_decoding import decode_plainly
@@ -138,11 +138,10 @@ def test_the_settings_exercise_what_they_claim(script: LogitScript, requests: li
     assert ks == set(range(1, 8))
 
 
-@pytest.mark.parametrize("sampling", [DraftSampling.COUPLED])
-def test_a_draft_that_is_the_target_is_always_accepted(sampling: DraftSampling, script: LogitScript) -> None:
+def test_a_draft_that_is_the_target_is_always_accepted(script: LogitScript) -> None:
     """Its vocabulary is permuted, so noise by column, a wrong noise index or a missing processor would show."""
     requests = [
-        replace(r, draft_sampling=sampling, sampling=replace(r.sampling, allowed_token_ids=()))
+        replace(r, sampling=replace(r.sampling, allowed_token_ids=()))
         for r in random_requests(random.Random(5), 200, VOCAB)
     ]
     columns = np.random.default_rng(1).permutation(VOCAB)
@@ -151,17 +150,3 @@ def test_a_draft_that_is_the_target_is_always_accepted(sampling: DraftSampling, 
     rounds = [r for outcome in outcomes for r in outcome.rounds]
     assert len(rounds) > 300
     assert all(accepted == drafted for drafted, accepted in rounds)
-
-
-def test_greedy_and_coupled_guesses_differ_and_the_text_does_not(script: LogitScript) -> None:
-    base = random_requests(random.Random(6), 60, VOCAB)
-    rounds, tokens = {}, {}
-    for choice in (DraftSampling.COUPLED, DraftSampling.GREEDY):
-        requests = [replace(r, draft_sampling=choice) for r in base]
-        target = ScriptedTarget(describe("target", script, num_blocks=4000), script)
-        draft = ScriptedDraft(describe("draft", script, num_blocks=4000), script, 1.0)
-        outcomes = generate(target, draft, requests, None, EOS)
-        rounds[choice] = [o.rounds for o in outcomes]
-        tokens[choice] = [o.token_ids for o in outcomes]
-    assert tokens[DraftSampling.COUPLED] == tokens[DraftSampling.GREEDY]
-    assert rounds[DraftSampling.COUPLED] != rounds[DraftSampling.GREEDY]

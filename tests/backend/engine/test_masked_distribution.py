@@ -10,7 +10,7 @@ import pytest
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.grammar import Choice, Grammar
 from kimi_backend.types.plan import Int32Array
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.chi_square import chi_square_p_value
 from support.engine_runs import EngineHarness
 from support.scripted_logits import LogitScript, prefix_hash
@@ -71,7 +71,6 @@ def draw_pairs(rule: Fits, num_draws: int) -> npt.NDArray[np.int64]:
                 prompt_token_ids=PROMPT,
                 sampling=SamplingParams(temperature=TEMPERATURE, max_tokens=3, seed=seed, grammar=GRAMMAR),
                 num_speculative_tokens=2,
-                draft_sampling=DraftSampling.COUPLED if seed % 2 else DraftSampling.GREEDY,
             )
         )
     harness.run()

@@ -18,7 +18,7 @@ from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.policy import FixedPolicy
 from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.types.plan import Int32Array, TargetPlan, TargetReply
-from kimi_backend.types.request import DraftSampling, EndCause, FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness, Outcome
 from support.plain_decoding import decode_plainly
 from support.random_requests import random_requests
@@ -45,16 +45,14 @@ def plain(request: GenerateRequest, k: int | None) -> GenerateRequest:
         stop_token_ids=given.stop_token_ids,
         ignore_eos=given.ignore_eos,
     )
-    is_greedy = request.draft_sampling is DraftSampling.GREEDY
     return replace(
         request,
         sampling=sampling,
         num_speculative_tokens=request.num_speculative_tokens if k is None else k,
-        draft_sampling=DraftSampling.GREEDY if is_greedy else DraftSampling.COUPLED,
     )
 
 
-MIXED = random_requests(random.Random(4), 120, VOCAB, longest_prompt=16, longest_output=22)
+MIXED = random_requests(random.Random(7), 120, VOCAB, longest_prompt=16, longest_output=22)
 """Greedy and not, with k of 0 to 7, penalties, bans, log-probabilities and stops."""
 DRAFTING = [plain(request, None) for request in MIXED]
 ALONE = [plain(request, 0) for request in MIXED]

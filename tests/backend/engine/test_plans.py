@@ -10,7 +10,7 @@ import numpy as np
 
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, TargetPlan, TargetReply
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedPending, ScriptedRunner, describe
@@ -77,7 +77,6 @@ def run_four_steps() -> tuple[list[TargetPlan], list[DraftPlan]]:
             prompt_token_ids=PROMPT,
             sampling=SamplingParams(seed=2**64 - 1, max_tokens=50, min_tokens=2, stop_token_ids=(3,)),
             num_speculative_tokens=2,
-            draft_sampling=DraftSampling.GREEDY,
         )
     )
     for _ in range(4):
@@ -114,7 +113,6 @@ def test_draft_plans() -> None:
     assert [plan.aux_rows.tolist() for plan in plans] == [[0, 1, 2, 3], [0, 1], [0, 1], [0]]
     assert [plan.num_proposals.tolist() for plan in plans] == [[0], [2], [2], [2]]
     assert [plan.output_index.tolist() for plan in plans] == [[], [7], [9], [10]]
-    assert [plan.greedy.tolist() for plan in plans] == [[], [True], [True], [True]]
     # Rows up to seq_len + 2 - 2 are written: 4, 7, 9 and 10 slots.
     assert [plan.rows.block_table.shape for plan in plans] == [(1, 1), (1, 2), (1, 3), (1, 3)]
 

@@ -12,7 +12,7 @@ from kimi_backend.runners.plan_checks import PlanChecker
 from kimi_backend.runners.sampled_rows import SampledRows
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, TargetPlan
-from kimi_backend.types.request import DraftSampling, GenerateRequest
+from kimi_backend.types.request import GenerateRequest
 from support.check_errors import RejectedDraftError, WrongTokensError
 from support.engine_checks import check_all_accepted
 from support.engine_runs import generate
@@ -45,7 +45,6 @@ def requests(k: int) -> list[GenerateRequest]:
         replace(
             request,
             num_speculative_tokens=k,
-            draft_sampling=DraftSampling.COUPLED,
             sampling=replace(request.sampling, allowed_token_ids=(), temperature=1.0, frequency_penalty=1.5),
         )
         for request in drawn

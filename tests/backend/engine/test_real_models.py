@@ -8,7 +8,7 @@ import pytest
 from kimi_backend.config.draft_config import DraftOverrides
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.request import DraftSampling, GenerateRequest
+from kimi_backend.types.request import GenerateRequest
 from kimi_kernels import KernelSet
 from support.engine_runs import generate
 from support.markov_models import markov_draft, markov_draft_config, markov_target
@@ -101,7 +101,6 @@ def test_a_draft_that_is_the_target_is_always_accepted(
     coupled = [
         replace(
             request,
-            draft_sampling=DraftSampling.COUPLED,
             num_speculative_tokens=4,
             sampling=replace(request.sampling, allowed_token_ids=()),
         )

@@ -14,7 +14,7 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.spec_decode.round_times import Round
-from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, GenerateRequest, SamplingParams
 from kimi_backend.types.step_costs import StepCosts
 from support.engine_checks import check_identities
 from support.engine_runs import EngineHarness, Outcome
@@ -172,7 +172,6 @@ def test_a_draft_that_came_late_guesses_right_where_it_knows_the_target(launch_a
         prompt_token_ids=(1, 2, 3),
         sampling=SamplingParams(seed=1, temperature=1.2),
         num_speculative_tokens=3,
-        draft_sampling=DraftSampling.COUPLED,
     )
     outcome = harness.add(request)
     harness.run()
@@ -235,7 +234,6 @@ def test_speculation_after_none_keeps_the_prefix_hit(launch_ahead: bool) -> None
             prompt_token_ids=prompt,
             sampling=sampling,
             num_speculative_tokens=k,
-            draft_sampling=DraftSampling.COUPLED,
         )
         outcomes.append(harness.add(request))
         harness.run()

@@ -14,7 +14,7 @@ from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.runners.load.loading import load_draft_runner
-from kimi_backend.types.request import DraftSampling, SamplingParams
+from kimi_backend.types.request import SamplingParams
 from support.checkpoint_folders import make_tiny
 
 VOCAB_SIZE = 2048
@@ -37,7 +37,6 @@ def bench(settings: ServingSettings, **changes: Any) -> dict[str, Any]:
     load = BenchLoad(
         sampling=SamplingParams(temperature=2.0, seed=3, max_tokens=24, ignore_eos=True),
         num_speculative_tokens=3,
-        draft_sampling=DraftSampling.COUPLED,
     )
     chosen = dataclasses.replace(settings, **changes)
     return run_bench(chosen, Path(settings.checkpoint) / "prompts.jsonl", load)

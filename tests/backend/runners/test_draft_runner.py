@@ -61,7 +61,6 @@ class Harness:
             aux=AuxHandle(tensor=2 * torch.randn(num_rows + 2, 3 * 64, generator=self.generator)),
             aux_rows=torch.randperm(num_rows + 2, generator=self.generator)[:num_rows].numpy(),
             num_proposals=proposals,
-            greedy=np.zeros(num_proposing, np.bool_),
             sampling=sampling or SamplingPlan.plain(num_proposing),
             output_index=(self.lengths[proposals > 0] + 1).astype(np.int64),
         )
@@ -176,15 +175,6 @@ def test_a_sequence_that_stops_proposing_at_the_end_of_its_last_block() -> None:
     assert plan.rows.block_table[:, 1].tolist()[1] == 2**30
     reply = harness.owned.runner.launch(plan).wait()
     assert reply.draft_token_ids.tolist() == padded(harness.naive_proposals(plan))
-
-
-def test_a_greedy_sequence_takes_the_argmax_at_any_temperature() -> None:
-    harness = Harness(*CASES["MLA"])
-    sampling = SamplingPlan.plain(2, temperature=1.0, seed=7)
-    plan = replace(harness.plan([3, 3, 3], [4, 4, 0], sampling), greedy=np.array([True, False]))
-    reply = harness.owned.runner.launch(plan).wait()
-    greedy = SamplingPlan.plain(2, temperature=np.array([0.0, 1.0], np.float32), seed=7)
-    assert reply.draft_token_ids.tolist() == harness.naive_proposals(plan, greedy)
 
 
 def test_only_slots_of_the_plan_are_written() -> None:

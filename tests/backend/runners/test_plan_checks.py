@@ -45,7 +45,6 @@ DRAFT_PLAN = DraftPlan.given(
     aux=AuxHandle(tensor=torch.zeros(NUM_AUX_ROWS, 4)),
     aux_rows=np.arange(14),
     num_proposals=int32(0, 3),
-    greedy=np.array([True]),
     sampling=SamplingPlan.plain(1),
     output_index=np.array([34]),
 )
@@ -169,7 +168,6 @@ def test_what_a_target_step_samples(fields: dict[str, Any], message: str) -> Non
         ({"num_proposals": int32(0, 8)}, r"num_proposals\[1\]: 8 given, 0 to 7 allowed"),
         ({"aux_rows": np.arange(13)}, r"aux_rows: shape \[13\] given, \[14\] allowed"),
         ({"aux_rows": np.arange(1, 15)}, r"aux_rows\[13\]: 14 given, 0 to 13 allowed"),
-        ({"greedy": np.array([True, True])}, r"greedy: shape \[2\] given, \[1\] allowed"),
         ({"output_index": np.array([33])}, r"output_index\[0\]: 33 given, at least 34 \(seq_len \+ 1\) is allowed"),
         ({"sampling": SamplingPlan.plain(2)}, "sampling.temperature: 2 sequences given, 1 sample"),
         ({"rows": replace(ROWS, seq_lens=int32(20, 39))}, r"slots needed .*\[1\]: 41 given, 1 to 40"),

@@ -79,16 +79,15 @@ def test_a_perfect_draft_is_accepted_whole(markov_target_runner: OwnedRunner, pl
         assert accepted and all(a == k for a in accepted)
 
 
-@pytest.mark.parametrize("greedy_draft", [False, True])
 @pytest.mark.parametrize("vocabulary", [96, 48])
 def test_a_draft_of_middling_quality(
-    markov_target_runner: OwnedRunner, plain_texts: PlainTexts, greedy_draft: bool, vocabulary: int
+    markov_target_runner: OwnedRunner, plain_texts: PlainTexts, vocabulary: int
 ) -> None:
     """Every number of accepted tokens occurs, and the text is the same."""
     target, fields = markov_target_runner.runner, {"temperature": 0.5, "seed": 11}
     plain = plain_texts(target, 70, **fields)
     draft = noisy_draft(0.1, draft_vocab_size=vocabulary)
-    loop = SpeculativeLoop(target, draft.runner, PROMPTS, 3, greedy_draft=greedy_draft, **fields)
+    loop = SpeculativeLoop(target, draft.runner, PROMPTS, 3, **fields)
     assert loop.run(70, chunk_size=7) == plain
     seen = {a for sequence in loop.sequences for a in sequence.accepted}
     assert seen >= ({0, 1, 2, 3} if vocabulary == 96 else {0, 1, 2})

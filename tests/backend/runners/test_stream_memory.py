@@ -117,7 +117,6 @@ def behind(step_id: int) -> DraftPlan:
         aux=AuxHandle(region=0),
         aux_rows=np.zeros(1, np.int64),
         num_proposals=ones,
-        greedy=np.ones(1, np.bool_),
         sampling=SamplingPlan.plain(1),
         output_index=np.full(1, 2),
         in_table=True,

@@ -35,7 +35,7 @@ from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.draft_server import DraftServer
 from kimi_backend.serving.target_server import TargetServer
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID
@@ -145,7 +145,6 @@ def requests_of(count: int) -> list[GenerateRequest]:
                 ignore_eos=index < 5,
             ),
             num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
-            draft_sampling=DraftSampling.COUPLED if index % 2 else DraftSampling.GREEDY,
         )
         for index in range(count)
     ]
@@ -447,7 +446,6 @@ def follow(step_id: int) -> DraftPlan:
         aux=AuxHandle(region=0),
         aux_rows=np.arange(6),
         num_proposals=np.full(2, 2, np.int32),
-        greedy=np.ones(2, np.bool_),
         sampling=SamplingPlan.plain(2),
         output_index=np.full(2, 8),
         in_table=True,

@@ -8,7 +8,7 @@ import pytest
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.request_fields import ELSEWHERE, INPUT_FIELDS, Kind
 from kimi_backend.serving.request_parser import RequestParser
-from kimi_backend.types.request import DraftSampling, ThinkingBudget
+from kimi_backend.types.request import ThinkingBudget
 
 
 class CharacterTokenizer:
@@ -69,7 +69,6 @@ GOOD = {
     "include_stop_str_in_output": (True, lambda r: r.sampling.include_stop_in_output),
     "logprobs": (2, lambda r: r.sampling.logprobs),
     "num_speculative_tokens": (5, lambda r: r.num_speculative_tokens),
-    "draft_sampling": ("greedy", lambda r: r.draft_sampling.value),
     "proposer": ("lookup+eagle3", lambda r: r.proposer.value),
     "priority": (-2, lambda r: r.priority),
     "timeout_s": (1.5, lambda r: r.timeout_s),
@@ -102,7 +101,6 @@ def test_defaults(parser):
     assert request.prompt_token_ids == (ord("h"), ord("i"))
     assert (parsed.stream, parsed.return_token_ids) == (False, False)
     assert request.num_speculative_tokens is None
-    assert request.draft_sampling is DraftSampling.AUTO
     assert request.proposer is None
     assert request.sampling.max_tokens is None
 
@@ -176,7 +174,7 @@ BAD = [
     ("stop of numbers", PROMPT, {"stop": [1]}, "stop: [1] given"),
     ("stop ids of text", PROMPT, {"stop_token_ids": ["a"]}, "stop_token_ids: ['a'] given"),
     ("stop ids a number", PROMPT, {"stop_token_ids": 3}, "stop_token_ids: 3 given"),
-    ("draft_sampling", PROMPT, {"draft_sampling": "best"}, "draft_sampling: 'best' given, one of coupled"),
+    ("draft_sampling", PROMPT, {"draft_sampling": "auto"}, "draft_sampling: this parameter was removed; leave it out"),
     ("proposer", PROMPT, {"proposer": "ngram"}, "proposer: 'ngram' given, one of none, eagle3, lookup, lookup+eagle3"),
     ("logit_bias a list", PROMPT, {"logit_bias": "[1]"}, "logit_bias: [1] given"),
     ("logit_bias key", PROMPT, {"logit_bias": '{"the": 1}'}, "logit_bias: 'the': 1 given"),

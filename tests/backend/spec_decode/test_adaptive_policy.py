@@ -9,7 +9,6 @@ from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
 from kimi_backend.spec_decode.step_times import StepShape
-from kimi_backend.types.request import DraftSampling
 from kimi_backend.types.step_costs import StepCosts
 from support.made_up_costs import linear_costs
 
@@ -37,7 +36,7 @@ class Machine:
         self, policy: AdaptivePolicy | int, rates: list[tuple[float, ...]], num_rounds: int, temperature: float = 0.0
     ) -> float:
         """Tokens a second. policy: or a fixed k."""
-        own = [SpeculationController(7, DraftSampling.COUPLED, temperature) for _ in rates]
+        own = [SpeculationController(7, temperature) for _ in rates]
         self.num_tokens = self.seconds = 0
         self.by_k = [0] * 8
         if isinstance(policy, AdaptivePolicy):
@@ -197,7 +196,7 @@ def test_a_kind_that_does_not_pay_is_hardly_drafted_for_and_not_forgotten() -> N
 def test_the_draft_is_left_for_good_reasons_only() -> None:
     """Where both are as fast, those that draft go on, and those that do not stay away."""
     machine, policy = Machine(*SLICE), AdaptivePolicy(*SLICE)
-    own = [SpeculationController(7, DraftSampling.COUPLED, 0.0) for _ in range(4)]
+    own = [SpeculationController(7, 0.0) for _ in range(4)]
     for index, controller in enumerate(own):
         policy.admit(controller, own[:index], 4, 256)
     changes, before = 0, [c.uses_draft for c in own]

@@ -124,4 +124,3 @@ def fill_steps_sampling(arrays: HostArrays, plan: DraftPlan) -> None:
     num_seqs, proposing = len(plan.num_proposals), np.flatnonzero(plan.num_proposals)
     pad_sampling(arrays, num_seqs if len(proposing) == num_seqs else 0)
     fill_sampling(arrays, plan.sampling, proposing)
-    arrays["temperature"][proposing[plan.greedy]] = 0

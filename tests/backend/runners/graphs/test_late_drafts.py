@@ -10,7 +10,7 @@ import torch
 from kimi_backend.runners.step_runner import Launched
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
@@ -26,7 +26,6 @@ REQUESTS = [
         prompt_token_ids=tuple(range(8, 14 + 5 * index)),
         sampling=SamplingParams(max_tokens=40, temperature=float(index % 2), seed=index, ignore_eos=True),
         num_speculative_tokens=(3, 2, 5)[index % 3],
-        draft_sampling=DraftSampling.COUPLED,
     )
     for index in range(6)
 ]

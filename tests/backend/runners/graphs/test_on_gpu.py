@@ -20,7 +20,7 @@ from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.types.plan import TargetPlan, TargetReply
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
@@ -206,7 +206,6 @@ def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str, acts_at_ra
             prompt_token_ids=tuple(range(3 + index, 20 + 9 * index)),
             sampling=SamplingParams(max_tokens=30 + index, temperature=float(index % 2), seed=index, ignore_eos=True),
             num_speculative_tokens=k,
-            draft_sampling=DraftSampling.COUPLED,
         )
         for index, k in enumerate((3, 0, 2, 1, 3, 2))
     ]

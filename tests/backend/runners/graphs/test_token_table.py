@@ -20,7 +20,7 @@ from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.runners.step_runner import Launched
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply, RowPlan, TargetPlan
-from kimi_backend.types.request import DraftSampling, GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.pretending import with_synthetic_acceptance
 from kimi_kernels.token_table import reference
@@ -296,7 +296,6 @@ def engine_requests(count: int) -> list[GenerateRequest]:
                 ignore_eos=index < 5,
             ),
             num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
-            draft_sampling=DraftSampling.COUPLED if index % 2 else DraftSampling.GREEDY,
         )
         for index in range(count)
     ]
