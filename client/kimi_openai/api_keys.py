@@ -108,26 +108,56 @@ class KeyRing:
         return found[0]
 
     @contextmanager
-    def running(self, key: ApiKey | None) -> Iterator[None]:
-        """Count a request of the key while it runs.
+    def running(self, key: ApiKey | None) -> Iterator["Share"]:
+        """Count a call of the key while it runs: as one request, until `Share.grow` says how many it makes.
 
         Raises:
-            ApiError: 429 with Retry-After, the key has as many as it may, or has sent as many in its time.
+            ApiError: see `Share.grow`.
         """
-        if key is None:
-            yield
+        share = Share(key, self._rates, self._num_running)
+        share.grow(1)
+        try:
+            yield share
+        finally:
+            share.end()
+
+
+class Share:
+    """What one call takes of its key's limits. Each choice of each prompt is a request to the server, and counts."""
+
+    def __init__(self, key: ApiKey | None, rates: MovingWindowRateLimiter, num_running: dict[str, int]) -> None:
+        """num_running: requests of every key by its name; counted here."""
+        self._key, self._rates, self._num_running = key, rates, num_running
+        self._num_counted = 0
+
+    def grow(self, num_requests: int) -> None:
+        """Count so many requests in all from now on.
+
+        Raises:
+            ApiError: 429 with Retry-After, the key has as many as it may, or has sent as many in its time; 400, it
+                never may have so many.
+        """
+        key, more = self._key, num_requests - self._num_counted
+        if key is None or more <= 0:
             return
-        count = self._num_running.get(key.name, 0)
-        if key.concurrency is not None and count >= key.concurrency:
-            message = f"{count} requests of this key are running, {key.concurrency} may; try later"
+        allowed = min(key.concurrency or num_requests, num_requests if key.rate is None else key.rate.amount)
+        if num_requests > allowed:
+            raise ApiError(400, f"n: {num_requests} choices of all prompts given, {allowed} may be asked of this key")
+        running = self._num_running.get(key.name, 0)
+        if key.concurrency is not None and running + more > key.concurrency:
+            wanted = "" if more == 1 else f" and {more} more are asked for"
+            message = f"{running} requests of this key are running{wanted}, {key.concurrency} may; try later"
             raise ApiError(429, message, code="concurrency_limit", headers=_SOON)
-        if key.rate is not None and not self._rates.hit(key.rate, key.name):
+        if key.rate is not None and not self._rates.hit(key.rate, key.name, cost=more):
             reset_time = self._rates.get_window_stats(key.rate, key.name).reset_time
             wait_s = max(1, math.ceil(reset_time - time.time()))
             message = f"this key may send {key.rate}; try again in {wait_s} s"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait_s)})
-        self._num_running[key.name] = count + 1
-        try:
-            yield
-        finally:
-            self._num_running[key.name] -= 1
+        self._num_running[key.name] = running + more
+        self._num_counted = num_requests
+
+    def end(self) -> None:
+        """The call has ended."""
+        if self._key is not None:
+            self._num_running[self._key.name] -= self._num_counted
+            self._num_counted = 0

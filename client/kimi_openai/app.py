@@ -126,7 +126,7 @@ class Endpoint:
 
         async def limited(request: Request) -> Response:
             running = self._keys.running(self._owner(request))
-            running.__enter__()
+            request.state.share = running.__enter__()
             try:
                 return _EndsWith(await handler(request), running)
             except BaseException:
@@ -231,6 +231,7 @@ class Endpoint:
         prefix: str,
     ) -> Response:
         model = self._served(body.model)
+        request.state.share.grow(len(prompts) * (body.n or 1))
         with contextlib.ExitStack() as traced:
             span = None if self._tracer is None else traced.enter_context(self._tracer.request(*_named(request)))
             metadata = () if span is None else span.metadata

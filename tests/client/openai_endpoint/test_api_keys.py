@@ -6,10 +6,11 @@ import time
 import urllib.request
 
 import pytest
+from limits import parse
 from prometheus_client import start_http_server
 
 from kimi_openai import EndpointSettings
-from kimi_openai.api_keys import BadKeys, KeyRing, read_keys
+from kimi_openai.api_keys import ApiKey, BadKeys, KeyRing, read_keys
 from kimi_openai.app import Endpoint
 from kimi_openai.errors import ApiError
 from kimi_openai.logs import set_up_logs
@@ -59,6 +60,37 @@ def test_a_key_has_its_requests_at_once(keys):
         raise ZeroDivisionError
     with ring.running(owner):
         pass
+
+
+def test_each_choice_of_each_prompt_counts():
+    ring = KeyRing((ApiKey.of("c", "sk-c", rate=parse("7/minute"), concurrency=4),))
+    owner = ring.owner({"authorization": "Bearer sk-c"})
+    with ring.running(owner) as first:
+        first.grow(2)
+        with ring.running(owner) as second:
+            with pytest.raises(ApiError, match="3 requests of this key are running and 2 more are asked for") as caught:
+                second.grow(3)
+            assert caught.value.code == "concurrency_limit"
+    with ring.running(owner) as third:  # the fourth that is sent
+        with pytest.raises(ApiError, match="n: 5 choices of all prompts given, 4 may be asked of this key") as caught:
+            third.grow(5)
+        assert caught.value.status == 400
+        third.grow(4)
+    with pytest.raises(ApiError, match="7 per 1 minute") as caught, ring.running(owner):
+        pass
+    assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+
+
+def test_the_endpoint_counts_choices_and_prompts(keys):
+    ask = {"prompt": ["a", "b", "c"], "n": 4}
+    with running_endpoint(EndpointSettings(url=NOBODY, api_keys=keys)) as endpoint:
+        status, _, data = endpoint.send("POST", "/v1/completions", ask, bearer("sk-b"))
+        assert (status, json.loads(data)["error"]["message"]) == (
+            400,
+            "n: 12 choices of all prompts given, 1 may be asked of this key",
+        )
+        assert endpoint.send("POST", "/v1/completions", {"prompt": "a", "n": 2}, bearer("sk-a"))[0] == 503
+        assert endpoint.send("POST", "/v1/completions", {"prompt": "a"}, bearer("sk-a"))[0] == 429
 
 
 @pytest.mark.parametrize(
