@@ -198,6 +198,11 @@ LIBRARIES: dict[str, tuple[str, str, Callable[[Addresses], str]]] = {
     "tritonclient": ("tritonclient", "`grpc`: `start_stream`, `async_stream_infer`", by_tritonclient),
     "tritonclient (asyncio)": ("tritonclient", "`grpc.aio`: `stream_infer`", by_tritonclient_aio),
 }
+LM_EVAL = (
+    "lm_eval --model local-completions --batch_size 64"
+    " --model_args model=kimi,base_url=OPENAI/v1/completions,tokenizer=TOKENIZER"
+    " --include_path benchmarks/lm_eval_tasks"
+)
 PROGRAMS = {
     "perf_analyzer": (
         "tritonclient 2.51.0's",
@@ -221,6 +226,8 @@ PROGRAMS = {
         " --tokenizer TOKENIZER --concurrency 2 --request-count 8 --synthetic-input-tokens-mean 32"
         " --output-tokens-mean 16",
     ),
+    "lm_eval, generated": ("lm_eval", LM_EVAL + " --tasks local_arithmetic"),
+    "lm_eval, scored": ("lm_eval", LM_EVAL + " --tasks local_arithmetic_loglikelihood"),
 }
 
 
@@ -240,20 +247,41 @@ def write_tokenizer(folder: Path) -> None:
 def run_program(command: str, at: Addresses) -> str:
     """The end of what it printed; its figures are not the point here."""
     own = {"GRPC": at.grpc, "OPENAI": at.openai, "TOKENIZER": str(at.work / "tokenizer")}
-    words = [own.get(word, word) for word in command.split()]
-    words = [word.replace("benchmarks/", f"{ROOT}/benchmarks/") for word in words]
+    words = command.split()
+    for name, value in own.items():
+        words = [word.replace(name, value) for word in words]
+    is_lm_eval = words[0] == "lm_eval"  # its tasks name their file from the repository's root
+    if not is_lm_eval:
+        words = [word.replace("benchmarks/", f"{ROOT}/benchmarks/") for word in words]
     folder = Path(sys.executable).parent
     if (folder / words[0]).exists() and words[0] != "perf_analyzer":
         words[0] = str(folder / words[0])
     done = subprocess.run(
-        words, cwd=at.work, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+        words,
+        cwd=ROOT if is_lm_eval else at.work,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(at.work / "huggingface")} if is_lm_eval else None,
     )
     (at.work / f"{words[0].rpartition('/')[2]}.log").write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+    if is_lm_eval:
+        return measured(done.stdout)
     return (
         checked_report(at.work) if words[0].endswith(("aiperf", "genai-perf")) else f"{NUM_REQUESTS} requests, no error"
     )
+
+
+def measured(table: str) -> str:
+    """The metrics and values of the table that lm_eval prints: columns behind the metric's arrow are its value."""
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if "↑" in line or "↓" in line]
+    found = [(row[i - 1], row[i + 1]) for row in cells for i, cell in enumerate(row) if cell in ("↑", "↓")]
+    if not found:
+        raise RuntimeError(f"no result: {table[-1500:]}")
+    return ", ".join(f"{name} {value}" for name, value in found)
 
 
 def checked_report(work: Path) -> str:

@@ -14,6 +14,29 @@ Choices = Annotated[int, Field(ge=1, le=16)]
 Number = Annotated[float, Field(ge=-3e38, le=3e38)]
 
 
+# What /openapi.json says where errors are better told by ourselves.
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
+    ]
+}
+_MESSAGES = {
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": ["system", "user", "assistant", "tool"]},
+            "content": {"type": ["string", "array", "null"]},
+        },
+    },
+}
+
+
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -98,7 +121,8 @@ class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
     messages: list[Any] = Field(
-        description="Rendered by the checkpoint's chat template on the server; text parts only."
+        description="Rendered by the checkpoint's chat template on the server; text parts only.",
+        json_schema_extra=_MESSAGES,
     )
     max_completion_tokens: Int | None = _taken("Same as `max_tokens`; give one of them.")
     logprobs: bool | None = _taken("Log-probabilities of the tokens.")
@@ -143,7 +167,10 @@ class DetokenizeRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
-    prompt: Any = Field(description="A text or a list of token ids; or a list of these, each a prompt of its own.")
+    prompt: Any = Field(
+        description="A text or a list of token ids; or a list of these, each a prompt of its own.",
+        json_schema_extra=_PROMPT,
+    )
     logprobs: Int | None = _taken("Log-probabilities of the tokens and of this many most likely ones, 0 to 20.")
     echo: bool | None = _taken(
         "The text begins with that of the prompt (default false); `logprobs` then begin with its tokens."
