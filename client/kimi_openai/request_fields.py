@@ -6,6 +6,7 @@ Types are checked here; ranges are the server's to check, which names the field 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.config import JsonDict
 
 Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
@@ -15,8 +16,12 @@ Number = Annotated[float, Field(ge=-3e38, le=3e38)]
 
 
 # What /openapi.json says where errors are better told by ourselves.
-_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
-_PROMPT = {
+_TOKEN_IDS: JsonDict = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+}
+_PROMPT: JsonDict = {
     "anyOf": [
         {"type": "string"},
         _TOKEN_IDS,
@@ -24,7 +29,7 @@ _PROMPT = {
         {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
     ]
 }
-_MESSAGES = {
+_MESSAGES: JsonDict = {
     "minItems": 1,
     "items": {
         "type": "object",

@@ -33,6 +33,7 @@ def completions(**values):
 
 
 BAD_COMPLETIONS = [
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt": 3}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
@@ -72,7 +73,6 @@ BAD_COMPLETIONS = [
     ({"n": 10**400}, "n"),
     ({"n": True}, "n"),
     ({"best_of": 3}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"),
     ({"guided_json": {}}, "guided_json"),
     ({"suffix": "x"}, "suffix"),
     ({"response_format": "json"}, "response_format"),
@@ -120,6 +120,22 @@ def test_a_bad_chat_is_told_which_field(values, param):
     with pytest.raises(ApiError) as caught:
         chat(**values)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("values", "scored"),
+    [
+        ({"echo": True, "logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 1}, 2),
+        ({"prompt_logprobs": 3}, 3),
+        ({"echo": True}, None),
+        ({"logprobs": 2}, None),
+    ],
+)
+def test_a_prompt_is_scored_where_echo_shows_its_logprobs(values, scored):
+    assert complete(**values).get("prompt_logprobs") == scored
 
 
 # fmt: off
