@@ -67,8 +67,10 @@ def run_case(checkpoint: Path, name: str, signal_name: str) -> dict[str, Any]:
         ends = list(streams.ends.values())
         last_s = max((when for when, _ in ends), default=start) - start
         how: dict[str, int] = {}
-        for _, kind in ends:
+        last: dict[str, float] = {}
+        for when, kind in ends:
             how[kind] = how.get(kind, 0) + 1
+            last[kind] = round(max(last.get(kind, 0.0), when - start), 1)
         is_back: list[bool] = []
 
         def settled() -> bool:
@@ -82,6 +84,7 @@ def run_case(checkpoint: Path, name: str, signal_name: str) -> dict[str, Any]:
             "process": name,
             "signal": signal_name,
             "streams": how,
+            "last of each s": last,
             "streams left": len(CLIENTS) - len(ends),
             "last stream s": round(last_s, 1),
             "service": "back" if is_back[-1] else f"ended, code {code}" if code is not None else "not back",

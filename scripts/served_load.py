@@ -35,6 +35,9 @@ class Served:
     def prefix(self) -> str:
         return f"kimi_{self.ports['http']}_"
 
+    def log_end(self, num_characters: int = 2000) -> str:
+        return self.log.read_text(errors="replace")[-num_characters:]
+
     def is_ready(self) -> bool:
         """Whether it writes a token, and one that the draft has helped with."""
         with KimiClient(f"127.0.0.1:{self.ports['grpc']}", timeout_s=3.0) as client:
@@ -98,7 +101,10 @@ def serving(
         process = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True, env=environment)
     served = Served(process, ports, log)
     try:
-        wait(served.is_ready, READY_WITHIN_S)
+        if wait(served.is_ready, READY_WITHIN_S) == float("inf"):
+            raise TimeoutError(
+                f"the server was not ready within {READY_WITHIN_S:g} s; end of its log:\n{served.log_end()}"
+            )
         yield served
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -43,12 +43,8 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequestError("prompt: empty, at least 1 token is needed")
+    check_prompt_length(len(prompt), limits.max_prompt_tokens)
     _check_token_ids("prompt", prompt, limits.vocab_size)
-    if len(prompt) > limits.max_prompt_tokens:
-        raise InvalidRequestError(
-            f"prompt: {len(prompt)} tokens given, at most {limits.max_prompt_tokens} are allowed,"
-            " so that the prompt and one output token fit"
-        )
     if request.num_speculative_tokens is not None:
         _check_range("num_speculative_tokens", request.num_speculative_tokens, 0, settings.max_speculative_tokens)
     if request.proposer is not None and not request.proposer.is_part_of(settings.proposer):
@@ -60,6 +56,18 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
     check_sampling(request.sampling, limits.vocab_size)
     _check_prompt_logprobs(request.sampling.prompt_logprobs, len(prompt))
     _check_some_token_is_left(request.sampling, limits)
+
+
+def check_prompt_length(num_tokens: int, most: int) -> None:
+    """
+    Raises:
+        InvalidRequestError: they are more than a prompt may have.
+    """
+    if num_tokens > most:
+        raise InvalidRequestError(
+            f"prompt: {num_tokens} tokens given, at most {most} are allowed,"
+            " so that the prompt and one output token fit"
+        )
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:

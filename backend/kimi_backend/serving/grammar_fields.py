@@ -1,11 +1,11 @@
 """The fields of a request that say what its reply must look like -> one grammar."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.grammar.schema_checks import check_schema, schema_text
+from kimi_backend.serving.bounded_json import parse_json
 from kimi_backend.serving.request_values import shown
 from kimi_backend.text.unicode_text import require_valid_unicode
 from kimi_backend.types.grammar import (
@@ -116,10 +116,7 @@ def _structured_outputs(value: Any) -> Form:
 
 def _json_structure(value: Any, place: str) -> Form:
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{place}: not valid JSON: {error}") from None
+        value = parse_json(place, value)
     return _schema(value, place)
 
 

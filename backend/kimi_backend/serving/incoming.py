@@ -1,9 +1,13 @@
-"""An incoming request says things beside its tensors."""
+"""What an incoming request holds, read while its memory is the server's."""
 
-import json
+from collections.abc import Iterable
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving.bounded_json import parse_json
+from kimi_backend.serving.request_limits import check_items
+
+MOST_PARAMETERS = 1024
 
 
 def request_name(request: Any) -> str:
@@ -12,6 +16,23 @@ def request_name(request: Any) -> str:
         return request.request_id() or "request"
     except UnicodeDecodeError:
         return "request"
+
+
+def copied_tensors(inputs: Iterable[Any]) -> dict[str, Any]:
+    """Input name -> a numpy array of its own.
+
+    Args:
+        inputs: the server's tensors, whose memory may be gone when its thread goes on.
+
+    Raises:
+        InvalidRequestError: one has more elements than its field may have.
+    """
+    tensors = {}
+    for tensor in inputs:
+        name, array = tensor.name(), tensor.as_numpy()
+        check_items(name, array.size)
+        tensors[name] = array.copy()
+    return tensors
 
 
 def parameters_text(request: Any) -> str:
@@ -26,6 +47,10 @@ def parameters_text(request: Any) -> str:
         raise InvalidRequestError(f"parameters: not valid UTF-8 ({error.reason} at byte {error.start})") from None
 
 
-def read_parameters(request: Any) -> dict[str, Any]:
-    """The request's parameters; raises as `parameters_text`."""
-    return dict(json.loads(parameters_text(request) or "{}"))
+def read_parameters(text: str) -> dict[str, Any]:
+    """The parameters out of `parameters_text`.
+
+    Raises:
+        InvalidRequestError: they are too many.
+    """
+    return dict(parse_json("parameters", text or "{}", MOST_PARAMETERS))

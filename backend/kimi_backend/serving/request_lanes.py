@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kimi_backend.errors import CapacityError, RequestCancelledError
+from kimi_backend.serving.incoming import copied_tensors
 
 logger = logging.getLogger("kimi_backend.serving")
 
@@ -41,8 +42,15 @@ class Arrival:
 
     @classmethod
     def of(cls, request_id: str, sender: Any, inputs: Iterable[Any], parameters: str) -> "Arrival":
-        """inputs: the server's tensors, whose memory may be gone when its thread goes on."""
-        tensors = {tensor.name(): tensor.as_numpy().copy() for tensor in inputs}
+        """Copy a request.
+
+        Args:
+            inputs: the server's tensors.
+
+        Raises:
+            InvalidRequestError: one has more elements than its field may have.
+        """
+        tensors = copied_tensors(inputs)
         num_bytes = len(parameters) + sum(map(_num_bytes, tensors.values()))
         return cls(request_id=request_id, sender=sender, tensors=tensors, parameters=parameters, num_bytes=num_bytes)
 

@@ -3,7 +3,7 @@
 Otherwise what is refused later for its length costs Triton Server's thread, and with it every new request, seconds.
 """
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kimi_backend.errors import InvalidRequestError
@@ -59,11 +59,11 @@ def check_bytes(name: str, texts: Sequence[str | bytes]) -> None:
         raise InvalidRequestError(f"{name}: {num_bytes} bytes given, at most {most} are allowed")
 
 
-def check_items(name: str, items: Sized) -> None:
+def check_items(name: str, count: int) -> None:
     """
     Raises:
         InvalidRequestError: they are more than the field may have.
     """
     most = limit_of(name).num_items
-    if most is not None and len(items) > most:
-        raise InvalidRequestError(f"{name}: {len(items)} elements given, at most {most} are allowed")
+    if most is not None and count > most:
+        raise InvalidRequestError(f"{name}: {count} elements given, at most {most} are allowed")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.scheduler.admission import check_prompt_length
 from kimi_backend.serving.grammar_fields import grammar_of
 from kimi_backend.serving.request_values import collect_values, is_number, is_token_id, shown
 from kimi_backend.text.tokenizer import Tokenizer
@@ -56,8 +57,10 @@ class RequestParser:
         """See `collect_values` for the arguments and for the errors; more come from the prompt and its fields.
 
         Args:
-            max_prompt_tokens: a text that cannot be so short is refused unread: tokenising 60 MB takes 5 s.
+            max_prompt_tokens: what cannot be so short is refused unread: tokenising 60 MB takes 5 s.
         """
+        if max_prompt_tokens is not None and "input_ids" in tensors:
+            check_prompt_length(tensors["input_ids"].size, max_prompt_tokens)
         values = collect_values(tensors, parameters)
         if values.get("exclude_input_in_output", True) is not True:
             raise InvalidRequestError("exclude_input_in_output: false given, only true is supported")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.serving.bounded_json import parse_json
 from kimi_backend.serving.request_fields import (
     ALIASES,
     ELSEWHERE,
@@ -44,7 +45,7 @@ def tensor_value(name: str, array: Any) -> Any:
     """
     kind, flat = FIELDS[name].kind, array.reshape(-1)
     if kind.is_list:
-        check_items(name, flat)
+        check_items(name, len(flat))
     elif len(flat) != 1:
         raise InvalidRequestError(f"{name}: {len(flat)} elements given, exactly 1 is allowed")
     if kind is Kind.FLOAT:
@@ -105,7 +106,7 @@ def _typed(name: str, value: Any) -> Any:
     if kind is Kind.TEXTS and isinstance(value, str):
         value = [value]
     if kind.is_list and isinstance(value, list):
-        check_items(name, value)
+        check_items(name, len(value))
     if not _fits(kind, value):
         raise InvalidRequestError(f"{name}: {shown(value)} given, {_EXPECTED[kind]} is allowed")
     if kind is Kind.TEXT:
@@ -133,19 +134,12 @@ def _json_value(name: str, value: Any) -> Any:
         return value
     if isinstance(value, str):
         check_bytes(name, [value])
-        value = _parse_json(name, value)
+        value = parse_json(name, value)
     elif isinstance(value, (list, dict)):
         check_bytes(name, [json.dumps(value)])
     if isinstance(value, (list, dict)):
-        check_items(name, value)
+        check_items(name, len(value))
     return value
-
-
-def _parse_json(name: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name}: not valid JSON: {error}") from None
 
 
 def _meant(name: str) -> str:

@@ -1,7 +1,6 @@
 """`spec_ensemble`: requests in, the engine over both runners, responses out. CUDA-free, one process."""
 
 import itertools
-import json
 import logging
 import os
 import threading
@@ -21,9 +20,10 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
+from kimi_backend.serving.bytes_inputs import limit_decoding
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.drain_file import DrainFile
-from kimi_backend.serving.incoming import parameters_text, request_name
+from kimi_backend.serving.incoming import parameters_text, read_parameters, request_name
 from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.request_lanes import Arrival, RequestLanes
 from kimi_backend.serving.request_parser import RequestParser
@@ -139,6 +139,7 @@ class SpecEnsembleServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
+        limit_decoding(pb_utils)
         server = cls(settings, pb_utils, seat_of_this_server(), read_secret(os.environ))
         freeze_what_is_loaded()
         return server
@@ -187,7 +188,7 @@ class SpecEnsembleServer:
     def _start(self, arrival: Arrival) -> None:
         """Read a request and hand it to the engine, on its lane's thread."""
         self._engine.wait_until_ready(HANDSHAKE_PATIENCE_S)
-        request_id, parameters = arrival.request_id, dict(json.loads(arrival.parameters or "{}"))
+        request_id, parameters = arrival.request_id, read_parameters(arrival.parameters)
         parsed = self._parser.parse(request_id, arrival.tensors, parameters, self._engine.max_prompt_tokens)
         self._engine.check(parsed.generate)
         echo = self._tokenizer.decode(parsed.generate.prompt_token_ids) if parsed.echo else ""

@@ -19,8 +19,9 @@ import numpy as np
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import CapacityError, InvalidRequestError, KimiError, ModelUnavailableError
 from kimi_backend.serving.boundary import CODES, coded_error, error_response, forward_logs, triton_error
+from kimi_backend.serving.bytes_inputs import limit_decoding
 from kimi_backend.serving.descriptions import model_parameters
-from kimi_backend.serving.incoming import read_parameters, request_name
+from kimi_backend.serving.incoming import copied_tensors, parameters_text, read_parameters, request_name
 from kimi_backend.serving.request_fields import is_servers_own
 
 logger = logging.getLogger("kimi_backend.serving")
@@ -46,10 +47,9 @@ def read_call(request: Any) -> Call:
     """Copy a request.
 
     Raises:
-        InvalidRequestError: it asks for a stream, or its parameters cannot be read or handed on.
+        InvalidRequestError: it asks for a stream, a list is too long, or its parameters cannot be read or handed on.
     """
-    arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
-    parameters = read_parameters(request)
+    arrays, parameters = copied_tensors(request.inputs()), read_parameters(parameters_text(request))
     for place in (arrays, parameters):
         if (stream := place.pop("stream", None)) is not None and np.any(stream):
             raise InvalidRequestError(f"stream: true given, this model answers once; {ORCHESTRATOR} streams")
@@ -88,6 +88,7 @@ class UnaryServer:
 
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
+        limit_decoding(pb_utils)
         return cls(pb_utils)
 
     def accept(self, requests: list[Any]) -> list[None]:

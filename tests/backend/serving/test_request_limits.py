@@ -27,8 +27,8 @@ LONG = {
     "chat_template_kwargs": json.dumps({"a": "b" * MIB}),
 }
 MANY: dict[str, Any] = {
-    "bad_words": ["w"] * 200_000,
-    "stop": ["s"] * 200_000,
+    "bad_words": ["w"] * 100_000,
+    "stop": ["s"] * 100_000,
     "stop_token_ids": [1] * 5000,
     "messages": [{"role": "user", "content": "a"}] * 5000,
 }

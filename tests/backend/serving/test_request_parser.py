@@ -253,6 +253,14 @@ def test_names_of_other_servers_are_no_fields_here_and_lead_to_fields():
     assert fields >= set(ELSEWHERE.values())
 
 
+def test_too_many_token_ids_are_refused_unread(parser):
+    class Unread:
+        size = 11
+
+    with pytest.raises(InvalidRequestError, match=r"^prompt: 11 tokens given, at most 10 are allowed"):
+        parser.parse("r", {"input_ids": Unread()}, {}, 10)
+
+
 def test_a_text_of_too_many_tokens_is_refused_unread(parser, monkeypatch):
     def parse(num_chars, **limit):
         return parser.parse("r", {"text_input": strings("x" * num_chars)}, {}, **limit)
