@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import time
 
 import openai
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
 from support.openai_endpoint import running_endpoint
-from support.server_process import assert_everything_is_free, gauge
+from support.server_process import assert_everything_is_free, gauge, wait_until_running
 
 PROMPT = [7 + i % 250 for i in range(300)]
 BLOCKS_OF_PROMPT = 300 // 64
@@ -61,8 +60,7 @@ def test_choices_share_their_prompts_blocks_and_leave_none(server, endpoint):
     fields = {"prompt": PROMPT, "n": 16, "max_tokens": 150, "stream": True, "ignore_eos": True, "cache_salt": "own"}
     connection.request("POST", "/v1/completions", json.dumps(fields))
     reply = connection.getresponse()
-    while gauge(server, "kimi_requests_running") < 16:
-        time.sleep(0.02)
+    wait_until_running(server, 16)
     held = gauge(server, "kimi_kv_blocks_used")
     assert held <= 2 * (BLOCKS_OF_PROMPT + 16 * 3), "the prompt's once, and of each at most 3 of its own"
     reply.close()

@@ -55,8 +55,17 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text, after=0):
+        """Where the text ends."""
+        self._read_until(lambda: text in self.seen[after:])
+        return self.seen.index(text, after) + len(text)
+
+    def wait_for_more(self, count, after):
+        """Return when so many characters have come."""
+        self._read_until(lambda: len(self.seen) >= after + count)
+
+    def _read_until(self, condition):
         deadline = time.monotonic() + TIMEOUT_S
-        while text not in self.seen[after:]:
+        while not condition():
             assert time.monotonic() < deadline, self.seen
             try:
                 self.seen += os.read(self._master, 65536).decode(errors="replace")
@@ -64,7 +73,6 @@ class Terminal:
                 time.sleep(0.02)
             except OSError:
                 break
-        return self.seen.index(text, after) + len(text)
 
     def type(self, text):
         os.write(self._master, text.encode())
@@ -92,7 +100,7 @@ def test_ctrl_c_stops_an_answer_and_neither_chat_nor_server(terminal, url):
     terminal.wait_for(READY, terminal.wait_for("/reset"))
     terminal.type("tell me everything\r")
     end = terminal.wait_for("everything")
-    time.sleep(0.5)
+    terminal.wait_for_more(100, end)
     terminal.process.send_signal(signal.SIGINT)
     end = terminal.wait_for("stopped", end)
     terminal.wait_for(READY, end)

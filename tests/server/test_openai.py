@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletionMessage
 from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
 from support.openai_endpoint import read_events, running_endpoint
-from support.server_process import MAX_MODEL_LEN, assert_everything_is_free
+from support.server_process import MAX_MODEL_LEN, assert_everything_is_free, cut_short, wait_until_running
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 🙂, was gibt's?"}]
@@ -230,33 +230,29 @@ def test_a_deadline_is_an_error(endpoint, client, server):
 def test_a_client_that_leaves_ends_its_requests(endpoint, server, when):
     connections = []
     is_streamed = when != "before the whole reply"
-    for index in range(8):
-        connection = endpoint.connect()
-        body = json.dumps({"prompt": f"tell {index}", "stream": is_streamed, **LONG})
-        connection.request("POST", "/v1/completions", body)
-        connections.append(connection)
-    if when == "within the stream":
+    with cut_short(server, 8 * LONG["max_tokens"]):
+        for index in range(8):
+            connection = endpoint.connect()
+            body = json.dumps({"prompt": f"tell {index}", "stream": is_streamed, **LONG})
+            connection.request("POST", "/v1/completions", body)
+            connections.append(connection)
+        if when == "within the stream":
+            for connection in connections:
+                assert connection.getresponse().read(32)
+        elif when == "before the whole reply":
+            wait_until_running(server, 1)
         for connection in connections:
-            assert connection.getresponse().read(32)
-    elif when == "before the whole reply":
-        wait_until_it_runs(server)
-    for connection in connections:
-        connection.close()
-    assert_everything_is_free(server)
+            connection.close()
     assert endpoint.send("GET", "/health")[0] == 200
 
 
-def wait_until_it_runs(server):
-    with pytest.raises(AssertionError, match="still run"):
-        assert_everything_is_free(server)
-
-
 def test_leaving_openais_client_ends_the_request(client, server):
-    with client.chat.completions.create(
-        model="kimi", messages=MESSAGES, stream=True, max_tokens=LONG["max_tokens"], extra_body={"ignore_eos": True}
-    ) as stream:
+    ask = {"max_tokens": LONG["max_tokens"], "extra_body": {"ignore_eos": True}}
+    with (
+        cut_short(server, LONG["max_tokens"]),
+        client.chat.completions.create(model="kimi", messages=MESSAGES, stream=True, **ask) as stream,
+    ):
         next(iter(stream))
-    assert_everything_is_free(server)
 
 
 def test_32_streams_at_once_say_what_each_says_alone(endpoint, direct):

@@ -72,12 +72,12 @@ def wait_until_ready(process, ports):
 def test_what_runs_at_the_end_of_a_drain_is_cut_off_and_nothing_is_left_behind(serve):
     process, ports = serve
     client = wait_until_ready(process, ports)
+    endpoint = wait_for_endpoint(ports)
     server_group = group_of_server(ports)
     fields = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
     streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(12)]
     for stream in streams:
         next(iter(stream))
-    endpoint = wait_for_endpoint(ports)
     connection = endpoint.connect()
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **fields}))
     reply = connection.getresponse()
@@ -123,7 +123,7 @@ def test_a_drain_lets_streams_end_and_takes_no_more_until_it_is_hurried(serve):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + READY_WITHIN_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

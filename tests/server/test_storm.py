@@ -97,7 +97,7 @@ def test_no_text_is_wrong_and_nothing_is_left(server_to_break, broken_client):
         assert not reader.is_alive()
     assert [problem for reader in readers for problem in reader.problems] == []
     assert sum(reader.num_done for reader in readers) > 20
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + GIVES_UP_S
     while gauge(server_to_break, "kimi_requests_running") or gauge(server_to_break, "kimi_kv_blocks_used"):
         assert time.monotonic() < deadline, "requests still run"
         time.sleep(0.1)

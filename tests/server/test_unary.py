@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import tritonclient.http.aio as httpaio
 from tritonclient.utils import InferenceServerException
 
 from kimi_client import InvalidRequest, KimiClient, ServerUnreachable
-from support.server_process import assert_everything_is_free, gauge
+from support.server_process import assert_everything_is_free, wait_until_running
 
 MODEL = "spec_ensemble_unary"
 FIELDS = {"text_input": "def add(a, b):", "max_tokens": 12, "seed": 7, "temperature": 0.8}
@@ -155,7 +154,6 @@ def test_64_at_once_are_each_answered_once(server, grpc, http, expected):
 def test_a_client_that_leaves_is_bounded_by_its_timeout(server, grpc):
     fields = {"text_input": "a", "max_tokens": 400, "timeout_s": 0.4, "ignore_eos": True}
     call = grpc.async_infer(MODEL, tensors(grpcclient, fields), callback=lambda result, error: None)
-    while not gauge(server, "kimi_requests_running"):
-        time.sleep(0.05)
+    wait_until_running(server, 1)
     call.cancel()
     assert_everything_is_free(server)

@@ -56,14 +56,17 @@ def get_input_tensor_by_name(request, name):
 
 
 class RecordingSender:
-    """A response sender that keeps what it was given; `gate` holds sends up until it is set."""
+    """A response sender that keeps what it was given; `gate` holds sends up until it is set. `num_begun` counts
+    them."""
 
     def __init__(self, gate=None, fails=False):
         self.sent = []
         self.cancelled = False
+        self.num_begun = 0
         self._gate, self._fails = gate, fails
 
     def send(self, response, flags=0):
+        self.num_begun += 1
         if self._gate is not None:
             self._gate.wait(10)
         if self._fails:

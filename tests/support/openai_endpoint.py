@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kimi_openai import EndpointSettings
 
-STARTS_WITHIN_S = 10
+STARTS_WITHIN_S = 60
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def started_engines() -> Iterator[Callable[..., Engine]]:
             client.check()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "the condition never held"

@@ -469,10 +469,10 @@ def test_a_target_is_let_go_when_its_draft_dies() -> None:
     side, target = TargetSide(table, torch.device("cpu")), Watcher(table.proposed)
     with sleeper("draft") as (process, handle):
         assert side.open(handle.encode()) == handle.encode()
-        threading.Timer(0.1, process.kill).start()
         start = time.monotonic()
+        threading.Timer(0.1, process.kill).start()
         side.launch(verify(3, draft_step=2), target)
-    assert 0.05 < time.monotonic() - start < 2
+    assert 0.05 < time.monotonic() - start < sides.LONGEST_WAIT_S
     assert (target.given[0][:, 0] == 7).all(), "stamped with another step than is asked for"
     side.close()
     side.launch(verify(4, draft_step=3), target)
@@ -486,10 +486,10 @@ def test_a_draft_is_let_go_when_its_target_dies() -> None:
     table.drawn[:] = 5
     with sleeper(side.handle.decode()) as (process, _):
         promise(side, 5)
-        threading.Timer(0.1, process.kill).start()
         start = time.monotonic()
+        threading.Timer(0.1, process.kill).start()
         side.launch(follow(5), draft)
-    assert 0.05 < time.monotonic() - start < 2
+    assert 0.05 < time.monotonic() - start < sides.LONGEST_WAIT_S
     assert not draft.given[0].any()
     side.close()
 
@@ -540,12 +540,14 @@ def test_nobody_waits_longer_than_it_must_for_one_that_lives(monkeypatch: pytest
     promise(draft, 5)
     start = time.monotonic()
     draft.launch(follow(5), runner)
-    assert 0.1 < time.monotonic() - start < 2
+    assert 0.1 < time.monotonic() - start < 60
     target.close()
+    monkeypatch.setattr(sides, "LONGEST_WAIT_S", 60.0)
+    monkeypatch.setattr(sides, "PROMISE_S", 60.0)
     start = time.monotonic()
     with pytest.raises(ModelUnavailableError, match="was not given"):
         draft.launch(follow(6), runner)
-    assert time.monotonic() - start < 0.15, "it knows that the target has left"
+    assert time.monotonic() - start < 30, "it knows that the target has left"
     draft.close()
 
 

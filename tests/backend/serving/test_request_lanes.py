@@ -53,7 +53,7 @@ def readers() -> Iterator[Readers]:
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

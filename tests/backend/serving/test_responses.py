@@ -48,7 +48,7 @@ def sender():
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -70,7 +70,7 @@ def test_what_comes_during_a_send_goes_out_merged(sender):
     out = pb.RecordingSender(gate)
     sender.register("r", out, parsed())
     sender.put(delta(0))
-    time.sleep(0.05)
+    wait_for(lambda: out.num_begun == 1)
     for i in range(1, 6):
         sender.put(delta(i, FinishReason.STOP if i == 5 else None))
     gate.set()
