@@ -1,16 +1,16 @@
 """Time the collectives of a tensor-parallel decode step on the GPUs of this host.
 
     PYTHONPATH=kernels:backend python benchmarks/collectives.py --out results/collectives.json [--ranks 2]
+    PYTHONPATH=kernels:backend python benchmarks/collectives.py --cpu --ranks 8
 
 One process a GPU. Calls are made as a step makes them, one behind the other in a CUDA graph; the median of the replays
 over the number of calls is printed, of the slowest rank. For the sum of [rows, 7168] bf16 and the gather of float32
 logits: NCCL's, and those of `kimi_kernels.rank_exchange`, whose results are compared with NCCL's, and between the ranks
 bit by bit. The floor is the bytes that a rank sends over --link-gbps, NVLink's rate in one direction (450 on H100 and
-H200): latency is not in it.
+H200): latency is not in it. With --cpu processes of this CPU do the same over gloo, one call at a time.
 """
 
 import argparse
-import functools
 import json
 import socket
 import statistics
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,9 +55,10 @@ def main() -> None:
     parser.add_argument(
         "--programs", type=int, help="most programs of a call of rank_exchange; its own choice if absent"
     )
+    parser.add_argument("--cpu", action="store_true", help="over gloo, without GPUs")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
-    if options.ranks < 2 or options.ranks > torch.cuda.device_count():
+    if options.ranks < 2 or (options.ranks > torch.cuda.device_count() and not options.cpu):
         sys.exit(
             f"--ranks is {options.ranks}; allowed here: 2 to {torch.cuda.device_count()}, the GPUs that torch sees"
         )
@@ -67,63 +69,22 @@ def main() -> None:
 
 def run_rank(rank: int, size: int, address: str, options: argparse.Namespace) -> None:
     """A process of `main`."""
-    device = torch.device("cuda", rank)
-    torch.empty(1, device=device)
-    free = torch.cuda.mem_get_info(device)[0]
-    group = join_ranks(rank, size, address, device)
-    assert isinstance(group, DistributedRanks)
-    say(rank, f"{torch.cuda.get_device_name()} x {size}, torch {torch.__version__}")
-    sums = group.fast_sum
-    if not isinstance(sums, EitherSum) or group.fast_gather is None:
-        sys.exit("the GPUs do not share memory: only NCCL could be measured")
-    if options.programs:
-        for call in (sums.whole, sums.in_parts, group.fast_gather):
-            call.most_programs = options.programs
-    dist.all_reduce(torch.zeros(1 << 24, device=device), group=group.group)
-    group.all_gather_columns(torch.zeros(1 << 10, 1 << 10, device=device))
-    torch.cuda.empty_cache()
-    taken = (free - torch.cuda.mem_get_info(device)[0]) / 2**20
-    say(rank, f"NCCL and the inboxes take {taken:.0f} MiB of each GPU")
-    results: list[Row] = []
-
-    def measure(op: str, rows: int, num_bytes: int, sent: float, call: Callable[[], object]) -> None:
-        row = Row(
-            op=op,
-            rows=rows,
-            kilobytes=num_bytes / 1e3,
-            time_us=time_call(call, group),
-            floor_us=sent / (options.link_gbps * 1e3),
-        )
-        results.append(row)
-        ratio = row.time_us / row.floor_us
-        say(rank, f"{op:22} {rows:4} rows {row.kilobytes:9.1f} kB {row.time_us:8.1f} us, {ratio:6.1f} x floor")
-
-    nccl = DistributedRanks(group.group)
-    for rows in SUM_ROWS:
-        x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        if sums.takes(x):
-            check_sum(group, x)
-            if sums.whole.takes(x):
-                measure("sum, whole", rows, x.nbytes, x.nbytes * (size - 1), functools.partial(sums.whole, x))
-            sent = x.nbytes * 2 * (size - 1) / size
-            measure("sum, in parts", rows, x.nbytes, sent, functools.partial(sums.in_parts, x))
-        sent = x.nbytes * 2 * (size - 1) / size
-        zeros = torch.zeros_like(x)  # summed in place again and again
-        measure("sum, NCCL", rows, x.nbytes, sent, functools.partial(nccl.all_reduce, zeros))
-    for rows in GATHER_ROWS:
-        logits = torch.randn(rows, VOCAB // size, device="cuda")
-        sent = logits.nbytes * (size - 1)
-        if group.fast_gather.takes(logits):
-            assert torch.equal(group.all_gather_columns(logits), nccl.all_gather_columns(logits))
-            measure("gather, inbox", rows, logits.nbytes, sent, functools.partial(group.all_gather_columns, logits))
-        measure("gather, NCCL", rows, logits.nbytes, sent, functools.partial(nccl.all_gather_columns, logits))
-    values, ids = logits.max(dim=1)
-    measure("argmax, NCCL", rows, 16 * rows, 16 * rows * (size - 1), functools.partial(group.all_argmax, values, ids))
+    device = torch.device("cpu") if options.cpu else torch.device("cuda", rank)
+    card = "CPU" if options.cpu else torch.cuda.get_device_name(device)
+    say(rank, f"{card} x {size}, torch {torch.__version__}")
+    if options.cpu:
+        torch.set_num_threads(1)
+        group, taken = join_ranks(rank, size, address, device), 0.0
+        assert isinstance(group, DistributedRanks)
+    else:
+        group, taken = join_on_gpu(rank, size, address, device, options.programs)
+        say(rank, f"NCCL and the inboxes take {taken:.0f} MiB of each GPU")
+    results = Measuring(group, device, options.link_gbps).measure_all()
     out: Path | None = options.out
     if rank == 0 and out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         report = {
-            "card": torch.cuda.get_device_name(),
+            "card": card,
             "ranks": size,
             "torch": torch.__version__,
             "mebibytes_taken": taken,
@@ -135,7 +96,89 @@ def run_rank(rank: int, size: int, address: str, options: argparse.Namespace) ->
     leave(group)
 
 
-def time_call(call: Callable[[], object], group: DistributedRanks) -> float:
+def join_on_gpu(
+    rank: int, size: int, address: str, device: torch.device, programs: int | None
+) -> tuple[DistributedRanks, float]:
+    """The group, whose GPUs share memory, and the MiB of this GPU that it takes."""
+    torch.empty(1, device=device)
+    free = torch.cuda.mem_get_info(device)[0]
+    group = join_ranks(rank, size, address, device)
+    assert isinstance(group, DistributedRanks)
+    sums = group.fast_sum
+    if not isinstance(sums, EitherSum) or group.fast_gather is None:
+        sys.exit("the GPUs do not share memory: only NCCL could be measured")
+    if programs:
+        for call in (sums.whole, sums.in_parts, group.fast_gather):
+            call.most_programs = programs
+    dist.all_reduce(torch.zeros(1 << 24, device=device), group=group.group)
+    group.all_gather_columns(torch.zeros(1 << 10, 1 << 10, device=device))
+    torch.cuda.empty_cache()
+    return group, (free - torch.cuda.mem_get_info(device)[0]) / 2**20
+
+
+class Measuring:
+    """All sums and gathers of one rank, in the order in which every rank calls them."""
+
+    def __init__(self, group: DistributedRanks, device: torch.device, link_gbps: float) -> None:
+        self._group, self._device, self._link_gbps = group, device, link_gbps
+        self._plain = DistributedRanks(group.group)
+        self._library = "gloo" if device.type == "cpu" else "NCCL"
+        self._rows: list[Row] = []
+
+    def measure_all(self) -> list[Row]:
+        """Microseconds a call, of the slowest rank."""
+        for rows in SUM_ROWS:
+            self._sums(rows)
+        for rows in GATHER_ROWS:
+            self._gathers(rows)
+        return self._rows
+
+    def _sums(self, rows: int) -> None:
+        size = self._group.size
+        x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=self._device)
+        sent = x.nbytes * 2 * (size - 1) / size
+        check_sum(self._group, x)
+        sums = self._group.fast_sum
+        if isinstance(sums, EitherSum) and sums.takes(x):
+            if sums.whole.takes(x):
+                self._measure("sum, whole", rows, x.nbytes, x.nbytes * (size - 1), partial(sums.whole, x))
+            self._measure("sum, in parts", rows, x.nbytes, sent, partial(sums.in_parts, x))
+        zeros = torch.zeros_like(x)  # summed in place again and again
+        self._measure(f"sum, {self._library}", rows, x.nbytes, sent, partial(self._plain.all_reduce, zeros))
+
+    def _gathers(self, rows: int) -> None:
+        group, size = self._group, self._group.size
+        logits = torch.randn(rows, VOCAB // size, device=self._device)
+        sent = logits.nbytes * (size - 1)
+        assert torch.equal(group.all_gather_columns(logits), self._plain.all_gather_columns(logits))
+        if group.fast_gather is not None and group.fast_gather.takes(logits):
+            self._measure("gather, inbox", rows, logits.nbytes, sent, partial(group.all_gather_columns, logits))
+        plain = partial(self._plain.all_gather_columns, logits)
+        self._measure(f"gather, {self._library}", rows, logits.nbytes, sent, plain)
+        values, ids = logits.max(dim=1)
+        call = partial(group.all_argmax, values, ids)
+        self._measure(f"argmax, {self._library}", rows, 16 * rows, 16 * rows * (size - 1), call)
+
+    def _measure(self, op: str, rows: int, num_bytes: int, sent: float, call: Callable[[], object]) -> None:
+        time_call = time_on_cpu if self._device.type == "cpu" else time_in_graph
+        time_us, floor_us = time_call(call, self._group), sent / (self._link_gbps * 1e3)
+        row = Row(op=op, rows=rows, kilobytes=num_bytes / 1e3, time_us=time_us, floor_us=floor_us)
+        self._rows.append(row)
+        ratio = f", {row.time_us / row.floor_us:6.1f} x floor" if self._device.type != "cpu" else ""
+        say(self._group.rank, f"{op:22} {rows:4} rows {row.kilobytes:9.1f} kB {row.time_us:8.1f} us{ratio}")
+
+
+def time_on_cpu(call: Callable[[], object], group: DistributedRanks) -> float:
+    """Microseconds of one call, of the slowest rank."""
+    dist.barrier(group.group)
+    start = time.perf_counter()
+    call()
+    slowest = torch.tensor([1e6 * (time.perf_counter() - start)])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group.group)
+    return float(slowest)
+
+
+def time_in_graph(call: Callable[[], object], group: DistributedRanks) -> float:
     """Microseconds a call in a graph, of the slowest rank."""
 
     def run() -> None:
@@ -158,11 +201,14 @@ def time_call(call: Callable[[], object], group: DistributedRanks) -> float:
 
 
 def check_sum(group: DistributedRanks, x: torch.Tensor) -> None:
-    """Against float32, and bit by bit between the ranks."""
-    expected = x.float()
-    dist.all_reduce(expected, group=group.group)
+    """Against float32, and bit by bit between the ranks. The libraries round every term that they add."""
+    expected, magnitude = x.float(), x.float().abs()
+    for terms in (expected, magnitude):
+        dist.all_reduce(terms, group=group.group)
     summed = group.all_reduce(x.clone())
-    torch.testing.assert_close(summed.float(), expected, rtol=2**-8, atol=1e-5)
+    is_ours = group.fast_sum is not None and group.fast_sum.takes(x)
+    allowed = 2**-8 * (expected.abs() if is_ours else (group.size - 1) * magnitude) + 1e-5
+    assert bool(((summed.float() - expected).abs() <= allowed).all()), f"{len(x)} rows: not the sum"
     bits = group.all_gather_columns(summed).chunk(group.size, dim=1)
     assert all(torch.equal(part, bits[0]) for part in bits), "ranks differ"
 

@@ -76,7 +76,7 @@ def test_unloading_the_orchestrator_ends_every_stream(server_to_break, broken_cl
     assert len(reasons) == 8
     assert set(reasons) <= {"RequestCancelled", "length", "cancelled", "ServerFailed", "ServerBusy"}
     control(server_to_break, "spec_ensemble", "load")
-    assert generate_when_back(broken_client, text_input="x", max_tokens=4).num_output_tokens == 4
+    assert generate_when_back(broken_client, **{**LONG, "text_input": "x", "max_tokens": 4}).num_output_tokens == 4
 
 
 def test_an_orchestrator_that_is_loaded_while_another_is_unloaded_has_the_runners_alone(server_to_break, broken_client):

@@ -1,4 +1,7 @@
-"""The real Triton Server with kimi-nano on two GPUs: hand-over on each GPU, captured steps, ranks that are killed."""
+"""The real Triton Server with kimi-nano on two GPUs: hand-over on each GPU, captured steps, ranks that are killed.
+
+`KIMI_TEST_RANKS` asks for more than two.
+"""
 
 import logging
 import os
@@ -14,9 +17,11 @@ from support.rank_processes import rank_pids, wait_until_gone
 from support.server_process import running_server, stub_pids
 from support.streams import control, reload, wait_for_speculation
 
+NUM_RANKS = int(os.environ.get("KIMI_TEST_RANKS", "2"))
+
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < NUM_RANKS, reason=f"needs {NUM_RANKS} GPUs"),
 ]
 
 logger = logging.getLogger(__name__)
@@ -30,7 +35,7 @@ FIELDS = request_fields((3, 2, 1, 3))
 def settings(**changes):
     values = {"kv_tokens": 16_384, "aux_transfer": "ipc", "max_speculative_tokens": 3}
     values |= {"kernels": "triton", "capture_batch_sizes": "1,8"}
-    return nano_settings(**{**values, "tensor_parallel_size": 2, **changes})
+    return nano_settings(**{**values, "tensor_parallel_size": NUM_RANKS, **changes})
 
 
 @pytest.fixture(scope="module")
