@@ -90,6 +90,8 @@ class RequestFields(TypedDict, total=False):
     """Send `token_origins` and `token_offsets` too (default false)."""
     return_control_offsets: bool | None
     """Send `control_offsets` and `begins_thinking` too (default false)."""
+    return_round_times: int | None
+    """Most rounds whose times `statistics` has, evenly spread over the reply; 0 to 64 (default 0)."""
 
 
 INPUT_TYPES = {
@@ -134,6 +136,7 @@ INPUT_TYPES = {
     "return_token_ids": "BOOL",
     "return_token_origins": "BOOL",
     "return_control_offsets": "BOOL",
+    "return_round_times": "INT32",
 }
 JSON_INPUTS = frozenset(
     {"messages", "logit_bias", "response_format", "structured_outputs", "tools", "tool_choice", "chat_template_kwargs"}

@@ -234,9 +234,9 @@ class Endpoint:
         request.state.share.grow(len(prompts) * (body.n or 1))
         with contextlib.ExitStack() as traced:
             span = None if self._tracer is None else traced.enter_context(self._tracer.request(*_named(request)))
-            metadata = () if span is None else span.metadata
+            traced_fields = {} if span is None else {"metadata": span.metadata, **span.fields}
             generation = Generation(
-                self._client, prompts, body.n or 1, is_streamed=bool(body.stream), metadata=metadata
+                self._client, prompts, body.n or 1, is_streamed=bool(body.stream), more=traced_fields
             )
             if span is not None:  # before the span ends, which is when the reply has been sent
                 traced.callback(lambda: setattr(span, "statistics", generation.statistics))

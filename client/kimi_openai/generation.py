@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import pydantic_core
@@ -54,13 +54,13 @@ class Generation:
         n: int,
         *,
         is_streamed: bool,
-        metadata: tuple[tuple[str, str], ...] = (),
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts the requests.
 
         Args:
             prompts: in the order of the choices, n of each.
-            metadata: headers of the gRPC calls.
+            more: arguments of `AsyncKimiClient.stream` beside each prompt's own.
 
         Raises:
             ApiError: too many, or a value that the client library cannot send.
@@ -68,10 +68,9 @@ class Generation:
         self._n = n
         self._asked = spread(prompts, n)
         self._streams: list[AsyncStream] = []
-        more: dict[str, Any] = {"metadata": metadata} if metadata else {}
         for asked in self._asked:
             try:
-                self._streams.append(client.stream(stream=is_streamed, **more, **asked.fields))
+                self._streams.append(client.stream(stream=is_streamed, **(more or {}), **asked.fields))
             except KimiClientError as error:
                 self.cancel()
                 raise _api_error(error, asked) from None

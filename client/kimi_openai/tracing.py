@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests: the whole, its queue, its prompt and its rounds, from the server's own statistics.
+"""OpenTelemetry spans of requests: the whole, its queue, its prompt, its rounds, from the server's own statistics.
 
 A caller's `traceparent` is continued, and Triton Server gets one, so that its trace of `spec_ensemble` hangs below.
 Only where an exporter is named (`kimi openai --otlp-endpoint`) is any of it imported or done.
@@ -18,6 +18,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 TRACES_PATH = "/v1/traces"
+SAMPLED_ROUNDS = 32
+"""The most rounds of a request that get spans of their own, evenly spread over its reply."""
 _NS = 1e9
 _propagator = TraceContextTextMapPropagator()
 
@@ -33,10 +35,20 @@ class RequestSpan:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata that hands the trace on to Triton Server."""
+        """Metadata that hands the trace on to Triton Server.
+
+        A trace that is not sampled stays here: 24.10 does not look at the flag and would record it.
+        """
+        if not self.span.is_recording():
+            return ()
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, set_span_in_context(self.span))
         return tuple(carrier.items())
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Fields of the request to Triton Server: a trace that is not sampled asks for no times of rounds."""
+        return {"return_round_times": SAMPLED_ROUNDS} if self.span.is_recording() else {}
 
 
 class RequestTracer:
@@ -74,7 +86,7 @@ class RequestTracer:
     def _add_phases(self, request: RequestSpan) -> None:
         """Spans below it. The server counts from a request's arrival there, a little after the endpoint's start."""
         statistics = request.statistics
-        if not statistics:
+        if not statistics or not request.span.is_recording():
             return
         speculation = statistics.get("speculative_decoding") or {}
         request.span.set_attributes(
@@ -85,21 +97,35 @@ class RequestTracer:
                 "kimi.preemptions": statistics["num_preemptions"],
             }
         )
-        ends = {"queue": statistics["queue_time_s"], "prefill": statistics["first_token_time_s"]}
-        ends["rounds"] = statistics["total_time_s"] if ends["prefill"] is not None else None
-        context, since_s = set_span_in_context(request.span), 0.0
-        for name, until_s in ends.items():
-            if until_s is None:
-                return
-            rounds = {f"kimi.{key}": value for key, value in speculation.items() if isinstance(value, (int, float))}
-            span = self._tracer.start_span(
-                name,
-                context=context,
-                start_time=request.start_ns + int(since_s * _NS),
-                attributes=rounds if name == "rounds" else None,
-            )
-            span.end(request.start_ns + int(max(since_s, until_s) * _NS))
-            since_s = until_s
+        first_s, end_s = statistics["first_token_time_s"], statistics["total_time_s"]
+        self._add(request, request.span, "queue", 0.0, statistics["queue_time_s"])
+        if first_s is None:
+            return
+        self._add(request, request.span, "prefill", statistics["queue_time_s"], first_s)
+        counts = {name: value for name, value in speculation.items() if isinstance(value, (int, float))}
+        rounds = self._add(request, request.span, "rounds", first_s, end_s, counts)
+        for entry in statistics.get("round_times", ()):
+            names = ("round", "num_draft_tokens", "num_accepted_draft_tokens")
+            self._add(request, rounds, "round", entry["start_s"], entry["end_s"], {name: entry[name] for name in names})
+
+    def _add(
+        self,
+        request: RequestSpan,
+        parent: Span,
+        name: str,
+        start_s: float,
+        end_s: float,
+        counts: Mapping[str, float] | None = None,
+    ) -> Span:
+        """A span below `parent`, from and to so many seconds after the request's start."""
+        span = self._tracer.start_span(
+            name,
+            context=set_span_in_context(parent),
+            start_time=request.start_ns + int(start_s * _NS),
+            attributes={f"kimi.{key}": value for key, value in (counts or {}).items()},
+        )
+        span.end(request.start_ns + int(max(start_s, end_s) * _NS))
+        return span
 
     def close(self) -> None:
         """Send what is left."""

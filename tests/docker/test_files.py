@@ -251,7 +251,33 @@ def endpoint_metrics():
     }
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)"
+)
+
+
+@needs_promtool
+def test_every_alert_fires_when_it_should_and_not_before(tmp_path):
+    """Prometheus' own evaluation of an hour and a half; each case has a series for calm and one for trouble."""
+    cases = json.loads((Path(__file__).parent / "alert_cases.json").read_text())
+    rules = yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules] == list(cases)
+    tests = []
+    for rule, series in zip(rules, cases.values(), strict=True):
+        expected = {"exp_labels": rule["labels"], "exp_annotations": rule["annotations"]}
+        if rule["alert"] == "KimiDown":
+            expected["exp_labels"] = {**rule["labels"], "job": "triton"}
+        for trouble, alerts in enumerate(([], [expected])):
+            inputs = [{"series": name, "values": values[trouble]} for name, values in series.items()]
+            asked = {"eval_time": "80m", "alertname": rule["alert"], "exp_alerts": alerts}
+            tests.append({"interval": "1m", "input_series": inputs, "alert_rule_test": [asked]})
+    file = tmp_path / "cases.yml"
+    file.write_text(json.dumps({"rule_files": [str(DOCKER / "alerts.yml")], "tests": tests}))  # JSON is YAML
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
 def test_prometheus_takes_its_configuration_and_the_alert_rules():
     command = ["promtool", "check", "config", "prometheus.yml"]
     done = subprocess.run(command, cwd=DOCKER, capture_output=True, text=True, timeout=60)

@@ -1,5 +1,6 @@
 """docker/start.sh and docker/smoke.sh as the container runs them, over the real Triton Server without the container."""
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,11 @@ from tritonclient.utils import InferenceServerException
 
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_client import KimiClient, RequestCancelled
+from kimi_openai import EndpointSettings
+from kimi_openai.app import Endpoint
+from kimi_openai.tracing import RequestTracer
+from support.openai_endpoint import running_endpoint
+from support.otlp_receiver import collecting, receiving
 from support.raw_streams import raw_input
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, stub_pids
 from support.start_script import ROOT, START, started
@@ -40,8 +46,31 @@ def variables(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def running(checkpoint, tmp_path_factory):
-    with started(tmp_path_factory.mktemp("start"), variables(checkpoint)) as server:
+def receiver():
+    with receiving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def collector(receiver):
+    """Its URL; what comes there arrives at `receiver`."""
+    with collecting(receiver) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def running(checkpoint, collector, tmp_path_factory):
+    """It traces requests that come with a trace, and of the others one in two thousand million."""
+    tracing = {
+        "mode": "opentelemetry",
+        "rate": 2**31 - 1,
+        "level": "TIMESTAMPS",
+        "opentelemetry,url": f"{collector}/v1/traces",
+        "opentelemetry,bsp_schedule_delay": 200,
+    }
+    options = " ".join(f"--trace-config={name}={value}" for name, value in tracing.items())
+    given = {**variables(checkpoint), "KIMI_TRITON_ARGS": options}
+    with started(tmp_path_factory.mktemp("start"), given) as server:
         server.wait_until_healthy()
         yield server
 
@@ -136,6 +165,36 @@ def test_the_metrics_port_is_served(running):
     KimiClient(f"localhost:{running.grpc}").generate(text_input="hi", max_tokens=2)
     text = urllib.request.urlopen(f"http://localhost:{running.metrics}/metrics", timeout=10).read().decode()
     assert "spec_decode_num_drafts_total" in text
+
+
+def test_a_callers_trace_goes_on_through_the_endpoint_and_triton_server(running, receiver, collector):
+    caller = "b7ad6b7169203331"
+    traces = {by: f"{number:032x}" for number, by in enumerate(("endpoint", "http", "unsampled"), 1)}
+    headers = {by: {"traceparent": f"00-{trace}-{caller}-01"} for by, trace in traces.items()}
+    headers["unsampled"]["traceparent"] = f"00-{traces['unsampled']}-{caller}-00"
+    body = {"max_tokens": 24, "seed": 1, "temperature": 0, "ignore_eos": True}
+    settings = EndpointSettings(url=f"localhost:{running.grpc}")
+    tracer = RequestTracer.to(collector)
+    with running_endpoint(settings, Endpoint(settings, tracer)) as endpoint:
+        for by in ("unsampled", "endpoint"):
+            status, _, _ = endpoint.send("POST", "/v1/completions", {"prompt": "hi", **body}, headers[by])
+            assert status == 200
+    tracer.close()
+    data = json.dumps({"text_input": "hi", "stream": True, **body}).encode()
+    assert status_of(running.http, "models/spec_ensemble/generate_stream", headers["http"], data) == 200
+    wanted = {("POST /v1/completions", traces["endpoint"]), ("spec_ensemble", traces["endpoint"])}
+    wanted |= {("InferRequest", traces["http"])}
+    found = receiver.wait_for(lambda spans: wanted <= {(span.name, span.trace_id) for span in spans})
+    assert traces["unsampled"] not in {span.trace_id for span in found}
+    ours = {span.name: span for span in found if span.service == "kimi-openai"}
+    assert {span.trace_id for span in ours.values()} == {traces["endpoint"]}
+    assert set(ours) == {"POST /v1/completions", "queue", "prefill", "rounds", "round"}
+    assert ours["POST /v1/completions"].parent_id == caller
+    assert ours["round"].parent_id == ours["rounds"].span_id
+    by_http = {span.name: span for span in found if span.trace_id == traces["http"]}
+    assert by_http["InferRequest"].parent_id == caller
+    assert by_http["spec_ensemble"].parent_id == by_http["InferRequest"].span_id
+    assert by_http["spec_ensemble"].events == ("REQUEST_START", "QUEUE_START", "REQUEST_END"), "timestamps alone"
 
 
 def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):

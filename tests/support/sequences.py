@@ -14,6 +14,7 @@ def make_sequence(
     priority: int = 0,
     seed: int = 0,
     return_token_origins: bool = False,
+    return_round_times: int = 0,
     **sampling: object,
 ) -> Sequence:
     """A waiting sequence; `sampling` are fields of SamplingParams."""
@@ -23,6 +24,7 @@ def make_sequence(
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         priority=priority,
         return_token_origins=return_token_origins,
+        return_round_times=return_round_times,
     )
     return Sequence(
         request,

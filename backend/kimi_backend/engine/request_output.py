@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kimi_backend.engine.commit import LogprobRows, StepOutput
+from kimi_backend.engine.round_sampler import RoundSampler
 from kimi_backend.scheduler.sequence import DraftState, Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.spec_decode.stats import SpeculationCounter
@@ -66,6 +67,8 @@ class RequestOutput:
         self._acceptance_problem = acceptance_problem
         self._num_verifies = [0] * (sequence.speculation.num_speculative_tokens + 1)
         self._first_token_s: float | None = None
+        most = sequence.request.return_round_times
+        self._rounds = RoundSampler(most, sequence.arrival_s) if most else None
 
     def push(self, output: StepOutput) -> TokenDelta | None:
         """The delta of one step; None when nothing is to be said any more."""
@@ -76,6 +79,8 @@ class RequestOutput:
             self._first_token_s = output.time_s
         if self.num_output_tokens:
             self._num_verifies[output.num_draft_tokens] += 1
+        if self._rounds is not None:
+            self._rounds.add(output, is_round=bool(self.num_output_tokens))
         self.num_output_tokens += update.num_tokens
         self.speculation.add(output.num_draft_tokens, output.num_accepted)
         finish, matched = output.finish, update.matched_stop
@@ -153,6 +158,7 @@ class RequestOutput:
             num_draft_tokens_histogram=tuple(self._num_verifies),
             acceptance_problem=self._acceptance_problem,
             pretences=self._pretences,
+            round_times=() if self._rounds is None else tuple(self._rounds.kept),
         )
 
 

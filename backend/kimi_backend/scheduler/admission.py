@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.proposer import Proposer
-from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_backend.types.request import MAX_ROUND_TIMES, GenerateRequest, SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**20
@@ -51,6 +51,7 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
         allowed = ", ".join(proposer.value for proposer in Proposer.parts_of(settings.proposer))
         raise InvalidRequestError(f"proposer: {request.proposer.value} given, one of {allowed} is allowed")
     _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_range("return_round_times", request.return_round_times, 0, MAX_ROUND_TIMES)
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise InvalidRequestError(f"timeout_s: {request.timeout_s} given, more than 0 seconds is allowed")
     check_sampling(request.sampling, limits.vocab_size)

@@ -75,6 +75,7 @@ class RequestParser:
             timeout_s=values.get("timeout_s"),
             cache_salt=values.get("cache_salt"),
             return_token_origins=values.get("return_token_origins", False),
+            return_round_times=values.get("return_round_times", 0),
         )
         return_control_offsets = values.get("return_control_offsets", False)
         return ParsedRequest(

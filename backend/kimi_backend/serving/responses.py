@@ -36,7 +36,7 @@ def statistics_json(stats: RequestStats, matched_stop: str | int | None = None) 
     values["stop_token_id"] = matched_stop if isinstance(matched_stop, int) else None
     values["speculative_decoding"] = speculation_json(stats.speculation)
     del values["speculation"]
-    for name in ("acceptance_problem", "pretences"):
+    for name in ("acceptance_problem", "pretences", "round_times"):
         if not values[name]:
             del values[name]
     return values

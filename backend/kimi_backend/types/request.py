@@ -8,6 +8,8 @@ from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.scoring import TokenScores
 
 MAX_SPECULATIVE_TOKENS = 7
+MAX_ROUND_TIMES = 64
+"""The most rounds of one request whose times are kept."""
 
 
 class TokenOrigin(IntEnum):
@@ -117,6 +119,8 @@ class GenerateRequest:
     """Requests share cached prefixes only with requests of the same salt."""
     return_token_origins: bool = False
     """Deltas say who said each token first, and where its text begins."""
+    return_round_times: int = 0
+    """0 to MAX_ROUND_TIMES: the most rounds whose times the statistics have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +168,20 @@ class SpeculationStats:
         return tuple(accepted / drafted if drafted else None for accepted, drafted in pairs)
 
 
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """When one round of a request ran. A verify without draft tokens counts as one here."""
+
+    round: int
+    """From 0 on; the step that draws the first token is none."""
+    start_s: float
+    """Seconds since the request's arrival when the round before had ended."""
+    end_s: float
+    """Seconds since the request's arrival when its tokens were there."""
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
     """Usage and timing of one finished request."""
@@ -191,6 +209,8 @@ class RequestStats:
     """What the server found wrong with its acceptance before the request came; None while all is well."""
     pretences: tuple[str, ...] = ()
     """What was not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
+    round_times: tuple[RoundTime, ...] = ()
+    """Of up to `GenerateRequest.return_round_times` rounds, evenly spread over all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,12 @@
 """One request's deltas from step outputs made by hand; letters are tokens."""
 
+import pytest
+
 from kimi_backend.engine.commit import StepOutput
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.text.text_stream import TextStream
-from kimi_backend.types.request import FinishReason, TokenDelta
+from kimi_backend.types.request import FinishReason, RoundTime, TokenDelta
 from support.letter_tokenizer import LetterTokenizer
 from support.sequences import make_sequence
 
@@ -26,10 +28,15 @@ class Stream:
         self.output = RequestOutput(self.sequence, text, lambda delta: None)
 
     def push(
-        self, letters: str, drafted: int = 3, accepted: int = 0, finish: Finish | None = None
+        self,
+        letters: str,
+        drafted: int = 3,
+        accepted: int = 0,
+        finish: Finish | None = None,
+        time_s: float = 5.0,
     ) -> TokenDelta | None:
         ids = TOKENIZER.encode(letters)
-        return self.output.push(StepOutput(self.sequence, 5.0, ids, drafted, accepted, finish=finish))
+        return self.output.push(StepOutput(self.sequence, time_s, ids, drafted, accepted, finish=finish))
 
 
 def letters(delta: TokenDelta | None) -> tuple[str, str]:
@@ -133,3 +140,22 @@ def test_a_request_that_never_started_has_waited_all_its_time() -> None:
     assert (final.stats.queue_time_s, final.stats.first_token_time_s) == (5.0, None)
     assert final.stats.speculation is None
     assert final.error == "no"
+
+
+@pytest.mark.parametrize("num_rounds", [1, 5, 40])
+@pytest.mark.parametrize("most", [0, 1, 4, 5])
+def test_times_of_rounds_are_bounded_and_evenly_spread(most: int, num_rounds: int) -> None:
+    stream = Stream(return_round_times=most)
+    stream.push("A", drafted=0, time_s=2.0)
+    for i in range(num_rounds - 1):
+        stream.push("BC", drafted=3, accepted=1, time_s=3.0 + i)
+    final = stream.push("D", drafted=2, accepted=0, finish=STOP_TOKEN, time_s=2.0 + num_rounds)
+    assert final is not None
+    assert final.stats is not None
+    times = final.stats.round_times
+    assert min(most, num_rounds) // 2 < len(times) <= most if most else times == ()
+    numbers = [entry.round for entry in times]
+    assert numbers == [i * (numbers[1] if len(numbers) > 1 else 1) for i in range(len(numbers))]
+    for entry in times:
+        drafted = (2, 0) if entry.round == num_rounds - 1 else (3, 1)
+        assert entry == RoundTime(entry.round, 2.0 + entry.round, 3.0 + entry.round, *drafted)

@@ -92,6 +92,8 @@ def test_a_wrong_list_is_refused(sampling: dict[str, object], message: str) -> N
         ({"timeout_s": 0.0}, "timeout_s: 0.0 given, more than 0 seconds is allowed"),
         ({"timeout_s": NAN}, "timeout_s: nan given"),
         ({"priority": 2**31}, "priority: 2147483648 given"),
+        ({"return_round_times": 65}, "return_round_times: 65 given, 0 to 64 is allowed"),
+        ({"return_round_times": -1}, "return_round_times: -1 given"),
     ],
 )
 def test_a_wrong_request_is_refused(changes: dict[str, object], message: str) -> None:
