@@ -124,6 +124,12 @@ def quantize_fp8(tensors: Tensors) -> Tensors:
     return stored
 
 
+def fp8_with_scales(name: str, weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
+    """largest: magnitudes that e4m3's largest value stands for, of the shape of the scales."""
+    scales = largest / FP8_MAX
+    return {name: (weight / scales).to(torch.float8_e4m3fn), f"{name}_scale": scales}
+
+
 def dequantized(tensors: Tensors) -> Tensors:
     """The same checkpoint with every weight dense, in float32, from the formats' formulas."""
     dense = {}
@@ -137,7 +143,7 @@ def dequantized(tensors: Tensors) -> Tensors:
             codes = torch.stack([(tensor >> shift) & 15 for shift in range(0, 32, 4)], dim=-1).flatten(-2) - 8
             scales = tensors[base + ".weight_scale"].float().repeat_interleave(INT4_GROUP_SIZE, dim=1)
             dense[base + ".weight"] = codes * scales
-        elif name + "_scale" in tensors and tensors[name + "_scale"].numel() == len(tensor):
+        elif name + "_scale" in tensors and tensors[name + "_scale"].numel() in (1, len(tensor)):
             dense[name] = tensor.float() * tensors[name + "_scale"].reshape(-1, 1)
         elif name + "_scale_inv" in tensors or name + "_scale" in tensors:
             blocks = tensors.get(name + "_scale_inv", tensors.get(name + "_scale"))
@@ -224,11 +230,7 @@ def _quantize(tensors: Tensors, config: KimiModelConfig) -> Tensors:
         elif stored.block_size:
             quantized |= _fp8(name, tensor, f"{module}.{stored.scales}")
         else:
-            scales = tensor.abs().amax(dim=1, keepdim=True) / FP8_MAX
-            quantized |= {
-                name: (tensor / scales).to(torch.float8_e4m3fn),
-                f"{module}.{stored.scales}": scales if stored.row_scales else scales.squeeze(1),
-            }
+            quantized |= fp8_with_scales(name, tensor, tensor.abs().amax(dim=1, keepdim=True))
     return quantized
 
 

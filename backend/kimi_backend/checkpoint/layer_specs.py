@@ -132,7 +132,7 @@ def _fp8(stored: StoredFormat, dtype: str, out_features: int, in_features: int) 
     if block:
         shape: tuple[int, ...] = (-(-out_features // block), -(-in_features // block))
     else:
-        shape = (out_features, stored.row_scales) if stored.row_scales else (out_features,)
+        shape = (1,) if stored.has_one_scale else (out_features,)
     return (
         TensorSpec(role=TensorRole.FP8_VALUES, shape=matrix, dtypes=(torch.float8_e4m3fn,), matrix_shape=matrix),
         TensorSpec(
@@ -140,7 +140,7 @@ def _fp8(stored: StoredFormat, dtype: str, out_features: int, in_features: int) 
             shape=shape,
             dtypes=(torch.float32, torch.bfloat16, torch.float8_e8m0fnu),
             matrix_shape=matrix,
-            rows_each=block or 1,
+            rows_each=0 if stored.has_one_scale else block or 1,
         ),
     )
 

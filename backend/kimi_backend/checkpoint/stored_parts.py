@@ -119,8 +119,11 @@ def _split(source: TensorSource, specs: Specs, stored_name: str, name: str, prob
     names = [f"{prefix}.{part}.{suffix}" for part in _FUSED.get(fused, ())]
     if not names or name in specs or not all(part in specs for part in names):
         return {name: _Part(stored_name)}
-    if specs[names[0]].role is TensorRole.INT4_SHAPE:
+    first = specs[names[0]]
+    if first.role is TensorRole.INT4_SHAPE:
         return {}  # says the fused shape
+    if first.role is TensorRole.FP8_SCALES and not first.rows_each:
+        return {part: _Part(stored_name) for part in names}  # one scale for all
     sizes = [specs[part].shape[0] for part in names]
     num_rows = source.shape(stored_name)[0] if source.shape(stored_name) else 0
     if num_rows != sum(sizes) or any(_cuts_a_block(specs, part) for part in names[:-1]):

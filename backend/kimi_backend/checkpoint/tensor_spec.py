@@ -38,8 +38,14 @@ class TensorSpec:
     matrix_shape: tuple[int, int] | None = None
     """[out_features, in_features] of the matrix that a quantised tensor is part of."""
     rows_each: int = 0
-    """Rows of that matrix that a row of an fp8 scale covers; 0 for other roles."""
+    """Rows of that matrix that a row of an fp8 scale covers; 0 for a scale that covers all, and for other roles."""
     is_required: bool = True
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """False for another shape. Scales of rows are stored as vectors and as columns, one of a matrix in any way."""
+        if self.role is TensorRole.FP8_SCALES and len(self.shape) == 1:
+            return shape in (self.shape, (*self.shape, 1)) or (self.shape == (1,) and shape == ())
+        return shape == self.shape
 
     @property
     def num_bytes(self) -> int:

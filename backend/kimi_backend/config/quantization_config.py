@@ -21,7 +21,7 @@ class QuantizationMethod(str, Enum):
     INT4 = "int4"
     """compressed-tensors pack-quantized, symmetric, in groups along the input (K2-Thinking, K2.5, K2.6)."""
     FP8 = "fp8"
-    """float8_e4m3fn with a scale for each square block (K2) or, outside the experts, for each row."""
+    """float8_e4m3fn with a scale for each square block (K2) or, outside the experts, for each row or the matrix."""
     MXFP4 = "mxfp4"
     """e2m1 with an e8m0 scale for each group of 32 along the input (quark, compressed-tensors)."""
 
@@ -34,18 +34,18 @@ class StoredFormat:
     group_size: int = 0
     """int4 and mxfp4: input columns that share a scale."""
     block_size: int = 0
-    """fp8: side of the square that shares a scale; 0 is a scale for each row."""
+    """fp8: side of the square that shares a scale; 0 is a scale for each row, or for the matrix."""
     values: str = "weight"
     scales: str = ""
-    row_scales: int = 0
-    """fp8 with a scale for each row: columns that the tensor of scales has, none where it is a vector."""
+    has_one_scale: bool = False
+    """fp8: the whole matrix shares a scale."""
 
     def describe(self) -> str:
         if self.group_size:
             return f"{self.method.value} in groups of {self.group_size}"
         if self.block_size:
             return f"{self.method.value} in blocks of {self.block_size} x {self.block_size}"
-        return f"{self.method.value} with a scale a row"
+        return f"{self.method.value} with a scale a {'matrix' if self.has_one_scale else 'row'}"
 
 
 AS_IT_IS = StoredFormat()

@@ -77,7 +77,7 @@ def _read_group(group: JsonFields, layout: str | None) -> tuple[tuple[str, ...],
     if own == "pack-quantized":
         group.require("input_activations")
     else:
-        _check_activations(group, "input_activations", "dynamic")
+        _check_activations(group, "input_activations", "dynamic", may_be_static=own == "float-quantized")
     weights = _object(group, "weights")
     weights.require("symmetric", True)
     # "static" and its newer name "weight" order the columns while they are rounded, and store them as they were.
@@ -109,9 +109,8 @@ def _read_mxfp4_group(weights: JsonFields) -> StoredFormat:
 def _read_fp8_group(weights: JsonFields) -> StoredFormat:
     weights.choice("type", ("float",))
     weights.integer("num_bits", minimum=8, maximum=8)
-    if weights.choice("strategy", ("channel", "block")) == "channel":
-        return StoredFormat(method=QuantizationMethod.FP8, scales="weight_scale", row_scales=1)
-    return _fp8_blocks(weights, "block_structure")
+    strategy = weights.choice("strategy", ("tensor", "channel", "block"))
+    return _fp8_blocks(weights, "block_structure") if strategy == "block" else _fp8(one_scale=strategy == "tensor")
 
 
 _GROUP_READERS: dict[str, Callable[[JsonFields], StoredFormat]] = {
@@ -141,40 +140,55 @@ def _read_quark(fields: JsonFields) -> QuantizationConfig:
 def _read_quark_layer(layer: JsonFields) -> StoredFormat:
     for name in ("output_tensors", "bias"):
         layer.require(name)
-    _check_activations(layer, "input_tensors", "is_dynamic")
     weight = _object(layer, "weight")
     weight.require("is_dynamic", False)
-    if weight.choice("dtype", ("fp4", "fp8_e4m3")) == "fp4":
+    is_fp4 = weight.choice("dtype", ("fp4", "fp8_e4m3")) == "fp4"
+    _check_activations(layer, "input_tensors", "is_dynamic", may_be_static=not is_fp4)
+    if is_fp4:
         weight.choice("qscheme", ("per_group",))
         weight.integer("group_size", minimum=MXFP4_GROUP_SIZE, maximum=MXFP4_GROUP_SIZE)
         if weight.value("scale_format") != "e8m0":
             raise weight.error("scale_format", f"'e8m0' ({NVFP4_TAKES})")
         weight.require("ch_axis", -1, 1)
         return _mxfp4("weight")
-    if weight.choice("qscheme", ("per_channel", "per_block")) == "per_block":
+    scheme = weight.choice("qscheme", ("per_tensor", "per_channel", "per_block"))
+    if scheme == "per_block":
         return _fp8_blocks(weight, "block_size")
-    weight.require("ch_axis", 0)
-    return StoredFormat(method=QuantizationMethod.FP8, scales="weight_scale")
+    if scheme == "per_channel":
+        weight.require("ch_axis", 0)
+    return _fp8(one_scale=scheme == "per_tensor")
 
 
-def _check_activations(fields: JsonFields, name: str, dynamic: str) -> None:
-    """Activations stay in the compute dtype, which is finer; what a file fixes for them is not read."""
+def _check_activations(fields: JsonFields, name: str, dynamic: str, *, may_be_static: bool) -> None:
+    """Activations stay in the compute dtype, which is finer; what a file fixes for them is not read.
+
+    Args:
+        may_be_static: the file may have scales for them, tensors that are left out.
+    """
     value = fields.value(name)
-    if value is None or (isinstance(value, dict) and value.get(dynamic) in (True, "local")):
+    if value is None or (isinstance(value, dict) and (may_be_static or value.get(dynamic) in (True, "local"))):
         return
     raise fields.error(name, "null, or activations that are rounded as they come (static ones take their scales)")
 
 
 def _read_fp8(fields: JsonFields) -> QuantizationConfig:
     fields.require("fmt", "e4m3", "float8_e4m3fn")
-    fields.require("activation_scheme", "dynamic")
+    fields.require("activation_scheme", "dynamic", "static")
     fields.require("scale_fmt", "float", "ue8m0")
     ignored = (fields.strings(name) for name in ("ignore", "modules_to_not_convert", "ignored_layers"))
-    blocks = _block_size(fields, "weight_block_size")
     return QuantizationConfig(
-        default=StoredFormat(method=QuantizationMethod.FP8, block_size=blocks, scales="weight_scale_inv"),
+        default=_read_fp8_format(fields),
         ignore=tuple(name for names in ignored for name in names),
     )
+
+
+def _read_fp8_format(fields: JsonFields) -> StoredFormat:
+    """Blocks of DeepSeek's size where nothing is said of them; null, or a static scheme, is one scale a matrix."""
+    size = fields.value("weight_block_size")
+    if size is None and ("weight_block_size" in fields.data or fields.value("activation_scheme") == "static"):
+        return _fp8(one_scale=True)
+    block_size = _block_size(fields, "weight_block_size")
+    return StoredFormat(method=QuantizationMethod.FP8, block_size=block_size, scales="weight_scale_inv")
 
 
 def _object(fields: JsonFields, name: str) -> JsonFields:
@@ -188,6 +202,10 @@ def _mxfp4(values: str) -> StoredFormat:
     return StoredFormat(
         method=QuantizationMethod.MXFP4, group_size=MXFP4_GROUP_SIZE, values=values, scales="weight_scale"
     )
+
+
+def _fp8(*, one_scale: bool) -> StoredFormat:
+    return StoredFormat(method=QuantizationMethod.FP8, scales="weight_scale", has_one_scale=one_scale)
 
 
 def _fp8_blocks(fields: JsonFields, name: str) -> StoredFormat:

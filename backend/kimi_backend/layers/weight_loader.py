@@ -1,5 +1,6 @@
 """Checkpoint tensors -> this rank's weights, in the compute dtype, whatever format the file stores them in."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -161,7 +162,10 @@ class WeightLoader:
     ) -> torch.Tensor:
         self._check_shape(f"{name}.weight", shape)
         values = self.source.read(f"{name}.weight", dim, start, stop)
-        if self.source.shape(scales_name) in ((shape[0],), (shape[0], 1)):
+        stored = self.source.shape(scales_name)
+        if math.prod(stored) == 1:
+            return values.float() * self.source.read(scales_name).float().reshape(1)
+        if stored in ((shape[0],), (shape[0], 1)):
             rows = self.source.read(scales_name, 0, *((start, stop) if dim == 0 else (0, shape[0])))
             return values.float() * rows.float().reshape(-1, 1)
         block = self.fp8_block_size

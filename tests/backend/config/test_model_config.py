@@ -329,7 +329,10 @@ def _quark_with(field: str, value: Any) -> Json:
         (quark_quantization(exclude=["re:("]), r"holds 're:\(', expected a regular expression"),
         (
             quark_quantization(
-                global_quant_config={"weight": FP8_ROWS["weight"], "input_tensors": {"is_dynamic": False}}
+                global_quant_config={
+                    **quark_quantization()["global_quant_config"],
+                    "input_tensors": {"is_dynamic": False},
+                }
             ),
             "input_tensors is .*, expected null, or activations that are rounded as they come",
         ),
@@ -380,7 +383,8 @@ def _quark_with(field: str, value: Any) -> Json:
         ),
         (fp8_quantization(96), "moe_intermediate_size is 2048, expected a multiple of the fp8 weight_block_size 96"),
         ({**fp8_quantization(), "fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
-        ({**fp8_quantization(), "activation_scheme": "static"}, "activation_scheme is 'static'"),
+        ({**fp8_quantization(), "activation_scheme": "fixed"}, "activation_scheme is 'fixed'"),
+        ({**fp8_quantization(), "weight_block_size": None}, "routed experts as fp8 with a scale a matrix, expected"),
         ({**fp8_quantization(), "weight_block_size": [128, 64]}, "weight_block_size is .*expected two equal"),
         ({**fp8_quantization(), "weight_block_size": [0, 0]}, "weight_block_size is"),
         (

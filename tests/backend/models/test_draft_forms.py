@@ -1,6 +1,7 @@
 """Every form in which other servers take a draft's file gives the draft of the plain form."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraf
 from kimi_backend.errors import CheckpointError
 from support.draft_steps import DraftSteps, build_stored_draft
 from support.family_configs import FP8_ROWS
-from support.tiny_checkpoints import Tensors, dequantized, quantize_fp8, random_draft
+from support.tiny_checkpoints import Tensors, dequantized, fp8_with_scales, quantize_fp8, random_draft
 from support.tiny_configs import FP8_BLOCK_SIZE, QUANTIZATION_CONFIGS, draft_config, draft_json, target_config
 
 TARGET = target_config()
@@ -69,16 +70,67 @@ def test_fp8_drafts_are_widened(fuses: bool) -> None:
     assert not torch.equal(dense, run(draft_config("mha", TARGET), plain))
 
 
-def test_fp8_drafts_with_a_scale_a_row_are_widened() -> None:
-    """Quark's ptpc_fp8, as amd/kimi-k2.5-eagle3-fp8: fc and head stay as they are."""
-    quark = {"quant_method": "quark", "exclude": ["fc", "lm_head"], "global_quant_config": FP8_ROWS}
-    config = draft_config("mha", TARGET, quantization_config=quark)
+def compressed_fp8(strategy: str, activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["fc", "lm_head"],
+    }
+
+
+def quark_fp8(**weight: Any) -> dict[str, Any]:
+    layer = {**FP8_ROWS, "weight": {**FP8_ROWS["weight"], **weight}}
+    return {"quant_method": "quark", "exclude": ["fc", "lm_head"], "global_quant_config": layer}
+
+
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+PLAIN_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["fc"]}
+WITHOUT_BLOCKS = {**PLAIN_FP8, "activation_scheme": "dynamic", "weight_block_size": None}
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize(
+    ("quantization", "scales_of"),
+    [
+        # Quark's ptpc_fp8, as amd/kimi-k2.5-eagle3-fp8: fc and head stay as they are.
+        (quark_fp8(), lambda weight: weight.abs().amax(dim=1)),
+        (compressed_fp8("channel"), lambda weight: weight.abs().amax(dim=1, keepdim=True)),
+        (quark_fp8(qscheme="per_tensor", ch_axis=None), lambda weight: weight.abs().amax()),
+        (compressed_fp8("tensor", STATIC), lambda weight: weight.abs().amax().reshape(1)),
+        (PLAIN_FP8, lambda weight: weight.abs().amax()),
+        (WITHOUT_BLOCKS, lambda weight: weight.abs().amax()),
+    ],
+    ids=["quark-row", "compressed-row", "quark-one", "compressed-one", "fp8-one-static", "fp8-one"],
+)
+def test_fp8_drafts_with_a_scale_a_row_or_a_matrix_are_widened(
+    quantization: dict[str, Any], scales_of: Callable[[torch.Tensor], torch.Tensor], fuses: bool
+) -> None:
+    config = draft_config("mha", TARGET, quantization_config=quantization)
+    stored = random_draft(draft_config("mha", TARGET))
+    if fuses:
+        stored = fused(stored, "gate_up_proj", ("gate_proj", "up_proj"))
+    for name, tensor in list(stored.items()):
+        if name.endswith("_proj.weight"):
+            magnitudes = scales_of(tensor)
+            quantized = fp8_with_scales(name, tensor, magnitudes if magnitudes.ndim != 1 else magnitudes[:, None])
+            scales = quantized[f"{name}_scale"].reshape(magnitudes.shape)
+            stored |= {**quantized, f"{name}_scale": scales, f"{name.removesuffix('weight')}input_scale": scales.max()}
+    dense = {name: tensor for name, tensor in stored.items() if not name.endswith("input_scale")}
+    assert torch.equal(run(config, stored), run(draft_config("mha", TARGET), dequantized(dense)))
+
+
+def test_a_file_with_other_scales_than_its_config_says_is_refused() -> None:
+    config = draft_config("mha", TARGET, quantization_config=compressed_fp8("tensor"))
     stored = random_draft(draft_config("mha", TARGET))
     for name, tensor in list(stored.items()):
         if name.endswith("_proj.weight"):
-            scales = tensor.abs().amax(dim=1) / 448
-            stored |= {name: (tensor / scales[:, None]).to(torch.float8_e4m3fn), f"{name}_scale": scales}
-    assert torch.equal(run(config, stored), run(draft_config("mha", TARGET), dequantized(stored)))
+            stored |= fp8_with_scales(name, tensor, tensor.abs().amax(dim=1, keepdim=True))
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight_scale: expected shape \[1\], found \[64, 1\]"):
+        run(config, stored)
 
 
 def test_fp8_scales_may_be_powers_of_two_in_a_byte() -> None:
