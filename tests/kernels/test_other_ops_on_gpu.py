@@ -79,6 +79,8 @@ def test_rope_activation_and_cache_writes(rows: int, interleaved: bool) -> None:
     )  # fmt: skip
     kv_cache = torch.zeros(2, 40, 64, 8, 128, dtype=torch.bfloat16)
     check("store_kv", randn(rows, 8, 128), randn(rows, 8, 128), kv_cache, slots)
+    narrow = kv_cache.to(torch.float8_e4m3fn)
+    check("store_kv", 100 * randn(rows, 8, 128), randn(rows, 8, 128), narrow, slots, 0.25)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 256])
@@ -177,7 +179,10 @@ def paged(case: PagedCase, *width: int) -> Tensor:
 def test_mha_attention(num_heads: int, num_kv_heads: int, window: int | None, block_size: int) -> None:
     case = paged_case([4, 1, 0, 140, 1], [700, 0, 64, 300, 65], block_size, padding_rows=3)
     cache = torch.stack([paged(case, num_kv_heads, 128), paged(case, num_kv_heads, 128)])
-    check("mha_attention", randn(case.batch.num_tokens, num_heads, 128), cache, case.batch, 128**-0.5, window)
+    q = randn(case.batch.num_tokens, num_heads, 128)
+    check("mha_attention", q, cache, case.batch, 128**-0.5, window)
+    narrow = (cache / 0.25).to(torch.float8_e4m3fn)
+    check("mha_attention", q, narrow, case.batch, 128**-0.5, window, 0.25)
 
 
 @pytest.mark.parametrize("num_heads", [8, 3])

@@ -176,19 +176,24 @@ def prefill() -> Build:
     )
 
 
-def mha() -> Build:
-    """`attend_kernel` of `mha_attention` for 64 rows, head dim 128."""
+def mha(cache: str = "bf16") -> Build:
+    """`attend_kernel` of `mha_attention` for 64 rows, head dim 128.
+
+    Args:
+        cache: Triton-language's name of its element type.
+    """
     import triton.language as tl
 
     types = {
-        **dict.fromkeys(("q", "keys", "values", "out"), "*bf16"),
+        **dict.fromkeys(("q", "out"), "*bf16"),
+        **dict.fromkeys(("keys", "values"), f"*{cache}"),
         **dict.fromkeys(("block_table", "cu_seqlens_q", "seq_lens"), "*i32"),
         **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
         **dict.fromkeys(
             ("q_token_stride", "q_head_stride", "table_stride", "num_tokens", "num_heads", "num_kv_heads"), "i32"
         ),
         **dict.fromkeys(("num_tiles", "window"), "i32"),
-        "scale": "fp32",
+        **dict.fromkeys(("scale", "value_scale"), "fp32"),
     }
     constants = {"D": 128, "PAGE": 64, "R": 64, "K": 64, "SPLITS": 4, "STAGES": 3, "PDL": True}
     return Build(
@@ -283,6 +288,7 @@ BUILDS: dict[str, Callable[[], Build]] = {
     **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
     "prefill": prefill,
     "mha": mha,
+    "mha float8": lambda: mha("fp8e4nv"),
     **{f"streamed {rows} x {out}": lambda rows=rows, out=out: streamed_linear(rows, out)  # type: ignore[misc]
        for rows in (8, 16) for out in (2112, 7168, 36_864)},
     **{f"streamed head {rows}": lambda rows=rows: streamed_linear(rows, 163_840) for rows in (32, 64)},  # type: ignore[misc]

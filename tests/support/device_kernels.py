@@ -113,13 +113,18 @@ def _mla_prefill(
     return q[..., : w_uv.shape[2]]
 
 
-def _store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def _store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
     for cache, rows in zip(kv_cache, (k, v), strict=True):
         cache.flatten(0, 1).index_copy_(0, slot_mapping.clamp(min=0), rows)
 
 
 def _mha_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    sliding_window: int | None,
+    kv_scale: float = 1.0,
 ) -> Tensor:
     return q
 

@@ -69,8 +69,11 @@ class DraftSteps:
         kernels: KernelSet | None = None,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
+        kv_scale: float = 1.0,
     ) -> None:
+        """dtype: of the cache."""
         self.draft = draft
+        self.kv_scale = kv_scale
         self.kernels = kernels or KernelSet.reference()
         self.sequences = PagedSequences(capacities, block_size=block_size, seed=seed, device=device)
         self.cache = self.sequences.cache(draft.kv_pool_shape(self.sequences.num_blocks, block_size), dtype)
@@ -82,6 +85,6 @@ class DraftSteps:
         rows = self.sequences.rows(chunks)
         metadata = self.sequences.metadata(rows, self.kernels, self.draft.num_mla_heads)
         token_ids = torch.from_numpy(rows.token_ids).to(self.sequences.device)
-        normed, feedback = self.draft.forward(token_ids, torch.cat(hidden), metadata, self.cache)
+        normed, feedback = self.draft.forward(token_ids, torch.cat(hidden), metadata, self.cache, self.kv_scale)
         sizes = rows.query_lens.tolist()
         return list(self.draft.compute_logits(normed).split(sizes)), list(feedback.split(sizes))

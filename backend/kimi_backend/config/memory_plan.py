@@ -137,7 +137,7 @@ def plan_memory(
     if draft is not None:
         has_embed, has_head = settings.draft_has_embed, settings.draft_has_head
         draft_bytes = draft_weight_bytes(draft, weights, has_embed=has_embed, has_head=has_head)
-        draft_kv = draft.kv_bytes_per_token(draft_kv_cache_dtype(draft, settings), settings.tp_size)
+        draft_kv = draft.kv_bytes_per_token(settings.kv_cache_dtype, settings.tp_size)
     activations = settings.overhead_bytes + _activation_bytes(target, draft, weights, settings)
     num_processes = 1 if draft is None else 2
     activations += num_processes * settings.ranks_bytes if settings.tp_size > 1 else 0
@@ -153,13 +153,6 @@ def plan_memory(
         max_model_len=max_model_len,
     )
     return _with_blocks(plan, settings)
-
-
-def draft_kv_cache_dtype(draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, settings: MemorySettings) -> str:
-    """The target's, but for an MHA draft, whose attention takes no float8."""
-    if isinstance(draft, Eagle3MhaDraftConfig) and settings.kv_cache_dtype.startswith("float8"):
-        return settings.weight_dtype
-    return settings.kv_cache_dtype
 
 
 def _with_blocks(plan: MemoryPlan, settings: MemorySettings) -> MemoryPlan:

@@ -101,11 +101,11 @@ class ServingSettings:
     kv_tokens: int = _setting(0, "Tokens that the KV pools hold; 0 takes what the memory plan allows.", minimum=0)
     kv_cache_dtype: str = _setting(
         "auto",
-        "KV element type; auto follows the device. `fp8` (e4m3) halves the bytes of a GPU's MLA caches.",
+        "KV element type; auto follows the device. `fp8` (e4m3) halves the bytes of a GPU's caches.",
         choices=("auto", "float32", "bfloat16", "fp8"),
     )
     kv_scale: float = _setting(
-        1.0, "An fp8 cache holds a value divided by this. Latents are normed, so 1 fits.", minimum=1e-6
+        1.0, "An fp8 cache holds a value divided by this. Latents are normed, and an MHA draft's keys lie far below 448, so 1 fits.", minimum=1e-6
     )
     enforce_eager: str = _setting(
         "false", "`true` captures no CUDA graphs: a faster start, slower steps.", choices=("false", "true")

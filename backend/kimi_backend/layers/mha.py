@@ -49,30 +49,32 @@ class MhaAttention:
         Args:
             x: [T, input_size], normed.
             kv_cache: [2, num_blocks, block_size, num_kv_heads of this rank, head_dim], written in place.
-            kv_scale: must be 1: this cache holds no scaled formats.
+            kv_scale: a float8 cache holds values divided by it; else 1.
         Returns:
             This rank's term of the sum over ranks, [T, hidden_size].
         """
-        if kv_scale != 1.0:
-            raise ValueError(f"kv_scale {kv_scale}: a key-value cache of this draft holds values unscaled")
         g = self._config
         qkv = self._qkv(x).view(x.shape[0], -1, g.head_dim)
         qk, v = torch.split(qkv, [self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
         qk = self._kernels.rope(qk, self._cos_sin, metadata.positions, g.rope.interleaved)
         q, k = torch.split(qk, [self._num_heads, self._num_kv_heads], dim=1)
-        self._kernels.store_kv(k, v, kv_cache, metadata.slot_mapping)
-        heads = self._attend(q, metadata, kv_cache)
+        self._kernels.store_kv(k, v, kv_cache, metadata.slot_mapping, kv_scale)
+        heads = self._attend(q, metadata, kv_cache, kv_scale)
         return self._o_proj(heads.reshape(-1, self._num_heads * g.head_dim))
 
-    def _attend(self, q: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
+    ) -> torch.Tensor:
         num_decode = metadata.num_decode_tokens
         outputs = []
         if metadata.decode is not None:
-            outputs.append(self._attend_batch(q[:num_decode], metadata.decode, kv_cache))
+            outputs.append(self._attend_batch(q[:num_decode], metadata.decode, kv_cache, kv_scale))
         if metadata.prefill is not None:
-            outputs.append(self._attend_batch(q[num_decode:], metadata.prefill, kv_cache))
+            outputs.append(self._attend_batch(q[num_decode:], metadata.prefill, kv_cache, kv_scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_batch(self, q: torch.Tensor, batch: AttentionBatch, kv_cache: torch.Tensor) -> torch.Tensor:
+    def _attend_batch(
+        self, q: torch.Tensor, batch: AttentionBatch, kv_cache: torch.Tensor, kv_scale: float
+    ) -> torch.Tensor:
         g = self._config
-        return self._kernels.mha_attention(q, kv_cache, batch, g.softmax_scale, g.sliding_window)
+        return self._kernels.mha_attention(q, kv_cache, batch, g.softmax_scale, g.sliding_window, kv_scale)

@@ -14,15 +14,15 @@ from kimi_kernels.row_products import aligned, keeps_rows_aligned
 from kimi_kernels.store_latent.cpu import write_rows
 
 
-def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
     """`signatures.StoreKv`; a slot of -1 writes nothing.
 
     Raises:
         ValueError: k, v and kv_cache differ in heads or width, or the cache's keys or values are not contiguous.
     """
     fits = k.shape == v.shape and k.shape[1:] == kv_cache.shape[3:] and len(slot_mapping) == len(k)
-    if not fits or kv_cache.itemsize == 1 or not kv_cache.is_contiguous():
-        reference.store_kv(k, v, kv_cache, slot_mapping)
+    if not fits or kv_cache.itemsize == 1 or kv_scale != 1.0 or not kv_cache.is_contiguous():
+        reference.store_kv(k, v, kv_cache, slot_mapping, kv_scale)
         return
     keys, values = kv_cache.flatten(1, 2).unbind()
     write_rows(keys, slot_mapping, k)
@@ -30,7 +30,12 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> No
 
 
 def mha_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    sliding_window: int | None,
+    kv_scale: float = 1.0,
 ) -> Tensor:
     """`signatures.MhaAttention`; 0 for rows of empty sequences.
 
@@ -42,14 +47,14 @@ def mha_attention(
     fits = q.shape[2:] == (head_dim,) and num_heads % num_kv_heads == 0 and num_tokens == batch.num_tokens
     is_aligned = keeps_rows_aligned(head_dim)
     if not fits or not is_aligned or q.dtype != torch.float32 or sliding_window is not None:
-        return reference.mha_attention(q, kv_cache, batch, softmax_scale, sliding_window)
+        return reference.mha_attention(q, kv_cache, batch, softmax_scale, sliding_window, kv_scale)
     group = num_heads // num_kv_heads
     out = torch.zeros(num_tokens, num_kv_heads, group, head_dim)
     q_rows, out_rows = aligned(q * softmax_scale).view_as(out).unbind(), out.unbind()
     for sequence, first, num_rows, length in sequences_with_queries(batch, block_size):
         block_ids = batch.block_table[sequence, : -(-length // block_size)]
-        keys_t = read_slots(kv_cache[0], block_ids).permute(1, 2, 0)
-        values = read_slots(kv_cache[1], block_ids).transpose(0, 1)
+        keys_t = read_slots(kv_cache[0], block_ids, kv_scale).permute(1, 2, 0)
+        values = read_slots(kv_cache[1], block_ids, kv_scale).transpose(0, 1)
         for row in range(first, first + num_rows):
             num_keys = length - (first + num_rows - 1 - row)
             if num_keys > 0:

@@ -12,6 +12,7 @@ from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.early_start import starts_early
 from kimi_kernels.mha_attention.kernel_attend import attend_kernel, merge_kernel, store_kv_kernel
+from kimi_kernels.quantization.reference import FP8_MAX
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 TILE_KEYS = 64
@@ -19,12 +20,14 @@ MAX_SPLITS = 64
 INTERPRETER_PROCESSORS = 4
 
 
-def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
     """`signatures.StoreKv`; a slot of -1 writes nothing.
 
     Raises:
-        ValueError: k, v and kv_cache differ in heads, width or dtype, or have a layout the kernel does not take.
+        ValueError: k, v and kv_cache differ in heads, width or dtype (but for a float8 cache), or have a layout the
+            kernel does not take.
     """
+    is_float8 = _check_scale(kv_cache, kv_scale)
     require_shape("kv_cache", kv_cache, 2, None, None, None, None)
     num_kv_heads, head_dim = kv_cache.shape[3:]
     require_shape("k", k, None, num_kv_heads, head_dim)
@@ -33,27 +36,34 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> No
     require_dtype("slot_mapping", slot_mapping, torch.int64)
     require(kv_cache[0].is_contiguous(), "kv_cache", f"strides {kv_cache.stride()}", "contiguous keys and values")
     for name, rows in (("k", k), ("v", v)):
-        require_dtype(name, rows, kv_cache.dtype)
+        if not is_float8:
+            require_dtype(name, rows, kv_cache.dtype)
         require(rows.stride(2) == 1, name, f"last stride {rows.stride(2)}", "1")
     if not k.numel():
         return
     early = starts_early(k.device)
     store_kv_kernel[(k.shape[0], 2)](
         k, v, kv_cache[0], kv_cache[1], slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        num_kv_heads, head_dim, HEADS=triton.next_power_of_2(num_kv_heads), D=triton.next_power_of_2(head_dim),
-        PDL=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+        num_kv_heads, head_dim, 1.0 / kv_scale, FP8_MAX, HEADS=triton.next_power_of_2(num_kv_heads),
+        D=triton.next_power_of_2(head_dim), IS_FLOAT8=is_float8, PDL=early, num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
 def mha_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    sliding_window: int | None,
+    kv_scale: float = 1.0,
 ) -> Tensor:
     """`signatures.MhaAttention`; 0 for rows of empty sequences and of none.
 
     Raises:
         ValueError: a shape, dtype or layout that the kernels do not take.
     """
-    _check(q, kv_cache, batch, softmax_scale, sliding_window)
+    _check(q, kv_cache, batch, softmax_scale, sliding_window, kv_scale)
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs = batch.seq_lens.shape[0]
@@ -75,8 +85,8 @@ def mha_attention(
     attend_kernel[(num_seqs * num_tiles, num_kv_heads, splits)](
         q, kv_cache[0], kv_cache[1], batch.block_table, batch.cu_seqlens_q, batch.seq_lens, out, part_out, part_lse,
         q.stride(0), q.stride(1), batch.block_table.stride(0), num_tokens, num_heads, num_kv_heads, num_tiles,
-        sliding_window or 1 << 30, softmax_scale * math.log2(math.e), D=head_dim, PAGE=block_size, R=tile_rows,
-        K=TILE_KEYS, SPLITS=splits, MATH=_math_dtype(q.dtype), STAGES=3, PDL=early,
+        sliding_window or 1 << 30, softmax_scale * kv_scale * math.log2(math.e), kv_scale, D=head_dim,
+        PAGE=block_size, R=tile_rows, K=TILE_KEYS, SPLITS=splits, MATH=_math_dtype(q.dtype), STAGES=3, PDL=early,
         num_warps=8 if tile_rows == 128 else 4, num_stages=3, **launch,
     )  # fmt: skip
     if splits > 1:
@@ -108,15 +118,28 @@ def _math_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
+def _check_scale(kv_cache: Tensor, kv_scale: float) -> bool:
+    """Whether the cache is float8; another holds values as they are."""
+    is_float8 = kv_cache.dtype == torch.float8_e4m3fn
+    require(kv_scale > 0 and (is_float8 or kv_scale == 1.0), "kv_scale", kv_scale, "1, or of a float8 cache above 0")
+    return is_float8
+
+
 def _check(
-    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    sliding_window: int | None,
+    kv_scale: float,
 ) -> None:
     require(q.is_cuda or INTERPRETED, "q", f"on {q.device}", "a CUDA device")
     require_shape("kv_cache", kv_cache, 2, None, None, None, None)
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
     require_shape("q", q, batch.num_tokens, None, head_dim)
     require_dtype("q", q, torch.bfloat16, torch.float16, *([torch.float32] if INTERPRETED else []))
-    require_dtype("kv_cache", kv_cache, q.dtype)
+    if not _check_scale(kv_cache, kv_scale):
+        require_dtype("kv_cache", kv_cache, q.dtype)
     require_dtype("batch.block_table", batch.block_table, torch.int32)
     require(q.shape[1] % num_kv_heads == 0, "q", f"{q.shape[1]} heads", f"a multiple of num_kv_heads {num_kv_heads}")
     require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")

@@ -38,7 +38,8 @@ def attend_kernel(
     num_kv_heads,
     num_tiles,
     window,  # keys a row sees at most
-    scale,  # softmax scale * log2(e)
+    scale,  # softmax scale * log2(e) * value_scale
+    value_scale,  # what a float8 cache's keys and values are multiples of; else 1
     D: tl.constexpr,
     PAGE: tl.constexpr,
     R: tl.constexpr,
@@ -102,7 +103,7 @@ def attend_kernel(
         row_max = new_max
     seen = row_sum > 0.0
     safe_sum = tl.where(seen, row_sum, 1.0)
-    result = acc * tl.where(seen, 1.0 / safe_sum, 0.0)[:, None]
+    result = acc * tl.where(seen, value_scale / safe_sum, 0.0)[:, None]
     row = (first_row + token).to(tl.int64) * num_heads + head
     if SPLITS == 1:
         tl.store(out + row[:, None] * D + column, result.to(out.dtype.element_ty), mask=exists[:, None])
@@ -156,8 +157,11 @@ def store_kv_kernel(
     v_head_stride,
     num_kv_heads,
     width,
+    inverse_scale,  # of a float8 cache
+    limit,  # the largest value that it holds
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a (token, keys or values)."""
@@ -174,7 +178,11 @@ def store_kv_kernel(
     target = (slot * num_kv_heads + head) * width + column
     if tl.program_id(1) == 0:
         row = tl.load(k + token * k_token_stride + head * k_head_stride + column, mask=inside)
-        tl.store(keys + target, row, mask=inside)
+        if IS_FLOAT8:
+            row = tl.minimum(tl.maximum(row.to(tl.float32) * inverse_scale, -limit), limit)
+        tl.store(keys + target, row.to(keys.dtype.element_ty), mask=inside)
     else:
         row = tl.load(v + token * v_token_stride + head * v_head_stride + column, mask=inside)
-        tl.store(values + target, row, mask=inside)
+        if IS_FLOAT8:
+            row = tl.minimum(tl.maximum(row.to(tl.float32) * inverse_scale, -limit), limit)
+        tl.store(values + target, row.to(values.dtype.element_ty), mask=inside)

@@ -15,7 +15,7 @@ from kimi_kernels.paged_rows import read_slots, sequences_with_queries, write_sl
 from kimi_kernels.row_tiles import WIDTH_MULTIPLE, ceil_to_width
 
 
-def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
     """`signatures.StoreKv`; a slot of -1 writes nothing.
 
     Raises:
@@ -27,11 +27,17 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> No
     require_shape("v", v, *k.shape)
     require(kv_cache[0].is_contiguous(), "kv_cache", f"strides {kv_cache.stride()}", "contiguous keys and values")
     for cache, rows in zip(kv_cache, (k, v), strict=True):
-        write_slots(cache.view(-1, num_kv_heads, head_dim), slot_mapping, rows)
+        scaled = rows if kv_scale == 1.0 else rows.float() / kv_scale
+        write_slots(cache.view(-1, num_kv_heads, head_dim), slot_mapping, scaled)
 
 
 def mha_attention(
-    q: Tensor, kv_cache: Tensor, batch: AttentionBatch, softmax_scale: float, sliding_window: int | None
+    q: Tensor,
+    kv_cache: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    sliding_window: int | None,
+    kv_scale: float = 1.0,
 ) -> Tensor:
     """`signatures.MhaAttention`; 0 for rows of empty sequences.
 
@@ -56,8 +62,8 @@ def mha_attention(
         first_block = _first_block(oldest, block_size)
         base = first_block * block_size
         block_ids = batch.block_table[sequence, first_block : -(-length // block_size)]
-        keys_t = read_slots(kv_cache[0], block_ids).permute(1, 2, 0)
-        values = read_slots(kv_cache[1], block_ids).transpose(0, 1)
+        keys_t = read_slots(kv_cache[0], block_ids, kv_scale).permute(1, 2, 0)
+        values = read_slots(kv_cache[1], block_ids, kv_scale).transpose(0, 1)
         for row in range(first, first + num_rows):
             stop = length - (first + num_rows - 1 - row)
             if stop <= 0:

@@ -169,8 +169,13 @@ class MlaPrefill(Protocol):
 class StoreKv(Protocol):
     """Write this step's keys and values into the paged cache, in place."""
 
-    def __call__(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """k, v: [T, num_kv_heads, head_dim]; kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    def __call__(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
+        """
+        Args:
+            k, v: [T, num_kv_heads, head_dim].
+            kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; float8 holds value / kv_scale, values beyond
+                its range become its largest one.
+        """
         ...
 
 
@@ -184,6 +189,7 @@ class MhaAttention(Protocol):
         batch: AttentionBatch,
         softmax_scale: float,
         sliding_window: int | None,
+        kv_scale: float = 1.0,
     ) -> Tensor:
         """
         Args:

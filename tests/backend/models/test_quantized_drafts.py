@@ -31,10 +31,10 @@ def rounded(tensors: Tensors, linear_format: LinearFormat) -> Tensors:
     }
 
 
-def run(draft: Eagle3Draft) -> torch.Tensor:
+def run(draft: Eagle3Draft, **cache: Any) -> torch.Tensor:
     """Logits of a prompt, of an extension and of a row that reads its own feedback."""
     aux = torch.randn(9, 3 * 128, generator=torch.Generator().manual_seed(0))
-    steps = DraftSteps(draft, [16])
+    steps = DraftSteps(draft, [16], **cache)
     logits, feedback = [], torch.empty(0)
     for tokens, start in (([3, 1, 4, 1, 5], 0), ([9, 2, 6, 5], 5), ([3], 9)):
         hidden = draft.combine_aux(aux[start : start + len(tokens)]) if start < 9 else feedback
@@ -60,6 +60,16 @@ def test_it_is_the_draft_of_rounded_weights(kind: str, linear_format: LinearForm
     assert not torch.equal(quantized, plain)
     error = (quantized - plain).square().mean().sqrt() / plain.square().mean().sqrt()
     assert error < (0.08 if linear_format is LinearFormat.FP8 else 0.25)
+
+
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_a_float8_cache_changes_little_whatever_the_scale(kind: str) -> None:
+    draft = build_draft(config_of(kind), random_draft(config_of(kind)))
+    plain = run(draft)
+    for kv_scale in (1.0, 0.25, 2.0):
+        narrow = run(draft, dtype=torch.float8_e4m3fn, kv_scale=kv_scale)
+        error = (narrow - plain).square().mean().sqrt() / plain.square().mean().sqrt()
+        assert 0 < error < 0.05, kv_scale
 
 
 @pytest.mark.parametrize("linear_format", QUANTIZED)

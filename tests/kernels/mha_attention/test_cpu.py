@@ -26,14 +26,25 @@ def test_a_ragged_batch_with_empty_sequences(
     torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_and_values_are_written_where_they_belong(dtype: torch.dtype) -> None:
+def test_scaled_caches_are_read_as_the_reference_reads_them() -> None:
+    case = paged_case([3, 1], [40, 7])
+    cache = case.cache(random_contents([40, 7], 2, 2, 16)).permute(2, 0, 1, 3, 4).contiguous()
+    q = torch.randn(case.batch.num_tokens, 4, 16)
+    for each in (cache, cache.to(torch.float8_e4m3fn)):
+        got = mha_attention(q, each, case.batch, 0.3, None, 0.5)
+        expected = reference.mha_attention(q, each, case.batch, 0.3, None, 0.5)
+        torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kv_scale", [1.0, 0.5])
+def test_keys_and_values_are_written_where_they_belong(dtype: torch.dtype, kv_scale: float) -> None:
     k, v = torch.randn(2, 5, 2, 16).unbind()
     slots = torch.tensor([3, -1, 40, 17, -1])
-    caches = torch.full((2, 2, 3, 16, 2, 16), 7.0, dtype=dtype).unbind()
+    caches = torch.full((2, 2, 3, 16, 2, 16), 7.0).to(dtype).unbind()
     for op, cache in zip((store_kv, reference.store_kv), caches, strict=True):
-        op(k, v, cache, slots)
-    assert torch.equal(caches[0], caches[1])
+        op(k, v, cache, slots, kv_scale)
+    assert torch.equal(caches[0].float(), caches[1].float())
 
 
 def test_what_does_not_fit_is_refused() -> None:

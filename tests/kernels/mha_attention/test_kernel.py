@@ -85,6 +85,30 @@ def test_a_window_that_is_off_by_one_shows(dtype: torch.dtype, num_more_keys: in
     assert worst_row_error(planted, right) > 4 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "window"), [(4, 4, None), (6, 2, 20)])
+def test_a_float8_cache_with_a_scale(num_heads: int, num_kv_heads: int, window: int | None) -> None:
+    """Short sequences, and long ones that are split and merged; a scale that is forgotten on either side shows."""
+    for case in (paged_case([4, 1, 0], [150, 66, 3], 64, padding_rows=1), paged_case([2, 1], [700, 1], 64)):
+        q, cache = inputs(case, num_heads, num_kv_heads, torch.float32)
+        narrow = (cache / 0.25).to(torch.float8_e4m3fn)
+        out = kernel.mha_attention(q, narrow, case.batch, SCALE, window, 0.25)
+        assert worst_row_error(out, reference.mha_attention(q, narrow, case.batch, SCALE, window, 0.25)) < 5e-6
+        assert worst_row_error(out, reference.mha_attention(q, cache, case.batch, SCALE, window)) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_past_the_range_of_a_float8_cache_become_its_largest(dtype: torch.dtype) -> None:
+    # Values that need no rounding: the interpreter drops the carry of one that rounds up to a power of two.
+    held = 0.25 * torch.randn(2, 5, 3, 24).to(torch.float8_e4m3fn).float()
+    k, v = held.masked_fill(held.abs() > 0.4, 1e4).copysign(held).to(dtype).unbind()
+    slots = torch.tensor([40, -1, 0, 17, 5])
+    out, expected = torch.full((2, 2, 3, 16, 3, 24), 7.0).to(torch.float8_e4m3fn).unbind()
+    kernel.store_kv(k, v, out, slots, 0.25)
+    reference.store_kv(k, v, expected, slots, 0.25)
+    assert torch.equal(out.float(), expected.float())
+    assert out.float().abs().max() == 448
+
+
 def test_store_kv_writes_its_slots_and_nothing_else() -> None:
     k, v = torch.randn(4, 3, 24), torch.randn(4, 5, 24)[:, 1:4]
     slots = torch.tensor([40, -1, 0, 17])
@@ -101,6 +125,8 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: kernel.mha_attention(q[:, :3], cache, case.batch, SCALE, None), "q: got 3 heads"),
         (lambda: kernel.mha_attention(q, cache, case.batch, SCALE, 0), "sliding_window"),
         (lambda: kernel.mha_attention(q, cache.half(), case.batch, SCALE, None), "kv_cache"),
+        (lambda: kernel.mha_attention(q, cache, case.batch, SCALE, None, 0.5), "kv_scale: got 0.5"),
+        (lambda: kernel.store_kv(q[:, :2], q[:, :2], cache, case.slots[0][:1], 0.5), "kv_scale: got 0.5"),
         (
             lambda: kernel.mha_attention(q, cache, dataclasses.replace(case.batch, num_tokens=2), SCALE, None),
             "q: got shape",

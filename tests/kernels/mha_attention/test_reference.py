@@ -74,6 +74,21 @@ def test_store_kv_writes_rows_at_their_slots_and_nothing_else(dtype: torch.dtype
     assert torch.equal(cache.float().flatten(1, 2), expected.to(dtype).float())
 
 
+@pytest.mark.parametrize("window", [None, 10])
+def test_a_float8_cache_holds_the_value_over_the_scale(window: int | None) -> None:
+    case = paged_case([3, 1], [40, 7])
+    q = torch.randn(case.batch.num_tokens, 4, 8)
+    cache = kv_cache_of(case, random_contents([40, 7], 2, 2, 8)).nan_to_num(0).to(torch.float8_e4m3fn)
+    got = mha_attention(q, cache, case.batch, SCALE, window, 0.5)
+    assert torch.equal(got, mha_attention(q, cache.float() * 0.5, case.batch, SCALE, window))
+    rows = torch.tensor([1.0, 300.0, -500.0, 0.3]).expand(1, 2, 4)
+    stored = torch.zeros(2, 1, 16, 2, 4).to(torch.float8_e4m3fn)
+    store_kv(rows, -rows, stored, torch.tensor([3]), 0.5)
+    expected = torch.tensor([2.0, 448.0, -448.0, 0.6]).to(torch.float8_e4m3fn).float()
+    assert torch.equal(stored.float()[0, 0, 3], expected.expand(2, 4))
+    assert torch.equal(stored.float()[1, 0, 3], -expected.expand(2, 4))
+
+
 def test_what_is_stored_is_attended_to() -> None:
     torch.manual_seed(0)
     case = paged_case([20], [20])

@@ -175,15 +175,13 @@ def _load_draft(
         shared = _target_matrices(checkpoints.target, placement, group)
     if shared is not None:
         model.set_embed_and_head(shared)
-    takes_float8 = isinstance(config, Eagle3MlaDraftConfig)
-    kv_dtype = placement.kv_dtype if takes_float8 or placement.kv_dtype.itemsize > 1 else placement.dtype
     pool = KvPool.allocate(
         model.kv_pool_shape,
         plan.num_draft_blocks,
         settings.block_size,
-        kv_dtype,
+        placement.kv_dtype,
         placement.device,
-        _kv_scale(settings, kv_dtype),
+        _kv_scale(settings, placement.kv_dtype),
     )
     limits = _limits(settings, plan)
     if table is None and recorder is not None:

@@ -157,12 +157,13 @@ def test_texts_begin_as_those_of_steps_without_buckets(kind: str) -> None:
     assert sum(shared) >= len(KS) * prompts_and_more // 3, shared
 
 
-def test_float8_caches() -> None:
+@pytest.mark.parametrize("kind", ["mla31", "mha"])
+def test_float8_caches(kind: str) -> None:
     """Replays equal plain calls, from pools full of NaN; hidden states are near those of bf16 caches, not the same."""
     where = setting(kv_dtype=torch.float8_e4m3fn, kv_scale=0.5)
     ks = [3, 1, 2]
-    graph, plain = (loop("mla31", recorder, ks, where) for recorder in (graph_recorder(), EagerRecorder()))
-    wide = loop("mla31", None, ks).step().target_reply.aux.tensor
+    graph, plain = (loop(kind, recorder, ks, where) for recorder in (graph_recorder(), EagerRecorder()))
+    wide = loop(kind, None, ks).step().target_reply.aux.tensor
     for index in range(4):
         step = graph.step()
         assert_equal_replies(step, plain.step())
