@@ -105,7 +105,9 @@ class ServingSettings:
         choices=("auto", "float32", "bfloat16", "fp8"),
     )
     kv_scale: float = _setting(
-        1.0, "An fp8 cache holds a value divided by this. Latents are normed, and an MHA draft's keys lie far below 448, so 1 fits.", minimum=1e-6
+        1.0,
+        "An fp8 cache holds a value divided by this. Latents are normed, an MHA draft's keys far below 448: 1 fits.",
+        minimum=1e-6,
     )
     enforce_eager: str = _setting(
         "false", "`true` captures no CUDA graphs: a faster start, slower steps.", choices=("false", "true")
