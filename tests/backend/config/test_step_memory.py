@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig
+from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.config.memory_plan import GIB, MemorySettings, plan_memory
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.step_memory import StepSizes, draft_step_bytes, target_step_bytes
@@ -61,9 +61,8 @@ def test_a_draft_adds_its_own(draft: Eagle3DraftConfig) -> None:
     assert with_draft - without > settings.max_num_batched_tokens * 4 * aux
 
 
-def test_only_an_mha_drafts_pool_stays_wide_in_float8() -> None:
+@pytest.mark.parametrize("draft", [MLA_DRAFT, MHA_DRAFT], ids=["mla", "mha"])
+def test_a_drafts_pool_is_float8_beside_a_float8_target(draft: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig) -> None:
     settings = MemorySettings(gpu_bytes=140 * GIB, tp_size=8, kv_cache_dtype="float8_e4m3fn")
-    assert isinstance(MHA_DRAFT, Eagle3MhaDraftConfig)
-    mla, mha = (plan_memory(K25, draft, settings).draft_kv_bytes_per_token for draft in (MLA_DRAFT, MHA_DRAFT))  # type: ignore[arg-type]
-    assert mla == MLA_DRAFT.kv_bytes_per_token("float8_e4m3fn", 8)
-    assert mha == MHA_DRAFT.kv_bytes_per_token("bfloat16", 8)
+    planned = plan_memory(K25, draft, settings).draft_kv_bytes_per_token
+    assert 2 * planned == 2 * draft.kv_bytes_per_token("float8_e4m3fn", 8) == draft.kv_bytes_per_token("bfloat16", 8)
