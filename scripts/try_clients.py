@@ -227,7 +227,7 @@ PROGRAMS = {
         " --output-tokens-mean 16",
     ),
     "lm_eval, generated": ("lm_eval", LM_EVAL + " --tasks local_arithmetic"),
-    "lm_eval, scored": ("lm_eval", LM_EVAL + " --tasks local_arithmetic_loglikelihood"),
+    "lm_eval, scored": ("lm_eval", LM_EVAL + " --tasks local_arithmetic_choice"),
 }
 
 

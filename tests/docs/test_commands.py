@@ -42,6 +42,7 @@ PLACES = (
     (r"KIMI_CHECKPOINT=\S+ KIMI_DRAFT=\S+ docker/start\.sh", "tests/server/test_start_script.py"),
     (r"\./scripts/try_clients\.sh", "not here: installs 1.5 GB of other people's packages; run by hand"),
     (r"python benchmarks/make_trace\.py .*", "tests/benchmarks/test_make_trace.py"),
+    (r"python -m venv lm-eval .*|lm-eval/bin/lm_eval .*", "not here: downloads tasks; try_clients.sh runs two of ours"),
     (r"aiperf .*", "not here: a tool of its own, which downloads; run by hand"),
     (
         r"(PYTHONPATH=\S+ )?python benchmarks/(slice|kernels|collectives|draft_cost|real_acceptance|exactness)\.py .*",
