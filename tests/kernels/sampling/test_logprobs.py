@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kimi_kernels.sampling.logprobs_reference import most_likely
 from kimi_kernels.sampling.reference import sample_tokens
 from kimi_kernels.sampling_inputs import VocabularyMap
 from support.sampling_cases import SequenceCase, sampling_tensors
@@ -40,6 +41,18 @@ def test_equals_list_the_lowest_target_id_first() -> None:
     result = sample_tokens(torch.tensor([[1.0, 3.0, 3.0, 1.0]]), inputs, rows, draft_map, num_logprobs=4)
     assert result.top_logprob_ids is not None
     assert result.top_logprob_ids.tolist() == [[2, 5, 0, 7]]
+
+
+@pytest.mark.parametrize("count", [0, 1, 20, 97])
+def test_the_most_likely_are_those_of_a_stable_sort(count: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    few_values = torch.randint(-3, 4, (50, 97), generator=random).float() / 2
+    few_values[0, 5] = -0.0
+    few_values[1] = float("-inf")
+    tiny = torch.randn(5, 97, generator=random) * 1e-42
+    raw = torch.cat([few_values, tiny, 1e30 * torch.randn(5, 97, generator=random)])
+    expected = raw.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(most_likely(raw, count), expected)
 
 
 def test_more_than_there_are_is_refused() -> None:
