@@ -4,6 +4,7 @@ CPU, so that every tensor is where it belongs."""
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from kimi_backend.runners import draft_runner, host_transfer, target_runner
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.target_runner import TargetRunner
+from kimi_backend.types.plan import RowPlan, SamplingPlan, TargetPlan
+from kimi_backend.types.scoring import ScoringPlan, TokenScores
 from kimi_kernels.kernel_set import KernelSet
 from support.device_kernels import device_kernel_set
 from support.speculative_loop import SpeculativeLoop
@@ -78,6 +81,42 @@ def test_a_step_waits_for_the_device_once(
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(4):
         loop.step(12)
+
+
+def score(target: TargetRunner) -> TokenScores:
+    """Of 100 tokens of a prompt, more than have their logits at once."""
+    token_ids = np.arange(100, dtype=np.int32) * 7 % 90
+    rows = RowPlan(
+        token_ids=token_ids,
+        query_lens=np.array([100], np.int32),
+        seq_lens=np.array([100], np.int32),
+        block_table=np.arange(7, dtype=np.int32)[None],
+    )
+    plan = TargetPlan.given(
+        step_id=1,
+        rows=rows,
+        num_sampled_rows=np.ones(1, np.int32),
+        sampling=SamplingPlan.plain(1),
+        num_logprobs=None,
+        wants_aux=np.array([False]),
+        scoring=ScoringPlan(rows=np.arange(99, dtype=np.int32), token_ids=token_ids[1:], num_top=5),
+    )
+    scores = target.launch(plan).wait().scores
+    assert scores is not None
+    return scores
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_a_prompts_scores_are_those_of_a_cpu_and_wait_for_nothing(waits_only_at_the_end: None) -> None:
+    plain, _ = runners(KernelSet.reference(), torch.device("cpu"), torch.float32, DRAFTS[0])
+    target, _ = runners(device_kernel_set(), torch.device("cuda"), torch.bfloat16, DRAFTS[0])
+    expected = score(plain)
+    score(target)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    found = score(target)
+    assert np.abs(found.logprobs - expected.logprobs).mean() < 0.04
+    assert np.abs(found.top_logprobs - expected.top_logprobs).mean() < 0.04
+    assert (found.top_ids[:, 0] == expected.top_ids[:, 0]).mean() > 0.9
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=["mla", "mha"])
