@@ -9,8 +9,9 @@ from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_ROUND_TIMES, GenerateRequest, SamplingParams
 
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 2**20
-"""Log-probabilities of one prompt: its tokens and the most likely ones beside each. They are answered at once."""
+MAX_PROMPT_LOGPROBS = 2**18
+"""Log-probabilities of one prompt: its tokens and the most likely ones beside each. They are
+answered at once: some 20 MB of JSON."""
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
