@@ -55,7 +55,8 @@ class Chunk:
     prompt_token_ids: tuple[int, ...] = ()
     """The first chunk's, with `return_token_ids=True`."""
     token_origins: tuple[int, ...] = ()
-    """With `return_token_origins=True`, for each token: 0 drawn by the target alone, 1 accepted from the draft."""
+    """With `return_token_origins=True`, for each token: 0 drawn by the target alone, 1 accepted from the
+    draft, 2 from what stood in the text before."""
     token_offsets: tuple[int, ...] = ()
     """Likewise: characters of the whole text before each token's own."""
     control_offsets: tuple[int, ...] = ()

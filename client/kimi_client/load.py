@@ -71,7 +71,8 @@ class LoadResult:
             "inter_token_ms": percentiles(per_token),
             "inter_chunk_ms": percentiles(gaps),
             "request_ms": percentiles([r.total_s for r in self.requests]),
-            "speculation": pooled_acceptance([r.completion for r in self.requests]),
+            "speculation": pooled_acceptance([r.completion.speculation for r in self.requests]),
+            "speculation_by_proposer": acceptance_by_proposer([r.completion for r in self.requests]),
             "policy": pooled_policy([r.completion for r in self.requests]),
             **({"pretences": pretences} if pretences else {}),
         }
@@ -94,12 +95,20 @@ def percentiles(values_s: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": round(float(np.percentile(values_s, p)) * 1e3, 3) for p in PERCENTILES}
 
 
-def pooled_acceptance(completions: Sequence[Completion]) -> dict[str, Any] | None:
+def acceptance_by_proposer(completions: Sequence[Completion]) -> dict[str, dict[str, Any]]:
+    """`pooled_acceptance` of the rounds of each proposer that had any."""
+    by_request = [c.statistics.get("speculation_by_proposer") or {} for c in completions]
+    names = sorted({name for rounds in by_request for name in rounds})
+    pooled = {name: pooled_acceptance([rounds.get(name) for rounds in by_request]) for name in names}
+    return {name: acceptance for name, acceptance in pooled.items() if acceptance is not None}
+
+
+def pooled_acceptance(speculation: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Acceptance over all requests together: length, rate and per position; None where speculation never ran.
 
     Each position is divided by the rounds that proposed it.
     """
-    stats = [c.speculation for c in completions if c.speculation]
+    stats = [s for s in speculation if s]
     rounds = sum(s["num_spec_steps"] for s in stats)
     if not rounds:
         return None

@@ -1,11 +1,12 @@
-"""Which characters of a reply the draft guessed."""
+"""Which characters of a reply were guessed, and by whom."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
 Run = list[int]
-"""[origin, characters] of neighbours of one origin. 0: drawn by the target alone, 1: accepted from the draft."""
+"""[origin, characters] of neighbours of one origin. 0: drawn by the target alone, 1: accepted from the draft, 2: from
+what stood in the text before."""
 
 
 class TextWithOrigins(Protocol):

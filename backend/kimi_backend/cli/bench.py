@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TRACE, SWEEP = "Traces (server only)", "Sweeps (server only)"
 
 
-@setting_options(without=("num_speculative_tokens", "max_num_seqs"), panel="Settings (--in-process only)")
+@setting_options(without=("num_speculative_tokens", "max_num_seqs", "proposer"), panel="Settings (--in-process only)")
 def bench_command(
     settings: dict[str, str],
     prompts: Annotated[
@@ -29,6 +29,10 @@ def bench_command(
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", min=0, max=7, help="Draft tokens a step.")
     ] = 3,
+    proposer: Annotated[
+        str | None,
+        typer.Option(help="Who proposes: none, eagle3, lookup or lookup+eagle3; by default all that the server has."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this mass.")] = 1.0,
@@ -98,12 +102,14 @@ def bench_command(
                 "--compare-no-spec, --plot, --trace and --sweep-… go with a server, not with --in-process"
             )
         chosen = {"speculation_policy": "fixed", **settings, "max_num_seqs": str(concurrency)}
+        if proposer is not None:
+            chosen["proposer"] = proposer
         _bench_in_process(chosen, prompts, sampling, num_speculative_tokens, num_requests, as_json)
         return
     if settings:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
         raise InvalidRequestError(f"{names}: such settings go with --in-process; a server has its own")
-    fields = sampling | {"num_speculative_tokens": num_speculative_tokens}
+    fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "proposer": proposer}
     given = {name: value for name, value in fields.items() if value is not None}
     if trace is not None:
         if compare_no_spec or sweep_k or sweep_streams or prompts is not None:

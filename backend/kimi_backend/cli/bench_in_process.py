@@ -105,6 +105,9 @@ def _report(statistics: EngineStatistics, requests: list[dict[str, Any]], wall_s
         "acceptance_rate": speculation["draft_acceptance_rate"] if speculation else None,
         "acceptance_per_position": speculation["acceptance_per_position"] if speculation else [],
         "speculative_decoding": speculation,
+        "speculation_by_proposer": {
+            proposer: speculation_json(rounds) for proposer, rounds in statistics.totals.speculation_by_proposer.items()
+        },
         "speculation_policy": statistics.speculation_policy,
         "num_draft_tokens_histogram": list(statistics.totals.num_draft_tokens_histogram),
         "num_output_tokens": num_tokens,

@@ -159,6 +159,9 @@ def print_table(report: dict[str, Any]) -> None:
     if speculation:
         table.add_row("acceptance length", str(speculation["acceptance_length"]), *[""] * (len(runs) - 1))
         table.add_row("per position", str(speculation["acceptance_per_position"]), *[""] * (len(runs) - 1))
+    for proposer, rounds in (speculative.get("speculation_by_proposer") or {}).items():
+        said = f"{rounds['rounds']} rounds, length {rounds['acceptance_length']}"
+        table.add_row(f"  {proposer}", said, *[""] * (len(runs) - 1))
     for key, row in (("name", "speculation policy"), ("shares", "verifies with k = 0, 1, …")):
         table.add_row(row, *(str((report[name].get("policy") or {}).get(key, "-")) for name in runs))
     console = Console(stderr=True)

@@ -20,6 +20,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.serving.responses import speculation_json
 from kimi_backend.spec_decode.policy import policy_shares
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 
 PROMPT = "def test_add():\n    assert add(1, 2) == 3\n"
@@ -143,7 +144,13 @@ def in_process(settings: ServingSettings) -> Iterator[Generate]:
 
 
 def run_demo(
-    *, prompt: str, max_tokens: int, num_speculative_tokens: int, temperature: float, is_in_process: bool
+    *,
+    prompt: str,
+    max_tokens: int,
+    num_speculative_tokens: int,
+    temperature: float,
+    is_in_process: bool,
+    proposer: str = Proposer.EAGLE3.value,
 ) -> int:
     """Show both completions, then measure them in turns. Returns the exit code: 0 when all texts are equal."""
     with tempfile.TemporaryDirectory(prefix="kimi_demo_") as folder:
@@ -156,6 +163,7 @@ def run_demo(
             draft=str(checkpoint / "draft"),
             max_model_len=DEMO_MODEL_LEN,
             num_speculative_tokens=num_speculative_tokens,
+            proposer=proposer,
             speculation_policy="fixed",  # to show what drafting does, also where it does not pay
         )
         drafted = {"speculative": num_speculative_tokens, "plain": 0}
@@ -171,6 +179,8 @@ def run_demo(
                 runs[name].append(generate(prompt, max_tokens, k, temperature, shown))
                 _write("\n")
                 guessed = "; [green]green[/]: guessed by the draft" if k else ""
+                if k and settings.chosen_proposer.uses_lookup:
+                    guessed += ", [cyan]cyan[/]: stood in the text before"
                 _console.print(f"[dim]{shown.summary()}[/]{guessed}")
 
             def measure(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Text in the terminal as it comes, with what the draft guessed in color."""
+"""Text in the terminal as it comes, with what was guessed in color: by the draft, or by what stood in it before."""
 
 import time
 

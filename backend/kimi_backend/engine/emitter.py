@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from kimi_backend.engine.commit import StepOutput
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.sequence import Finish, Sequence
-from kimi_backend.spec_decode.stats import SpeculationCounter
+from kimi_backend.spec_decode.stats import ProposerCounter
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, EndCause, FinishReason, SpeculationStats, TokenDelta
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -33,6 +33,8 @@ class OutputTotals:
     """Prompt tokens of finished requests that were looked up in the prefix cache: all but of those never started."""
     num_output_tokens: int = 0
     speculation: SpeculationStats | None = None
+    speculation_by_proposer: dict[str, SpeculationStats] = field(default_factory=dict)
+    """As in `RequestStats`."""
     num_draft_tokens_histogram: tuple[int, ...] = (0,) * (MAX_SPECULATIVE_TOKENS + 1)
     """Verifies of all requests that carried 0, 1, … draft tokens; steps that drew a first token are none of them."""
 
@@ -63,7 +65,7 @@ class Emitter:
         self._finished: dict[FinishReason, int] = {}
         self._ended_by: dict[EndCause, int] = {}
         self._tokens = [0, 0, 0, 0]
-        self._speculation = SpeculationCounter()
+        self._speculation = ProposerCounter()
         self._num_verifies = [0] * (MAX_SPECULATIVE_TOKENS + 1)
         self._thread = threading.Thread(target=self._run, name="kimi-emitter", daemon=True)
 
@@ -119,7 +121,8 @@ class Emitter:
                 num_cached_tokens=cached,
                 num_output_tokens=output,
                 num_looked_up_tokens=looked_up,
-                speculation=self._speculation.snapshot(),
+                speculation=self._speculation.all.snapshot(),
+                speculation_by_proposer=self._speculation.snapshot_by_name(),
                 num_draft_tokens_histogram=tuple(self._num_verifies),
             )
 
@@ -169,7 +172,7 @@ class Emitter:
         """is_verify: its step did not draw the request's first token."""
         with self._lock:
             self._tokens[2] += len(delta.token_ids)
-            self._speculation.add(output.num_draft_tokens, output.num_accepted)
+            self._speculation.add(output.guess_origin, output.num_draft_tokens, output.num_accepted)
             self._num_verifies[output.num_draft_tokens] += is_verify
             if delta.finish_reason is not None and delta.stats is not None:
                 self._tokens[0] += delta.stats.num_prompt_tokens

@@ -180,7 +180,13 @@ class Engine:
         """A snapshot, from any thread."""
         loop = self._loop
         statistics = take_statistics(loop.state, loop.problem, loop.num_newcomers, loop.core, loop.emitter.totals())
-        return replace(statistics, acceptance_problem=loop.acceptance_problem)
+        memory = self._lookup_memory
+        return replace(
+            statistics,
+            acceptance_problem=loop.acceptance_problem,
+            lookup_bytes=memory.num_bytes,
+            num_lookups_refused=memory.num_refused,
+        )
 
     def _compiled(self, request: GenerateRequest, geometry: Geometry) -> "Future[CompiledGrammar] | None":
         grammar = request.sampling.grammar

@@ -7,6 +7,8 @@ from itertools import zip_longest
 from kimi_backend.engine.core import EngineCore
 from kimi_backend.engine.emitter import Emitter
 from kimi_backend.spec_decode.acceptance_watch import AcceptanceWatch
+from kimi_backend.spec_decode.stats import PROPOSER_NAMES
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import SpeculationStats
 
 logger = logging.getLogger("kimi_backend.engine")
@@ -21,7 +23,7 @@ class PeriodicSummary:
         self._clock = clock
         self._last_s = clock()
         self._num_tokens = 0
-        self._speculation = SpeculationStats()
+        self._speculation: dict[str, SpeculationStats] = {}
         self.acceptance = AcceptanceWatch()
 
     def log_when_due(self, core: EngineCore, emitter: Emitter) -> None:
@@ -31,23 +33,23 @@ class PeriodicSummary:
         if seconds < PERIOD_S:
             return
         totals, scheduler = emitter.totals(), core.scheduler
-        speculation = totals.speculation or SpeculationStats()
+        speculation = totals.speculation_by_proposer
         logger.info(
             "running=%d waiting=%d tokens_per_s=%.1f %s target_blocks=%d/%d preemptions=%d%s",
             len(scheduler.running),
             len(scheduler.waiting),
             (totals.num_output_tokens - self._num_tokens) / seconds,
-            describe_rounds(_since(speculation, self._speculation)),
+            _describe_proposers(speculation, self._speculation),
             core.kv.target_pool.num_held,
             core.kv.target_pool.num_blocks,
             scheduler.num_preemptions,
             "".join(f" pretence={pretence!r}" for pretence in core.geometry.pretences),
         )
         self._last_s, self._num_tokens, self._speculation = now, totals.num_output_tokens, speculation
-        self.judge_acceptance(totals.speculation)
+        self.judge_acceptance(speculation.get(Proposer.EAGLE3.value))
 
     def judge_acceptance(self, totals: SpeculationStats | None) -> None:
-        """Warn once when acceptance becomes bad, and say when it is good again."""
+        """Warn once when acceptance of the draft's tokens becomes bad, and say when it is good again."""
         if self.acceptance.update(totals):
             if self.acceptance.problem is None:
                 logger.info("acceptance is as before again")
@@ -68,6 +70,15 @@ def describe_rounds(rounds: SpeculationStats) -> str:
     kept = "/".join(f"{count / rounds.num_spec_steps:.0%}" for count in rounds.acceptance_histogram)
     by_position = "/".join("-" if share is None else f"{share:.2f}" for share in rounds.acceptance_per_position)
     return f"acceptance_length={length:.2f} acceptance_rate={rate:.2f} kept={kept} by_position={by_position}"
+
+
+def _describe_proposers(now: dict[str, SpeculationStats], before: dict[str, SpeculationStats]) -> str:
+    """The rounds between two totals: the draft's as ever, and what was looked up, where anything was."""
+    none = SpeculationStats()
+    since = {name: _since(now.get(name, none), before.get(name, none)) for name in PROPOSER_NAMES.values()}
+    said = describe_rounds(since[Proposer.EAGLE3.value])
+    looked_up = since[Proposer.LOOKUP.value]
+    return said if not looked_up.num_spec_steps else f"{said} lookup=({describe_rounds(looked_up)})"
 
 
 def _since(now: SpeculationStats, before: SpeculationStats) -> SpeculationStats:

@@ -8,7 +8,7 @@ from kimi_backend.engine.commit import LogprobRows, StepOutput
 from kimi_backend.engine.round_sampler import RoundSampler
 from kimi_backend.scheduler.sequence import DraftState, Finish
 from kimi_backend.scheduler.sequence import Sequence as EngineSequence
-from kimi_backend.spec_decode.stats import SpeculationCounter
+from kimi_backend.spec_decode.stats import ProposerCounter
 from kimi_backend.text.text_stream import TextUpdate
 from kimi_backend.types.request import EndCause, FinishReason, RequestStats, TokenDelta, TokenLogprobs, TokenOrigin
 
@@ -60,7 +60,7 @@ class RequestOutput:
         self.sink = sink
         self.is_finished = False
         self.num_output_tokens = 0
-        self.speculation = SpeculationCounter(sequence.speculation.num_speculative_tokens)
+        self.speculation = ProposerCounter(sequence.speculation.num_speculative_tokens)
         self._text = text
         self._pretences = pretences
         self._speculation_policy = speculation_policy
@@ -82,7 +82,7 @@ class RequestOutput:
         if self._rounds is not None:
             self._rounds.add(output, is_round=bool(self.num_output_tokens))
         self.num_output_tokens += update.num_tokens
-        self.speculation.add(output.num_draft_tokens, output.num_accepted)
+        self.speculation.add(output.guess_origin, output.num_draft_tokens, output.num_accepted)
         finish, matched = output.finish, update.matched_stop
         text = update.text
         if matched is None and finish is not None:
@@ -152,7 +152,9 @@ class RequestOutput:
             total_time_s=end_s - sequence.arrival_s,
             num_preemptions=sequence.num_preemptions,
             seed=sequence.seed,
-            speculation=self.speculation.snapshot(),
+            speculation=self.speculation.all.snapshot(),
+            speculation_by_proposer=self.speculation.snapshot_by_name(),
+            proposer=sequence.proposer.value,
             speculation_policy=self._speculation_policy,
             is_draft_there=sequence.draft is not DraftState.AWAY,
             num_draft_tokens_histogram=tuple(self._num_verifies),

@@ -40,6 +40,10 @@ class EngineStatistics:
     draft_blocks_held: int
     draft_blocks_total: int
     totals: OutputTotals
+    lookup_bytes: int = 0
+    """Host memory of the indexes of all sequences."""
+    num_lookups_refused: int = 0
+    """Sequences that went on without an index, for want of that memory."""
     acceptance_problem: str | None = None
     """Why the share of accepted draft tokens is not what it should be; None while it is."""
     pretences: tuple[str, ...] = ()

@@ -119,6 +119,8 @@ class PlanBuilder:
         unaccepted = lengths - np.maximum(num_drawn - 1, 0)
         room = np.array([s.max_num_tokens for s in sequences], np.int32) - unaccepted - 2
         chosen = np.array([s.speculation.num_chosen_tokens for s in sequences], np.int32)
+        if all(s.follows_a_match for s in sequences):
+            chosen = np.minimum(chosen, 1)  # what the extension gives: single-row steps are seldom of use then
         most = np.where(num_drawn > 0, np.clip(chosen, 0, np.maximum(room, 0)), 0).astype(np.int32)
         proposing = [s for s, count in zip(sequences, most.tolist(), strict=True) if count]
         last_steps = np.maximum(np.minimum(most, room - (lengths - unaccepted)) - 1, 0)

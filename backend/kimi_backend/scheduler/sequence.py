@@ -247,6 +247,11 @@ class Sequence:
         return may_draft and self.draft is not DraftState.NEVER
 
     @property
+    def follows_a_match(self) -> bool:
+        """Whether the last verify checked what was looked up, and as far as the host knows the match goes on."""
+        return self.guess_origin is TokenOrigin.LOOKUP and self.lookup is not None and self.lookup.is_following
+
+    @property
     def most_guesses(self) -> int:
         """Tokens that the host may propose for the next verify: no more than the request allows a draft."""
         return max(0, min(self.speculation.num_speculative_tokens, self.num_remaining_tokens - 1))

@@ -35,6 +35,9 @@ def statistics_json(stats: RequestStats, matched_stop: str | int | None = None) 
     values = dataclasses.asdict(stats)
     values["stop_token_id"] = matched_stop if isinstance(matched_stop, int) else None
     values["speculative_decoding"] = speculation_json(stats.speculation)
+    values["speculation_by_proposer"] = {
+        proposer: speculation_json(rounds) for proposer, rounds in stats.speculation_by_proposer.items()
+    }
     del values["speculation"]
     for name in ("acceptance_problem", "pretences", "round_times"):
         if not values[name]:

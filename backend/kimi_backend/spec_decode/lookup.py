@@ -77,6 +77,11 @@ class SequenceLookup:
         """Memory of its index; 0 where that was given up."""
         return self._held_bytes
 
+    @property
+    def is_following(self) -> bool:
+        """Whether all that came since the last match was found is what the match foretold."""
+        return self._index is not None and self._index.has_match
+
     def extend(self, token_ids: list[int], text: Int32Array) -> None:
         """Go on behind tokens that count: `text` ends in them."""
         index = self._index

@@ -57,6 +57,11 @@ class LookupIndex:
         """`num_bytes` of an index that is made of so many tokens."""
         return _BYTES_A_PLACE << _bits_of(num_tokens)
 
+    @property
+    def has_match(self) -> bool:
+        """Whether a match was found and has gone on since."""
+        return self._match is not None
+
     def extend(self, token_ids: list[int], text: Int32Array) -> int:
         """Go on with the text.
 

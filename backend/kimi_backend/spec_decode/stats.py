@@ -1,6 +1,10 @@
 """Counts what speculation did, for one request or for the engine; reported only where it ran."""
 
-from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, SpeculationStats
+from kimi_backend.types.proposer import Proposer
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, SpeculationStats, TokenOrigin
+
+PROPOSER_NAMES = {TokenOrigin.DRAFT: Proposer.EAGLE3.value, TokenOrigin.LOOKUP: Proposer.LOOKUP.value}
+"""Who proposed what was accepted, as statistics, metrics and the log say it."""
 
 
 class SpeculationCounter:
@@ -35,6 +39,26 @@ class SpeculationCounter:
             drafted_per_position=drafted,
             accepted_per_position=accepted,
         )
+
+
+class ProposerCounter:
+    """Adds up rounds by who had proposed their tokens, and all together."""
+
+    def __init__(self, num_positions: int | None = None) -> None:
+        """num_positions: as in `SpeculationCounter`."""
+        self.all = SpeculationCounter(num_positions)
+        self._by_origin = {origin: SpeculationCounter(num_positions) for origin in PROPOSER_NAMES}
+
+    def add(self, origin: TokenOrigin, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count one verify; one without draft tokens is no round."""
+        if num_draft_tokens:
+            self.all.add(num_draft_tokens, num_accepted)
+            self._by_origin[origin].add(num_draft_tokens, num_accepted)
+
+    def snapshot_by_name(self) -> dict[str, SpeculationStats]:
+        """Proposer -> the totals so far of those that had a round."""
+        found = {PROPOSER_NAMES[origin]: counter.snapshot() for origin, counter in self._by_origin.items()}
+        return {name: stats for name, stats in found.items() if stats is not None}
 
 
 def _at_least(histogram: list[int]) -> tuple[int, ...]:

@@ -199,6 +199,11 @@ class RequestStats:
     seed: int
     speculation: SpeculationStats | None
     """None when speculation did not run."""
+    speculation_by_proposer: dict[str, SpeculationStats] = field(default_factory=dict)
+    """`eagle3` or `lookup` -> its rounds, of those that had any. A grammar's own guesses count for whose they replace
+    or follow."""
+    proposer: str = ""
+    """See `Proposer`: the request's, or the server's default."""
     speculation_policy: str = ""
     """Who chose the number of draft tokens: `adaptive` or `fixed`."""
     is_draft_there: bool = False

@@ -97,6 +97,26 @@ def test_without_a_draft_steps_overlap_until_there_is_a_match() -> None:
     assert rounds_of(harness, TokenOrigin.LOOKUP)
 
 
+@pytest.mark.parametrize("launch_ahead", [True, False])
+def test_while_all_follow_a_match_the_draft_only_extends_and_proposes_one(launch_ahead: bool) -> None:
+    """Each token is the one before: of a text that foretells itself the draft draws what its extension gives."""
+    sampling = SamplingParams(temperature=0, seed=1, max_tokens=40, allowed_token_ids=(6,))
+    request = GenerateRequest(request_id="r", prompt_token_ids=(6,) * 12, sampling=sampling, num_speculative_tokens=5)
+    plans: list[int] = []
+    launch = ScriptedDraft.launch
+
+    def launched(self: ScriptedDraft, plan: Any) -> Any:
+        plans.append(int(plan.num_proposals.max()))
+        return launch(self, plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScriptedDraft, "launch", launched)
+        harness = run([request], launch_ahead=launch_ahead)
+    assert plans[0] == 5, "of the prompt's end"
+    assert set(plans[-3:]) <= {0, 1}, "as soon as it is known to be right more often"
+    assert all(accepted == checked for checked, accepted in rounds_of(harness, TokenOrigin.LOOKUP))
+
+
 def test_one_without_memory_for_its_index_goes_on_without() -> None:
     harness = run(some_requests(24), Proposer.LOOKUP, lookup_memory_bytes=20 * 576)
     assert harness.lookup_memory.num_refused > 0

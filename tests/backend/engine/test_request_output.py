@@ -130,7 +130,7 @@ def test_nothing_counts_after_the_end() -> None:
     assert final.stats is not None
     assert final.stats.speculation is not None
     assert stream.output.num_output_tokens == final.stats.num_output_tokens == 2
-    assert stream.output.speculation.snapshot() == final.stats.speculation
+    assert stream.output.speculation.all.snapshot() == final.stats.speculation
 
 
 def test_a_request_that_never_started_has_waited_all_its_time() -> None:

@@ -58,8 +58,8 @@ class ScriptedStream(AsyncStream):
                 text,
                 num_tokens,
                 token_ids=tuple(range(num_tokens)),
-                # A letter a token, all but the last of them guessed; that has the rest.
-                token_origins=(1,) * (num_tokens - 1) + (0,),
+                # A letter a token, all but the last of them guessed; that has the rest. "w" was looked up.
+                token_origins=(2 if "w" in text else 1,) * (num_tokens - 1) + (0,),
                 token_offsets=tuple(range(start, start + num_tokens)),
                 begins_thinking=index == 1 and self._message == "think",
                 **end,
@@ -166,7 +166,8 @@ def test_a_reply_streams_and_its_rounds_are_counted(page):
         "50 %",
         "25 %",
     ]
-    assert page.evaluate("[...document.querySelectorAll('.reply .draft')].map(e => e.textContent)") == ["lo", "l"]
+    assert page.evaluate("[...document.querySelectorAll('.reply .draft')].map(e => e.textContent)") == ["l"]
+    assert page.evaluate("[...document.querySelectorAll('.reply .lookup')].map(e => e.textContent)") == ["lo"]
     # The first chunk is the prompt's and belongs to no round.
     assert page.evaluate("document.querySelectorAll('#chart rect[width=\"3.8\"]').length") == 5
     assert "seed 7" in page.evaluate("document.querySelector('.foot').textContent")

@@ -17,7 +17,7 @@ FIRST_LETTER = 0x4E00
 def replies(draw, markers=()):
     """(chunks of a reply, each letter's origin). Text comes up to some characters later than its token."""
     sizes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
-    origins = draw(st.lists(st.integers(0, 1), min_size=len(sizes), max_size=len(sizes)))
+    origins = draw(st.lists(st.integers(0, 2), min_size=len(sizes), max_size=len(sizes)))
     marker_at = draw(st.integers(0, len(sizes) - 1)) if markers else -1
     text, offsets, controls, origin_of = "", [], (), {}
     for index, (size, origin) in enumerate(zip(sizes, origins, strict=True)):

@@ -1,16 +1,29 @@
 """What speculation does: rounds, drafted and accepted tokens, the number of draft tokens in force."""
 
+from collections.abc import Iterable
+
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.metric_kinds import Metric, MetricKind, counter, gauge, labelled
+from kimi_backend.spec_decode.stats import PROPOSER_NAMES
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, SpeculationStats
 
 ACCEPT_LENGTH = "spec_accept_length"
 _POSITIONS = tuple(map(str, range(MAX_SPECULATIVE_TOKENS)))
+_PROPOSERS = tuple(PROPOSER_NAMES.values())
 _NO_SPECULATION = SpeculationStats()
 
 
 def _speculation(statistics: EngineStatistics) -> SpeculationStats:
     return statistics.totals.speculation or _NO_SPECULATION
+
+
+def _by_proposer(statistics: EngineStatistics) -> Iterable[tuple[str, SpeculationStats]]:
+    return statistics.totals.speculation_by_proposer.items()
+
+
+def _looked_up(statistics: EngineStatistics) -> SpeculationStats:
+    return statistics.totals.speculation_by_proposer.get(Proposer.LOOKUP.value, _NO_SPECULATION)
 
 
 def _by_position(counts: tuple[int, ...]) -> dict[str, float]:
@@ -52,6 +65,56 @@ SPECULATION: tuple[Metric, ...] = (
         "position",
         _POSITIONS,
         lambda s: _by_position(_speculation(s).drafted_per_position),
+    ),
+    labelled(
+        MetricKind.COUNTER,
+        "spec_decode_num_drafts_by_proposer_total",
+        "The same rounds by whose tokens they verified: the draft's, or the text's own.",
+        "proposer",
+        _PROPOSERS,
+        lambda s: {proposer: rounds.num_spec_steps for proposer, rounds in _by_proposer(s)},
+    ),
+    labelled(
+        MetricKind.COUNTER,
+        "spec_decode_num_draft_tokens_by_proposer_total",
+        "Verified tokens by who had proposed them.",
+        "proposer",
+        _PROPOSERS,
+        lambda s: {proposer: rounds.num_draft_tokens for proposer, rounds in _by_proposer(s)},
+    ),
+    labelled(
+        MetricKind.COUNTER,
+        "spec_decode_num_accepted_tokens_by_proposer_total",
+        "Those of them that were kept.",
+        "proposer",
+        _PROPOSERS,
+        lambda s: {proposer: rounds.num_accepted_draft_tokens for proposer, rounds in _by_proposer(s)},
+    ),
+    labelled(
+        MetricKind.COUNTER,
+        "spec_decode_lookup_num_draft_tokens_per_pos_total",
+        "Rounds of looked-up tokens that had one at this position, counted from 0.",
+        "position",
+        _POSITIONS,
+        lambda s: _by_position(_looked_up(s).drafted_per_position),
+    ),
+    labelled(
+        MetricKind.COUNTER,
+        "spec_decode_lookup_num_accepted_tokens_per_pos_total",
+        "Those of them that kept it.",
+        "position",
+        _POSITIONS,
+        lambda s: _by_position(_looked_up(s).accepted_per_position),
+    ),
+    gauge(
+        "spec_decode_lookup_index_bytes",
+        "Host memory of the indexes of all requests.",
+        lambda s: s.lookup_bytes,
+    ),
+    counter(
+        "spec_decode_lookup_refused_total",
+        "Requests that were served without an index, for want of `lookup_memory_mib`.",
+        lambda s: s.num_lookups_refused,
     ),
     labelled(
         MetricKind.COUNTER,
