@@ -37,12 +37,17 @@ def some_requests(count: int, **changes: Any) -> list[GenerateRequest]:
 
 
 def run(
-    requests: list[GenerateRequest], proposer: Proposer = Proposer.LOOKUP_EAGLE3, *, num_blocks: int = 100, **sizes: Any
+    requests: list[GenerateRequest],
+    proposer: Proposer = Proposer.LOOKUP_EAGLE3,
+    *,
+    num_blocks: int = 100,
+    script: LogitScript = SCRIPT,
+    **sizes: Any,
 ) -> EngineHarness:
     """Everything on pools that preempt, each verify checked; every request gets the tokens of plain decoding."""
     of_pool = {"block_size": 1, "max_model_len": MAX_LEN, "num_blocks": num_blocks}
-    target = ScriptedTarget(describe("target", SCRIPT, **of_pool), SCRIPT)
-    draft = ScriptedDraft(describe("draft", SCRIPT, **of_pool), SCRIPT) if proposer.uses_draft else None
+    target = ScriptedTarget(describe("target", script, **of_pool), script)
+    draft = ScriptedDraft(describe("draft", script, **of_pool), script) if proposer.uses_draft else None
     settings = SchedulerSettings(
         max_num_seqs=24, max_num_batched_tokens=150, proposer=proposer, lookup_min_match=2, **sizes
     )
@@ -51,7 +56,7 @@ def run(
     for request in requests:
         harness.add(request)
     harness.run()
-    expected = decode_plainly(SCRIPT, requests, eos_token_ids=EOS, max_model_len=MAX_LEN)
+    expected = decode_plainly(script, requests, eos_token_ids=EOS, max_model_len=MAX_LEN)
     for outcome, tokens in zip(harness.outcomes, expected, strict=True):
         if outcome.token_ids != tokens:
             raise WrongTokensError(f"{outcome.request}: {outcome.token_ids}, plain decoding gives {tokens}")
@@ -89,11 +94,20 @@ def test_a_request_may_ask_for_less_than_the_server_has() -> None:
 
 
 def test_without_a_draft_steps_overlap_until_there_is_a_match() -> None:
-    requests = [replace(r, sampling=SamplingParams(seed=i, max_tokens=24)) for i, r in enumerate(some_requests(12))]
-    harness = run(requests, Proposer.LOOKUP, num_blocks=900)
+    """With ten tokens there soon is one."""
+    requests = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_token_ids=(i % 4, 1, 2),
+            sampling=SamplingParams(seed=i, max_tokens=40),
+            num_speculative_tokens=4,
+        )
+        for i in range(3)
+    ]
+    harness = run(requests, Proposer.LOOKUP, num_blocks=900, script=LogitScript(10))
     target = harness.core._target
     assert isinstance(target, ScriptedTarget)
-    assert target.num_behind > 5
+    assert target.num_behind > 3
     assert rounds_of(harness, TokenOrigin.LOOKUP)
 
 
