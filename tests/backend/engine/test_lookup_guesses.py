@@ -94,17 +94,17 @@ def test_a_request_may_ask_for_less_than_the_server_has() -> None:
 
 
 def test_without_a_draft_steps_overlap_until_there_is_a_match() -> None:
-    """With ten tokens there soon is one."""
+    """With six tokens there soon is one."""
     requests = [
         GenerateRequest(
             request_id=str(i),
             prompt_token_ids=(i % 4, 1, 2),
-            sampling=SamplingParams(seed=i, max_tokens=40),
+            sampling=SamplingParams(seed=i, max_tokens=40, ignore_eos=True),
             num_speculative_tokens=4,
         )
         for i in range(3)
     ]
-    harness = run(requests, Proposer.LOOKUP, num_blocks=900, script=LogitScript(10))
+    harness = run(requests, Proposer.LOOKUP, num_blocks=900, script=LogitScript(6))
     target = harness.core._target
     assert isinstance(target, ScriptedTarget)
     assert target.num_behind > 3
