@@ -43,7 +43,7 @@ class Row:
     op: str
     rows: int
     kilobytes: float
-    """Of one rank's part."""
+    """The size of one rank's part."""
     time_us: float
     floor_us: float
 

@@ -1,4 +1,4 @@
-"""What speculation gains on a CPU: tokens a second of one stream, through the real Triton Server.
+"""Measure what speculation gains on a CPU: tokens a second of one stream, through the real Triton Server.
 
     python benchmarks/cpu_speed.py [--repeats 5] [--temperatures 0 1] [--json OUT] [--readme demo/README.md]
 

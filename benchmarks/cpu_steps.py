@@ -1,4 +1,4 @@
-"""What steps of kimi-nano cost on a CPU, without a server: a verify of 1 to k + 1 rows, and a draft call of k tokens.
+"""Time steps of kimi-nano on a CPU, without a server: a verify of 1 to k + 1 rows, and a draft call of k tokens.
 
     python benchmarks/cpu_steps.py [--k 0 1 2 3] [--temperature 1] [--repeats 15]
 

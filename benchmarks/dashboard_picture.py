@@ -103,7 +103,7 @@ async def send_load(ports: ServerPorts, seconds: float) -> int:
 
 
 def query_range(address: str, expression: str, start_s: float, end_s: float) -> list[dict[str, Any]]:
-    """What Prometheus answers to a panel's query.
+    """Return what Prometheus answers to a panel's query.
 
     Raises:
         KimiError: it refuses the query.

@@ -1,4 +1,4 @@
-"""What a cheaper draft costs in acceptance, and that it costs no token: kimi-nano through the engine, in this process.
+"""Measure a cheaper draft's acceptance, and that it costs no token: kimi-nano through the engine, in this process.
 
     PYTHONPATH=kernels:backend python benchmarks/draft_acceptance.py out/nano-data [--num-prompts 40] [--out results]
 
@@ -66,7 +66,7 @@ class Result:
 
 
 def change(result: Result, whole: Result) -> str:
-    """Of the acceptance length against the draft as it is, with its standard error over the same prompts."""
+    """Format the acceptance length's change against the draft as it is, with its standard error over the prompts."""
     differences = [a - b for a, b in zip(result.lengths, whole.lengths, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5
     percent = 100 / whole.acceptance_length

@@ -1,4 +1,4 @@
-"""What a draft step costs by the format of the draft's weights and by the tokens that its head keeps.
+"""Time a draft step by the format of the draft's weights and by the tokens that its head keeps.
 
     PYTHONPATH=kernels:backend:benchmarks python benchmarks/draft_cost.py --out results [--rows 1,4] [--formats int4]
 

@@ -94,7 +94,7 @@ def float32(args: argparse.Namespace) -> Report:
 def _float32_report(
     cases: Mapping[Case, Sequence[int]], found: Mapping[Case, Mapping[int, Text]], is_rotated: bool
 ) -> Report:
-    """Of the texts that there are with speculation and without."""
+    """Report on the texts that there are with speculation and without."""
     report: Report = {"prompts_at_each_k": "one k each" if is_rotated else "all"}
     for (temperature, k), indices in sorted(cases.items()):
         plain, speculated = found[temperature, 0], found[temperature, k]
@@ -215,7 +215,7 @@ def main() -> None:
     }
 
     def save(name: str, found: Report) -> None:
-        """As soon as there is a part of a measurement, so that an interrupted run leaves what it has."""
+        """Save as soon as there is a part of a measurement, so that an interrupted run leaves what it has."""
         report[name] = found
         if args.json:
             args.json.write_text(json.dumps(report, indent=1) + "\n")

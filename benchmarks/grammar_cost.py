@@ -1,4 +1,4 @@
-"""What a grammar costs the engine's thread: masks of a row and of a window, and going on behind a token.
+"""Time what a grammar costs the engine's thread: masks of a row and of a window, and going on behind a token.
 
     PYTHONPATH=kernels:backend:benchmarks python benchmarks/grammar_cost.py
 

@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def make_report(card: str, ceilings: Ceilings, after: Ceilings | None, results: list[Result]) -> dict[str, object]:
-    """What `--out` keeps and `--compare` reads; `after` is None until the run has ended."""
+    """Make what `--out` keeps and `--compare` reads; `after` is None until the run has ended."""
     reason = discard_reason(card, ceilings)
     reason = reason or (discard_reason(card, after) if after else "the run did not end")
     return {
@@ -172,7 +172,7 @@ def time_calls(calls: list[Callable[[], object]]) -> tuple[float, float]:
 
 
 def verdict(case: Case, time_us: float, floor_us: float) -> str:
-    """What the case promises and whether it held."""
+    """Say what the case promises and whether it held."""
     limits = []
     if case.limit_us is not None:
         limits.append(case.limit_us)

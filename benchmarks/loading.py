@@ -50,7 +50,7 @@ class Watched:
 
     source: TensorSource
     place: dict[str, int]
-    """Of each tensor in the order of the files."""
+    """The place of each tensor in the order of the files."""
     num_bytes: int = 0
     num_reads: int = 0
     num_forward: int = 0

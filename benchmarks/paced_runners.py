@@ -114,7 +114,7 @@ class PacedPending:
 
 
 class PacedRunner:
-    """What both have in common: a stream, and a token table."""
+    """The common part of both: a stream, and a token table."""
 
     device, peers = torch.device("cpu"), NO_PEERS
 
@@ -132,7 +132,7 @@ class PacedRunner:
 
 
 class PacedDraft(PacedRunner):
-    """Where it may leave its tokens, it answers at once and is `wait_s` behind, as a draft on a GPU."""
+    """A draft that, where it may leave its tokens, answers at once and is `wait_s` behind, as one on a GPU."""
 
     depth = 1
 

@@ -1,4 +1,4 @@
-"""What speculation gains through Triton Server with a draft that really guesses: tokens/s with it and without.
+"""Measure what speculation gains through Triton Server with a draft that really guesses: tokens/s with it and without.
 
     python -m kimi_nano prompts DATA prompts.jsonl
     python benchmarks/real_acceptance.py --checkpoint demo/kimi-nano --prompts prompts.jsonl [--json OUT]

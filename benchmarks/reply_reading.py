@@ -1,4 +1,4 @@
-"""What reading replies costs the OpenAI endpoint, and what a long one costs its neighbours.
+"""Time the reading of replies by the OpenAI endpoint, and what a long one costs its neighbours.
 
     python benchmarks/reply_reading.py [--json] [--seconds 4]
 

@@ -1,4 +1,4 @@
-"""What a round costs through Triton Server, split by cause, against bare calls in the same run.
+"""Split a round's cost through Triton Server by cause, against bare calls in the same run.
 
     python benchmarks/server_overhead.py --checkpoint PATH [--aux-transfer ipc tensor] [--json OUT]
 
@@ -50,7 +50,7 @@ METRICS_SETTLE_S = 0.8
 LOG_END = 4000
 """Characters of a failed server's log that are shown."""
 SHARED = "aux hidden states stay on the GPU"
-"""What a server logs that hands them over in a buffer."""
+"""The line of a server that hands them over in a buffer."""
 NOTHING_RUNS_IN = ("schedule", "commit", "publish")
 
 Row = dict[str, Any]

@@ -97,14 +97,14 @@ def load_settings(options: argparse.Namespace) -> LoadSettings:
 
 
 def machine() -> str:
-    """Where it ran."""
+    """Name the machine on which it ran."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"CPU, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before, {platform.machine()}"
 
 
 def command_line(options: argparse.Namespace) -> str:
-    """What was typed, without this machine's paths."""
+    """Return the command as it was typed, without this machine's paths."""
     parts = [f"python benchmarks/serving.py {options.suite}"]
     for name, value in vars(options).items():
         if name in ("suite", "note", "out") or value is None:

@@ -1,4 +1,4 @@
-"""What a verify takes when the device never rests, beside the card's clock and power: a card that reaches its power
+"""Time a verify while the device never rests, beside the card's clock and power: a card that reaches its power
 limit slows down.
 
     PYTHONPATH=kernels:backend python benchmarks/sustained_verify.py --out results
@@ -34,7 +34,7 @@ PROMPT, NUM_OUTPUT_TOKENS = 1024, 96
 SAMPLED = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
 SAMPLE_MS = 20
 POWER_LIMIT = 0x4
-"""Of `clocks_event_reasons`: the clock is held down by the software's power limit."""
+"""The bit of `clocks_event_reasons` that says: the clock is held down by the software's power limit."""
 QUEUED = 4
 """Replays that wait on the device, so that it never waits for the host."""
 

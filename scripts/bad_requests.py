@@ -1,4 +1,4 @@
-"""What a bad request costs a new one beside it, and whether memory goes back after many.
+"""Measure what a bad request costs a new one beside it, and whether memory goes back after many.
 
     python scripts/bad_requests.py [--checkpoint demo/kimi-nano] [--repeats 100] [--seconds 3] [--only NAME ...]
 

@@ -16,7 +16,7 @@ from mkdocs.exceptions import Abort
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = ("*.md", "docs", "demo/kimi-nano/*.png", "benchmarks/results", "docker/grafana/dashboards", "LICENSE")
-"""What pages are and link to, as git patterns."""
+"""The pages and what they link to, as git patterns."""
 
 
 def gather(pages: Path) -> list[str]:

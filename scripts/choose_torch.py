@@ -21,7 +21,7 @@ TRITON = "3.6"
 
 
 def fits(version: str, requirements: list[str]) -> bool:
-    """Whether an installed torch can stay. requirements: those of its metadata, such as `triton==3.6.0; ...`."""
+    """Tell whether an installed torch can stay. requirements: those of its metadata, such as `triton==3.6.0; ...`."""
     pinned = [match[1] for line in requirements if (match := re.match(r"triton\s*\(?==\s*([\d.]+)", line))]
     return _number(version) >= OLDEST and all(pin.startswith(TRITON + ".") for pin in pinned)
 

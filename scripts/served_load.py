@@ -39,7 +39,7 @@ class Served:
         return self.log.read_text(errors="replace")[-num_characters:]
 
     def is_ready(self) -> bool:
-        """Whether it writes a token, and one that the draft has helped with."""
+        """Tell whether it writes a token, and one that the draft has helped with."""
         with KimiClient(f"127.0.0.1:{self.ports['grpc']}", timeout_s=3.0) as client:
             try:
                 done = client.generate(text_input="x", max_tokens=4, ignore_eos=True)

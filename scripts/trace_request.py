@@ -42,7 +42,7 @@ OF_A_STEP = (
     "runners/graphs/target_graphs.py", "runners/graphs/target_inputs.py",
     "runners/ranks/peers.py", "runners/ranks/messages.py", "runners/ranks/follower.py", "rank_worker/follower.py",
 )  # fmt: skip
-"""What runs a step and hands it over, before and after; files that one of two commits lacks count there as none."""
+"""The files that run a step and hand it over, before and after; one that a commit lacks counts there as empty."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Trace:
     _since_call: list[str] = field(default_factory=list)
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """As `threading.setprofile` calls it."""
+        """Record a call, as `threading.setprofile` tells of it."""
         name = _product_file(frame) if event == "call" else None
         if name is None:
             return

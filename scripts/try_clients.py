@@ -20,7 +20,7 @@ NUM_REQUESTS = 8
 
 
 class Addresses(argparse.Namespace):
-    """Where the server listens."""
+    """The addresses at which the server listens."""
 
     grpc: str
     openai: str
@@ -285,7 +285,7 @@ def measured(table: str) -> str:
 
 
 def checked_report(work: Path) -> str:
-    """What the newest report of AIPerf or genai-perf counted; both exit with 0 also when requests failed."""
+    """Read what the newest report of AIPerf or genai-perf counted; both exit with 0 also when requests failed."""
     reports = [*work.rglob("profile_export_aiperf.json"), *work.rglob("*genai_perf.json")]
     report = json.loads(max(reports, key=lambda path: path.stat().st_mtime).read_text())
     done, errors = report["request_count"]["avg"], report.get("error_summary") or []

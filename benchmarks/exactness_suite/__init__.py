@@ -1,1 +1,1 @@
-"""Whether speculation changes a token, and why where it does (`benchmarks/exactness.py`)."""
+"""The check whether speculation changes a token, and why where it does (`benchmarks/exactness.py`)."""

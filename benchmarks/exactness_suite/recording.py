@@ -41,7 +41,7 @@ class Recorder:
         self.kernels = dataclasses.replace(with_router(kernels, self._route), sample_tokens=self._sample)
 
     def take(self) -> Decisions:
-        """Of one step with one draw."""
+        """Take those of one step with one draw."""
         ((token_ids, score_gaps),) = self._draws
         router_gaps = torch.stack(self._router_gaps).amin(dim=0)
         self._draws.clear()

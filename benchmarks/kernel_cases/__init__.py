@@ -20,7 +20,7 @@ ROTATED_BYTES = 420 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What the card did in this very run: the two rates every floor is computed from."""
+    """The two rates that the card reached in this very run, from which every floor is computed."""
 
     read_bytes_per_us: float
     matmul_flops_per_us: float

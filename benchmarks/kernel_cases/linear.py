@@ -18,7 +18,7 @@ ERROR_LIMIT = 4e-3
 """A bf16 result; products and sums are float32."""
 HEAD = (7168, 163_840)
 QKV_A = (14_336, 2112)
-"""Of the draft, which reads twice the width."""
+"""The draft's, which reads twice the width."""
 PLAIN = (
     (7168, 2112),
     (1536, 12_288),
@@ -31,7 +31,7 @@ PLAIN = (
     QKV_A,
     HEAD,
 )
-"""Of Kimi-K2.5: qkv_a, q_b, o; the shared expert's two; the dense layer's two; fc, qkv_a and head of the draft."""
+"""Kimi-K2.5's: qkv_a, q_b, o; the shared expert's two; the dense layer's two; fc, qkv_a and head of the draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

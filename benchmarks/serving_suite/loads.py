@@ -1,4 +1,4 @@
-"""What is sent: prompts, and the four suites made of them.
+"""The requests that are sent: prompts, and the four suites made of them.
 
 Prompts are code, not random tokens: a draft collapses on noise, and a benchmark of noise says nothing of speculation.
 """
@@ -24,7 +24,7 @@ class LoadSettings:
     num_speculative_tokens: int = 3
     max_tokens: int = 48
     num_requests: int = 16
-    """Of a case, at least."""
+    """The requests of a case, at least."""
     temperature: float = 0.0
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16)
     rates: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)

@@ -1,4 +1,4 @@
-"""What a server's own counters say about where its time goes."""
+"""The server's own counters of where its time goes."""
 
 import re
 import urllib.request

@@ -40,7 +40,7 @@ class ServedCase:
     rates: list[float] = field(default_factory=list)
     """Output tokens a second, one entry a turn."""
     texts: list[str] = field(default_factory=list)
-    """Of the last turn, in an order that is the same for every case."""
+    """The texts of the last turn, in an order that is the same for every case."""
 
     def request(self, number: int, temperature: float, max_tokens: int) -> dict[str, Any]:
         """The fields of a turn's request: the same for every case but for k."""
@@ -89,7 +89,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """What a report must say of its making."""
+    """Collect what a report must say of its making."""
     return {
         "command": sys.argv[1:],
         "torch": torch.__version__,

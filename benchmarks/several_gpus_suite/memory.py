@@ -67,7 +67,7 @@ def _measure(settings: ServingSettings, name: str, verdict: Verdict, *, prompt_l
 
 
 def _free_bytes(num_gpus: int) -> list[int]:
-    """Of each GPU; none on a CPU."""
+    """Read the free memory of each GPU; none on a CPU."""
     return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)] if torch.cuda.is_available() else []
 
 

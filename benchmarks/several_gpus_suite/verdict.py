@@ -1,4 +1,4 @@
-"""What a job found: lines that hold or do not, and the commands that a job runs."""
+"""A job's findings: lines that hold or do not, and the commands that a job runs."""
 
 import os
 import subprocess

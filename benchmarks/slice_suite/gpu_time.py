@@ -1,4 +1,4 @@
-"""Where the GPU's time in a round goes, by kind of kernel, as its own profiler sees it: inside graphs too."""
+"""The GPU's time in a round by kind of kernel, as its own profiler sees it: inside graphs too."""
 
 import re
 from collections import defaultdict
@@ -28,7 +28,7 @@ NUM_LAST_LEFT_OUT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTime:
-    """Of one round, microseconds."""
+    """The GPU's time in one round, microseconds."""
 
     busy_us: float
     num_kernels: float
@@ -38,7 +38,7 @@ class GpuTime:
     covered_us: float = 0.0
     """Time in which at least one kernel was on the GPU; kernels that start early overlap, so it is below `busy_us`."""
     idle: list[dict[str, Any]] = field(default_factory=list)
-    """Where none was: kernel before, kernel after, how often a round, microseconds in all. The longest."""
+    """The longest gaps: kernel before, kernel after, how often a round, microseconds in all."""
 
 
 def kind_of(name: str) -> str:

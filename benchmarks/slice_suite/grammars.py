@@ -15,7 +15,7 @@ _SPECIAL_SHARE = 0.05
 
 
 class MadeUpTokenizer:
-    """What a compiler of grammars asks of a tokenizer: pieces of words, those that no text holds last.
+    """The part of a tokenizer that a compiler of grammars asks: pieces of words, those that no text holds last.
 
     Made-up acceptance puts the token before another in its place; it fits where that does.
     """

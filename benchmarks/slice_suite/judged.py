@@ -15,7 +15,7 @@ WANTED = {
     (3, 16): (17.8, 14.5),
     (3, 64): (25.0, 20.0),
 }
-"""What a round of 5 layers and a prompt of 1k may take and should take on an H100, ms, by (k, batch)."""
+"""The milliseconds that a round of 5 layers and a prompt of 1k may and should take on an H100, by (k, batch)."""
 WANTED_OF_A_CHEAP_DRAFT = {(3, 1): (5.4, 4.4), (3, 4): (8.4, 7.0), (3, 16): (16.0, 13.0), (3, 64): (23.5, 19.0)}
 """The same with a reduced or quantised draft."""
 CHEAP_DRAFT_SETTINGS = ("draft_vocab", "draft_quantization", "draft_head_quantization")

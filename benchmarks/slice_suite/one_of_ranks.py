@@ -174,7 +174,7 @@ def looped_back(num_ranks: int, device: torch.device, pause: Pause, most_program
 
 
 def shifted(inbox: torch.Tensor, num_slots: int, num_ranks: int) -> list[int]:
-    """Where the ranks' inboxes seem to be: each begins a slot behind the one before."""
+    """Place the ranks' inboxes: each begins a slot behind the one before."""
     return [inbox.data_ptr() + rank * (inbox.nbytes // num_slots) for rank in range(num_ranks)]
 
 

@@ -1,4 +1,4 @@
-"""What follows from the measured cases: time a layer, fixed cost, a guess for the whole model; table and picture."""
+"""Conclusions from the measured cases: time a layer, fixed cost, a guess for the whole model; table and picture."""
 
 from pathlib import Path
 from typing import Any

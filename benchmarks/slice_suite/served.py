@@ -35,7 +35,7 @@ CALL_MODELS = ("bare_callee", "bare_loop")
 """Measure what a call costs that does nothing (benchmarks/models)."""
 ALLOWED_BEYOND_CALLS_MS = 0.4
 SHARED = "aux hidden states stay on the GPU"
-"""What a server logs that hands them over in a buffer."""
+"""The line of a server that hands them over in a buffer."""
 LOG_END = 4000
 """Characters of a failed server's log that are shown."""
 
@@ -129,7 +129,7 @@ def rounds_ms(request: RequestTimes) -> list[float]:
 
 
 def server_share(step_ms: dict[str, float], call_ms: float, num_calls: int) -> dict[str, Any]:
-    """What a step takes beside its runners, by cause, and what is allowed: bare calls and 0.4 ms.
+    """Split what a step takes beside its runners by cause, with what is allowed: bare calls and 0.4 ms.
 
     Args:
         step_ms: mean of a step, `phase NAME` and `runner NAME`. Steps over prompts are among them, whose runners take

@@ -1,4 +1,4 @@
-"""What a draft gets accepted along the target's own text, without running the server.
+"""The acceptance of a draft along the target's own text, without running the server.
 
 Under each rule measured here the emitted tokens are the target's, whatever the draft says. So the target writes first;
 then all starts of a draft are unrolled side by side (`drafts.Unrolling`), and walking from round to round reads off
@@ -66,11 +66,11 @@ class Acceptance:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean over prompts."""
+        """The standard error of the mean over prompts."""
         return standard_error(self.lengths)
 
     def of(self, prompts: Tensor) -> "Acceptance":
-        """Of some prompts only, [B] bool."""
+        """Take some prompts only, [B] bool."""
         return Acceptance(self.reached[prompts])
 
     @property

@@ -57,7 +57,7 @@ def align(draft: NanoDraft, target: NanoTarget, tokens: Tensor, dtype: torch.dty
 
 
 def _fused_inputs(draft: NanoDraft, aux: Tensor) -> Tensor:
-    """What `fc` multiplies."""
+    """Compute the inputs that `fc` multiplies."""
     if not draft.config.fc_norm:
         return aux
     parts = aux.unflatten(-1, (draft.config.num_aux_hidden_states, -1)).unbind(-2)

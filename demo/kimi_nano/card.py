@@ -48,7 +48,7 @@ def _probes(probes: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _rivals(chosen: str, rivals: Sequence[str]) -> str:
-    """What rivals have in place of the chosen setting's parts, each once."""
+    """List what rivals have in place of the chosen setting's parts, each once."""
     own = _setting_parts(chosen)
     return ", ".join(dict.fromkeys(part for rival in rivals for part in _setting_parts(rival) if part not in own))
 

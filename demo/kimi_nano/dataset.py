@@ -35,7 +35,7 @@ SHARDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What training and evaluation read."""
+    """The tokens that training and evaluation read."""
 
     train: np.ndarray[Any, np.dtype[np.uint16]]
     held_out: dict[str, list[int]]
@@ -134,7 +134,7 @@ class Windows:
         return self._stream[starts[:, None] + offsets].long()
 
     def batch_ending(self, num_windows: int, length: int, may_end: torch.Tensor) -> torch.Tensor:
-        """As `batch`, of windows whose last token may end them.
+        """Make a `batch` of windows whose last token may end them.
 
         Args:
             may_end: [vocab_size] bool.

@@ -73,7 +73,7 @@ class NanoDraft(nn.Module):
         self.register_buffer("cos_sin", table, persistent=False)
         self.register_buffer("kept_tokens", kept_tokens)
         self.functions: tuple[Callable[..., tuple[Tensor, ...]], ...] = (_before_attention, _after_attention)
-        """What a step does before and after attention."""
+        """The parts of a step before and after attention."""
 
     def compile_step(self) -> None:
         """Compile `functions`, for training on one shape."""

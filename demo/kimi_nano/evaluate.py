@@ -38,7 +38,7 @@ SAMPLE_TEMPERATURE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation works on."""
+    """The models, tokens and options of an evaluation."""
 
     target: NanoTarget
     tokenizer: Tokenizer

@@ -33,7 +33,7 @@ class DraftBatch:
 
 
 class DraftBatches(Protocol):
-    """Where batches come from."""
+    """The source of batches."""
 
     def next(self) -> DraftBatch: ...
 
@@ -55,7 +55,7 @@ class LiveBatches:
 
     target: NanoTarget
     sources: Sequence[tuple[Windows, int]]
-    """Where windows come from, and how many of them a batch has."""
+    """The windows' sources, and how many of each a batch has."""
     length: int
     layers: Sequence[int]
     dtype: torch.dtype

@@ -112,7 +112,7 @@ def all_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, dtype
 
 
 def chosen_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `all_experts`, but each token meets its own experts only: less work, more steps; for CPUs, no gradient."""
+    """Do what `all_experts` does with each token's own experts only: less work, more steps; for CPUs, no gradient."""
     out = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(gate_up.shape[0]):
         rows = weights[:, expert].nonzero().flatten()

@@ -14,7 +14,7 @@ from kimi_nano.target import NanoTarget
 WORTH_CAPTURING = 32
 """Tokens from which on a GPU records a decoding step instead of launching it kernel by kernel."""
 Caches = list[tuple[Tensor, Tensor]]
-"""Of each layer: keys [B, N, S, D] and values [B, N, S, V]."""
+"""Each layer's keys [B, N, S, D] and values [B, N, S, V]."""
 
 
 def token_noise(seeds: Tensor, token_index: Tensor, vocab_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a draft is trained on: its distribution over the vocabulary against the target's, with the gradient written out.
+"""The loss of a draft: its distribution over the vocabulary against the target's, with the gradient written out.
 
 Two losses, mixed:
 

@@ -36,10 +36,10 @@ class CheckedFile:
     """A draft's folder and the settings that the probe tries on it."""
 
     statement: str
-    """What its config.json says wrong."""
+    """The statement of its config.json that is wrong."""
     settings: tuple[ProbeSetting, ...]
     configs: tuple[Eagle3DraftConfig, ...]
-    """Of each setting."""
+    """The configs, one of each setting."""
 
 
 def check_probe(

@@ -31,11 +31,11 @@ class UnloopRecipe:
     gram: int = 4
     """Tokens of a repeat; its last one is taken out."""
     weight: float = 1.0
-    """Of the divergence on its own text beside the cross entropy."""
+    """The weight of the divergence on its own text beside the cross entropy."""
     window: int = 1024
     """Tokens of a window of the corpus, and of the longest prompt with what follows it: one shape to compile."""
     batch_tokens: int = 49152
-    """Of the corpus, and as many of its own text, a step."""
+    """The tokens of the corpus in a step, beside which stand as many of its own text."""
     shortest_prompt: int = 32
     """Lengths are drawn evenly up to the longest: prompts of one length teach not to loop at one place of a text."""
     own_tokens: int = 160
@@ -66,7 +66,7 @@ class Recipe:
     unroll_decay: float = 0.8
     """Weight of a step's loss relative to the step before."""
     coupled_share: float = 0.6
-    """Of the chance that coupled draws differ in the drafts' loss, beside the divergence."""
+    """The share of the chance that coupled draws differ in the drafts' loss, beside the divergence."""
     coupled_from: float = 0.2
     """Progress from which on it counts."""
     peak_lr: float = 3e-3
@@ -78,7 +78,7 @@ class Recipe:
     long_share: float = 0.12
     """Last part of the target's training, on windows of the whole context."""
     bias_step: float = 1e-3
-    """What the router's correction bias moves a step, towards even load."""
+    """The step by which the router's correction bias moves towards even load."""
     generated_sequences: int = 8192
     generated_prompt_tokens: int = 192
     generated_tokens: int = 320
@@ -139,7 +139,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one `train` command does."""
+    """The work of one `train` command."""
 
     recipe: Recipe
     target: Budget

@@ -28,7 +28,7 @@ MLA_NAMES = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """What a forward pass leaves."""
+    """The output of a forward pass."""
 
     normed: Tensor
     """[T, H] float32, for the head."""
@@ -95,7 +95,7 @@ class NanoTarget(nn.Module):
         self._functions = EAGER
 
     def eager(self, token_ids: Tensor, dtype: torch.dtype, aux_layer_ids: tuple[int, ...] = ()) -> TargetOutput:
-        """As `forward`, for shapes that nothing was compiled for."""
+        """Run `forward` for shapes that nothing was compiled for."""
         compiled, self._functions = self._functions, EAGER
         try:
             return self.forward(token_ids, dtype, aux_layer_ids)
@@ -142,7 +142,7 @@ class NanoTarget(nn.Module):
     def finish_layer_eager(
         self, layer: int, residual: Tensor, heads: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """As `finish_layer`, for shapes that nothing was compiled for."""
+        """Run `finish_layer` for shapes that nothing was compiled for."""
         compiled, self._functions = self._functions, EAGER
         try:
             return self.finish_layer(layer, residual, heads, dtype)

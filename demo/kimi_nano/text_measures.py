@@ -1,4 +1,4 @@
-"""What the target's texts are like, and what guessing without a draft would get accepted."""
+"""Measures of the target's texts, and of what guessing without a draft would get accepted."""
 
 import gzip
 import math
@@ -22,7 +22,7 @@ def distinct_4gram_share(token_ids: Sequence[int]) -> float:
 
 
 def ends_in_loop(token_ids: Sequence[int]) -> bool:
-    """Whether one text ends in a run of tokens again and again, see `LOOP_TOKENS`."""
+    """Tell whether one text ends in a run of tokens again and again, see `LOOP_TOKENS`."""
     count = len(token_ids)
     for period in range(1, count // LOOP_TIMES + 1):
         length = max(LOOP_TIMES * period, LOOP_TOKENS)
@@ -37,7 +37,7 @@ def is_looping(written: Tensor) -> Tensor:
 
 
 def gzip_nats_per_byte(texts: Sequence[bytes]) -> tuple[float, float]:
-    """What gzip -9 needs: each text by itself, and all in one stream."""
+    """Count what gzip -9 needs: each text by itself, and all in one stream."""
     num_bytes = sum(map(len, texts))
     alone = sum(len(gzip.compress(text, 9, mtime=0)) for text in texts)
     together = len(gzip.compress(b"".join(texts), 9, mtime=0))

@@ -38,7 +38,7 @@ WATCHED_FILES = 48
 """Held-out files whose loss is measured while training."""
 GENERATION_BATCH = 2048
 TEMPERATURES = (1.0, 1.0, 0.0, 0.6)
-"""Of the sequences that the target writes for its drafts, in turn."""
+"""The temperatures of the sequences that the target writes for its drafts, in turn."""
 
 
 def train(

@@ -142,7 +142,7 @@ class WrittenText:
 
     @property
     def repeated_share(self) -> float:
-        """Of the written tokens."""
+        """The share of the written tokens that repeats others."""
         return self.repeats.float().mean().item()
 
     def of(self, rows: Tensor) -> "WrittenText":

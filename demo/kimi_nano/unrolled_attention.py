@@ -32,7 +32,7 @@ def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], scal
 
 
 def plain_unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: float) -> Tensor:
-    """As `unrolled_attention`, written out."""
+    """Compute `unrolled_attention`, written out."""
     length = q.shape[2]
     past = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     scores = (q @ keys[0].transpose(2, 3)).float().masked_fill(~past, float("-inf"))

@@ -1,4 +1,4 @@
-"""What attention needs to know about one step: `AttentionBatch` for a kernel, `AttentionMetadata` for a model."""
+"""Attention's view of one step: `AttentionBatch` for a kernel, `AttentionMetadata` for a model."""
 
 from dataclasses import dataclass
 

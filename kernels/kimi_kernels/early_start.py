@@ -9,7 +9,7 @@ import torch
 
 @functools.lru_cache(maxsize=16)
 def starts_early(device: torch.device) -> bool:
-    """Whether kernels on this device are launched so; False on a CPU, in Triton-language's interpreter."""
+    """Tell whether kernels on this device are launched so; False on a CPU, in Triton-language's interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 ROUNDING = 2.0**-25
-"""What a weight may lose: half a unit of float16's smallest step, which only weights below 2^-14 can. A float32 sum of
+"""The loss that a weight may have: half a unit of float16's smallest step, below 2^-14 only. A float32 sum of
 a hundred terms of size 1 loses more."""
 
 
 @cache
 def is_available() -> bool:
-    """Whether this torch has the products. Trying is the only way to know, and a first use warns of a future end."""
+    """Tell whether this torch has the products. Trying alone can tell, and a first use warns of a future end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -16,7 +16,7 @@ from kimi_kernels.row_tiles import ALIGNMENT_BYTES, WIDTH_MULTIPLE
 
 
 def keeps_rows_aligned(*widths: int) -> bool:
-    """Whether rows of all these widths begin on 64-byte boundaries."""
+    """Tell whether rows of all these widths begin on 64-byte boundaries."""
     return reduce(or_, widths) % WIDTH_MULTIPLE == 0  # the lowest bits of all: one call, not one a width
 
 

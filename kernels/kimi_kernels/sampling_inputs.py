@@ -104,7 +104,7 @@ class VocabularyMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """What R rows drew."""
+    """The draws of R rows."""
 
     token_ids: torch.Tensor
     """[R] int64, target ids; PLACEHOLDER_TOKEN_ID where the status is not STATUS_OK."""

@@ -35,7 +35,7 @@ def _must_be_closed(what: str, status: int, body: bytes = b"") -> None:
 
 
 def load_over_http(victim: Victim) -> str:
-    """As a program and as a web page would send it: a simple request, which a browser sends without asking."""
+    """Load a model as a program and as a web page would: by a simple request, which a browser sends without asking."""
     body = load_body("/nonexistent/mark")
     page = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
     for headers in ({"Content-Type": "application/json"}, page):
@@ -154,7 +154,7 @@ def internal_shared_memory(victim: Victim) -> str:
 
 
 def _read_a_region(victim: Victim, names: list[str]) -> None:
-    """As an input and as an output of a request; the error tells no region's name."""
+    """Name a region as an input and as an output of a request; the error tells no region's name."""
     client = victim.grpc()
     try:
         given = grpcclient.InferInput("SECRET", [SECRET_BYTES], "UINT8")

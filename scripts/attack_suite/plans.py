@@ -127,7 +127,7 @@ def fuzzed_plans(
 
 
 def _without_some(plan: Any, rng: random.Random) -> Any:
-    """What only some steps carry is mostly left out, or no plan would be run."""
+    """Leave out most of what only some steps carry, or no plan would be run."""
     nothing: dict[str, Any]
     if isinstance(plan, TargetPlan):
         nothing = {

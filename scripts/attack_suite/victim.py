@@ -34,7 +34,7 @@ class Victim:
     tokenizer: Tokenizer
     """That of the checkpoint which is served."""
     trace_file: Path
-    """Where the server was told to write traces."""
+    """The file into which the server was told to write traces."""
 
     @classmethod
     def of(cls, server: EmbeddedServer, checkpoint: Path, trace_file: Path = Path("/dev/null")) -> "Victim":

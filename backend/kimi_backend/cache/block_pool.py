@@ -1,4 +1,4 @@
-"""Who holds which KV block: ids, reference counts and eviction order. No tensor is touched here."""
+"""The holders of every KV block: ids, reference counts and eviction order. No tensor is touched here."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""What identifies a full block of a sequence: a hash of everything up to its end."""
+"""The identity of a full block of a sequence: a hash of everything up to its end."""
 
 from hashlib import blake2b
 

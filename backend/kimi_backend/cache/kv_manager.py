@@ -122,7 +122,7 @@ class KvManager:
         self.prefix_cache.withdraw(blocks.target_ids, blocks.draft_ids)
 
     def withdraw_draft(self, blocks: SequenceBlocks) -> None:
-        """Likewise for its draft blocks alone."""
+        """Withdraw its draft blocks alone."""
         self.prefix_cache.withdraw((), blocks.draft_ids)
 
     def drop_draft(self, blocks: SequenceBlocks) -> None:

@@ -18,7 +18,7 @@ _MXFP4_LARGEST_SCALE = _E8M0_BIAS + 1
 
 
 def value_problems(name: str, spec: TensorSpec, values: torch.Tensor) -> list[str]:
-    """What is wrong with (a slice of) a tensor's values; nothing for roles whose values may be anything."""
+    """List what is wrong with (a slice of) a tensor's values; nothing for roles whose values may be anything."""
     if spec.role is TensorRole.INT4_SHAPE:
         expected = list(spec.matrix_shape or ())
         found = values.tolist()
@@ -64,7 +64,7 @@ class CheckedTensors:
     source: TensorSource
     specs: Specs
     subject: str
-    """What errors call the checkpoint, such as its path."""
+    """The name of the checkpoint in errors, such as its path."""
 
     def names(self) -> frozenset[str]:
         return self.source.names()

@@ -107,7 +107,7 @@ class DraftCheckpoint:
         device: torch.device,
         overrides: DraftOverrides = NO_OVERRIDES,
     ) -> "DraftCheckpoint":
-        """As `TargetCheckpoint.dummy`. Embedding and head are the target's wherever their shapes allow it."""
+        """Make a `TargetCheckpoint.dummy` of a draft. Embedding and head are the target's where their shapes allow it."""
         _require_folder(path)
         config = Eagle3DraftConfig.from_hf_json(path, target, overrides)
         is_reduced = config.draft_vocab_size < config.vocab_size
@@ -119,7 +119,7 @@ class DraftCheckpoint:
 
     @contextmanager
     def loading(self, tp_size: int = 1) -> Iterator[TensorSource]:
-        """As `TargetCheckpoint.loading`."""
+        """Do what `TargetCheckpoint.loading` does."""
         with byte_progress("loading draft", self.num_bytes // tp_size) as advance:
             yield WatchedTensors(self.tensors, advance)
 

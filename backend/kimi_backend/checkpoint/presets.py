@@ -32,7 +32,7 @@ class Architecture(str, Enum):
     KIMI_K25 = "kimi-k2.5"
     """Nested text_config, weights under `language_model.`."""
     DEEPSEEK_V3 = "deepseek-v3"
-    """As Kimi-K2."""
+    """The shapes of DeepSeek-V3, on which Kimi-K2 is built."""
 
 
 class DraftKind(str, Enum):

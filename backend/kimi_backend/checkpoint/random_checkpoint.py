@@ -50,7 +50,7 @@ def write_random_draft(
     seed: int = 1,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """As `write_random_target`, for a draft, which gets its own embedding and head; makes the folder."""
+    """Do what `write_random_target` does, for a draft, which gets its own embedding and head; makes the folder."""
     config = Eagle3DraftConfig.from_hf_json(config_json, target)
     write_config(folder, config_json)
     specs = draft_tensor_specs(config)

@@ -34,7 +34,7 @@ class RandomTensors:
     specs: Specs
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where tensors are made and handed out, vocabulary maps apart. Another kind of device gives other values."""
+    """The device on which tensors are made, vocabulary maps apart. Another kind of device gives other values."""
 
     _names: frozenset[str] = field(init=False, repr=False, compare=False)
 

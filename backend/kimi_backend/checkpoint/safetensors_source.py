@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_FILES = 10_000
-"""Of an index: a number beyond it is a damaged file."""
+"""The most files of an index: a number beyond it is a damaged file."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TEXT_PREFIX = "language_model."
 _LATER_TEXT_PREFIX = "model.language_model."
-"""Of transformers 5: `model.language_model.layers…` beside `lm_head`."""
+"""The prefix of transformers 5: `model.language_model.layers…` beside `lm_head`."""
 SKIPPED_PREFIXES = tuple(
     prefix + part
     for prefix in ("", "model.")
@@ -55,14 +55,14 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies, and what its header says."""
+    """The place of a tensor, and what its header says."""
 
     file: Path
     stored_name: str
     shape: tuple[int, ...]
     dtype_name: str
     offset: int
-    """Of its first byte in the file."""
+    """The place of its first byte in the file."""
 
 
 class _OpenFile:

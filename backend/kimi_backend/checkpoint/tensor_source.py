@@ -1,4 +1,4 @@
-"""Where a model's weights come from, by checkpoint name: files, memory, or a random generator."""
+"""The sources of a model's weights, by checkpoint name: files, memory, or a random generator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

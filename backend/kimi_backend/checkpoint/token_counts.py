@@ -25,7 +25,7 @@ class TokenCounts:
     vocab_size: int
     token_ids: tuple[int, ...]
     counts: tuple[int, ...]
-    """Of `token_ids`, each at least 1."""
+    """The counts of `token_ids`, each at least 1."""
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,7 @@ from kimi_backend.errors import ConfigError
 
 
 def draft_overrides(settings: ServingSettings) -> DraftOverrides:
-    """What the operator sets against the draft's config.json.
+    """Return what the operator sets against the draft's config.json.
 
     Raises:
         ConfigError: aux_layer_ids is not a list of integers.

@@ -21,7 +21,7 @@ MAX_DRAFT_LAYERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOverrides:
-    """What an operator sets against a draft's config.json; None leaves the file's value."""
+    """The operator's settings against a draft's config.json; None leaves the file's value."""
 
     rope_theta: float | None = None
     beta_fast: float | None = None
@@ -50,7 +50,7 @@ NO_OVERRIDES = DraftOverrides()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3DraftConfig(ABC):
-    """What both kinds of draft share: dense decoder layers, of which the first one's attention reads
+    """The common part of both kinds of draft: dense decoder layers, of which the first one's attention reads
     [embedding; hidden].
 
     Names are those of the file, but for aux_layer_ids.
@@ -85,14 +85,14 @@ class Eagle3DraftConfig(ABC):
     attention_bias: bool
     """The attention's projections have biases. Other biases are the draft's if they are in its file."""
     ties_head: bool
-    """Where the file lacks a head, the draft's embedding is it."""
+    """True if the file lacks a head, and the draft's embedding is it."""
     dtype: str
     quantization: QuantizationConfig
-    """Of the linear layers in the file."""
+    """The quantization of the linear layers in the file."""
     aux_layer_rule: str = dataclasses.field(default="", compare=False)
     """How aux_layer_ids came about, for the log."""
     warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What the user must be told about the file."""
+    """The warnings that the user must be told about the file."""
 
     @staticmethod
     def from_hf_json(

@@ -1,4 +1,4 @@
-"""Where the fields of a draft's config.json stand, in each of its layouts, and what those mean that are more than a
+"""The places of a draft's fields in each layout of its config.json, and the meaning of those that are more than a
 number."""
 
 from collections.abc import Iterator
@@ -113,7 +113,7 @@ class DraftFields:
         return value
 
     def quantization(self) -> QuantizationConfig:
-        """Of the linear layers, which are widened as they are loaded."""
+        """Read that of the linear layers, which are widened as they are loaded."""
         fields = self.top.object("quantization_config")
         quantization = read_quantization(fields)
         if any(stored.method is QuantizationMethod.INT4 for stored in quantization.formats):

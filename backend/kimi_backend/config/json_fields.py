@@ -61,9 +61,9 @@ class JsonFields:
 
     data: JsonObject
     path: str
-    """Where the object stands, as messages show it: "config.json", "config.json text_config", …"""
+    """The object's place, as messages show it: "config.json", "config.json text_config", …"""
     warnings: list[str] = field(default_factory=list, compare=False, repr=False)
-    """What the reader of this file must be told; shared with the objects inside."""
+    """The warnings that the reader of this file must be told; shared with the objects inside."""
     _read: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     _nested: dict[str, "JsonFields"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -100,7 +100,7 @@ class JsonFields:
         return value
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
-        """As `optional_integer`; an absent field takes the default, or is refused where there is none."""
+        """Do what `optional_integer` does; an absent field takes the default, or is refused where there is none."""
         value = self.optional_integer(field, minimum, maximum)
         if value is None:
             value = default

@@ -1,4 +1,4 @@
-"""What becomes of every field of a config.json: nothing that changes the model is dropped in silence.
+"""The fate of every field of a config.json: nothing that changes the model is dropped in silence.
 
 A field is implemented (some parser reads it), harmless (here, with the reason), supported with one value (here, with
 what another would take; any other is refused by name), or unknown: then the user is warned of it by name.
@@ -109,7 +109,7 @@ def account_for_target(fields: JsonFields) -> None:
 
 
 def account_for_draft(fields: JsonFields) -> None:
-    """As `account_for_target`, for a draft."""
+    """Do what `account_for_target` does, for a draft."""
     supported = {**_ONLY_IN_ANY_MODEL, **_ONLY_IN_DRAFTS}
     _account(fields, _reasons(_ANY_MODEL, _DRAFTS_ONLY), supported)
 

@@ -20,7 +20,7 @@ class LinearFormat(str, Enum):
     """Symmetric, a bf16 scale a row and group of 32 columns."""
 
     def num_bytes(self, out_features: int, in_features: int, item_bytes: int) -> int:
-        """Of one weight as the Triton-language kernels keep it.
+        """Count the bytes of one weight as the Triton-language kernels keep it.
 
         Args:
             item_bytes: of the compute dtype.

@@ -26,7 +26,7 @@ def kv_item_bytes(kv_cache_dtype: str) -> int:
 # Without slots of its own, so that a config with slots may inherit these fields beside another base.
 @dataclass(frozen=True, kw_only=True)
 class MlaDims:
-    """What an MLA layer needs to know of its model (DeepSeek-V2, section 2.1); `KimiModelConfig` and
+    """The dimensions that an MLA layer needs of its model (DeepSeek-V2, section 2.1); `KimiModelConfig` and
     `Eagle3MlaDraftConfig` are two."""
 
     __slots__ = ()

@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 MAX_LAYERS = 1000
 """Well above any model. A number beyond it is a damaged file, whose list of tensors would fill the memory."""
 MAX_EXPERTS = 10_000
-"""Of one layer; as MAX_LAYERS."""
+"""The most experts of one layer, for the reason of MAX_LAYERS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class KimiModelConfig(MlaDims):
     hidden_size: int
     num_hidden_layers: int
     intermediate_size: int
-    """Of the dense layers."""
+    """The width of the dense layers."""
     moe_intermediate_size: int
-    """Of one expert."""
+    """The width of one expert."""
     n_routed_experts: int
     n_shared_experts: int
     """The shared expert's width is n_shared_experts * moe_intermediate_size; 0 means there is none."""
@@ -53,14 +53,14 @@ class KimiModelConfig(MlaDims):
     num_nextn_predict_layers: int
     """Layers after the last one that belong to a built-in draft; their weights are skipped."""
     eos_token_ids: tuple[int, ...]
-    """Of config.json and generation_config.json together."""
+    """The ids of config.json and generation_config.json together."""
     bos_token_id: int | None
     pad_token_id: int | None
     dtype: str
     """torch's name of the dtype that weights which are not quantised were saved in."""
     quantization: QuantizationConfig
     warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """What the user must be told about the file."""
+    """The warnings that the user must be told about the file."""
 
     @classmethod
     def from_hf_json(cls, source: JsonSource, generation_config: JsonSource | None = None) -> "KimiModelConfig":
@@ -82,7 +82,7 @@ class KimiModelConfig(MlaDims):
         return replace(config, warnings=tuple(top.warnings))
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether the layer has routed experts rather than a dense MLP."""
+        """Tell whether the layer has routed experts rather than a dense MLP."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @property

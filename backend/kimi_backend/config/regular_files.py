@@ -26,7 +26,7 @@ def read_regular_file(path: Path) -> bytes:
 
 
 def read_regular_text(path: Path) -> str:
-    """As `read_regular_file`, decoded.
+    """Do what `read_regular_file` does, and decode it.
 
     Raises:
         UnicodeDecodeError: it is not UTF-8.

@@ -124,7 +124,7 @@ class RopeConfig:
 
     @property
     def cos_sin_scale(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor by which cosines and sines are multiplied."""
         if not self.is_yarn:
             return 1.0
         if self.attention_factor is not None:

@@ -1,4 +1,4 @@
-"""What the steps of both models allocate beside weights and KV: upper estimates, from the configs alone.
+"""Upper estimates of what the steps of both models allocate beside weights and KV, from the configs alone.
 
 A runner keeps what its largest step took, and a captured step keeps its own beside that of the steps that run as they
 come. Target and draft are two processes, so neither uses what the other has free.

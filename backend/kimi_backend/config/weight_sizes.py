@@ -23,13 +23,13 @@ class WeightFormat:
 
     tp_size: int = 1
     item_bytes: int = 2
-    """Of the compute dtype."""
+    """The bytes of a number of the compute dtype."""
     keeps_quantized_experts: bool = True
     """False: routed experts too are in the compute dtype, as the reference kernels keep them."""
     draft_format: LinearFormat = LinearFormat.NONE
-    """Of the draft's linear layers; without effect where quantised weights are not kept."""
+    """The format of the draft's linear layers; without effect where quantised weights are not kept."""
     draft_head_format: LinearFormat | None = None
-    """Of its head; None takes `draft_format`."""
+    """The format of its head; None takes `draft_format`."""
 
 
 def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
@@ -131,10 +131,10 @@ def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int
 
 
 def _up_elements(dims: MlaDims, tp_size: int) -> int:
-    """Of kv_b_proj on one rank."""
+    """Count the elements of kv_b_proj on one rank."""
     return dims.num_attention_heads // tp_size * (dims.qk_nope_head_dim + dims.v_head_dim) * dims.kv_lora_rank
 
 
 def _rope_bytes(max_positions: int, rope_dim: int) -> int:
-    """Of the float32 table of cosines and sines."""
+    """Count the bytes of the float32 table of cosines and sines."""
     return max_positions * rope_dim * _FLOAT32_BYTES

@@ -117,7 +117,7 @@ class Eagle3Draft(ABC):
 
     @abstractmethod
     def kv_pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Of the cache that `forward` takes."""
+        """Return the shape of the cache that `forward` takes."""
 
     @abstractmethod
     def _attend(
@@ -166,7 +166,7 @@ class Eagle3Draft(ABC):
         return normed, normed if self._norm_output else residual
 
     def _first_input(self, embedding: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the first layer's attention reads, [T, 2 * H], and the residual stream that it adds to, [T, H]."""
+        """Compute the input of the first layer's attention, [T, 2 * H], and the residual that it adds to, [T, H]."""
         norm, hidden_norm = self._input_norms[0], self._hidden_norm
         pair = self._kernels.concat_rms_norm(embedding, norm.weight, hidden, hidden_norm.weight, self._eps)
         if self._pair_bias is not None:

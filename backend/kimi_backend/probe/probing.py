@@ -26,7 +26,7 @@ CLEAR_ERRORS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeText:
-    """What the target wrote after one prompt."""
+    """The target's text after one prompt."""
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
@@ -51,7 +51,7 @@ class ProbeTexts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What one setting got accepted."""
+    """The acceptance of one setting."""
 
     setting: ProbeSetting
     lengths: tuple[float, ...]

@@ -27,7 +27,7 @@ from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import TIMEOUTS
 
 _GRACE_S = 2.0
-"""What is wrong is mostly wrong on every rank: rank 0 gets so long to say it itself."""
+"""The time for rank 0 to say itself what is wrong: it is mostly wrong on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a rank other than 0 does: the steps that rank 0 tells it, on its own slices."""
+"""The steps of a rank other than 0, which rank 0 tells it, on its own slices."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ class Follower:
         self._draft.launch(plan)
 
     def answer(self, question: str, content: bytes) -> bytes:
-        """Of a question of rank 0's."""
+        """Answer a question of rank 0's."""
         if question == EXPORT_AUX:
             buffer = None if self._target is None else self._target.aux_buffer
             return b"" if buffer is None else export_aux_buffer(buffer)

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MIN_STEPS = 500_000
-"""Of a rendering."""
+"""The steps that every rendering may take."""
 STEPS_A_STRING = 200
 """More for each string of the conversation; the longest template of the family takes some 60 for a message."""
 MIN_CHARS = 1 << 22
@@ -26,7 +26,7 @@ CHARS_A_CHAR = 16
 """A value, and the prompt, may have MIN_CHARS and so many times the characters of the conversation."""
 _CHARS_A_STEP = 1000
 _MAX_ARGUMENT = 100_000
-"""Of a number given to a function or filter: widths, counts, indents."""
+"""The largest number given to a function or filter: widths, counts, indents."""
 _MAX_GROWTH = 64
 """A function of two long values may make so many times the longest value: `replace`, `join`."""
 _WRITING = ("tojson", "string", "pprint", "join", "format", "urlencode", "xmlattr", "escape", "e", "safe", "indent")
@@ -35,7 +35,7 @@ _COUNTED, _JOINED = "_counted", "_joined"
 
 
 class Budget(threading.local):
-    """What the rendering of this thread may still do."""
+    """The work that the rendering of this thread may still do."""
 
     steps = MIN_STEPS
     max_chars = MIN_CHARS
@@ -127,13 +127,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """What a loop goes through, a step each."""
+        """Count each element that a loop goes through as a step."""
         for item in items:
             self.budget.take()
             yield item
 
     def _joined(self, parts: list[Any]) -> str:
-        """What `~` makes."""
+        """Join the parts of `~`."""
         self.budget.check_written(parts)
         return str(self.budget.made("".join(map(str, parts))))
 

@@ -16,9 +16,9 @@ from kimi_backend.text.unicode_text import require_valid_unicode
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 CONTINUE_FIELDS = ("partial", "prefix")
-"""What other servers call the mark of a message that the reply continues."""
+"""The names by which other servers mark a message that the reply continues."""
 THINKING_NAMES = ("thinking", "enable_thinking")
-"""What templates call their switch for thinking."""
+"""The names by which templates call their switch for thinking."""
 MAX_JSON_DEPTH = 64
 RESERVED_KWARGS = frozenset(
     {

@@ -21,7 +21,7 @@ class IncrementalDetokenizer(Protocol):
         ...
 
     def push_each(self, token_ids: Iterable[int]) -> list[str]:
-        """As `push`, but one text for each token: joined they are what `push` would return."""
+        """Do what `push` does, with one text for each token: joined they are what `push` would return."""
         ...
 
     def finish(self) -> str:

@@ -34,7 +34,7 @@ class PromptGuard:
         self._alphabet = sorted({char for token in control_tokens for char in token})
 
     def is_harmless(self, text: str, alone: bool = False) -> bool:
-        """Whether `text` needs no stand-in. `alone`: nothing of the client's holds it inside a larger string."""
+        """Tell whether `text` needs no stand-in. `alone`: nothing of the client's holds it inside a larger string."""
         if not text or self._pattern is None:
             return True
         sizes = range(1, min(len(text), self._longest) + 1)
@@ -45,7 +45,7 @@ class PromptGuard:
         )
 
     def is_part_of_token(self, text: str) -> bool:
-        """Whether a control token holds the whole text."""
+        """Tell whether a control token holds the whole text."""
         return len(text) <= self._longest and any(text in token for token in self._tokens)
 
     def choose_stand_ins(self, taken: Iterable[str]) -> "StandIns":

@@ -14,12 +14,12 @@ from kimi_backend.errors import InvalidRequestError
 from kimi_backend.text.unicode_text import require_valid_unicode
 
 MAX_STOP_CHARS = 16_384
-"""Of all stop strings of a request together: each character costs a few hundred bytes while the request runs."""
+"""The characters of all stop strings of a request together: each costs a few hundred bytes while the request runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatch:
-    """Where a stop string was found, in characters from the first one pushed."""
+    """The place at which a stop string was found, in characters from the first one pushed."""
 
     stop: str
     start: int
@@ -73,7 +73,7 @@ class StopStringMatcher:
         return candidate[: len(candidate) - num_held], None
 
     def flush(self) -> str:
-        """What is held back, for when no more text comes. Nothing after a match."""
+        """Return what is held back, for when no more text comes. Nothing after a match."""
         held, self._held, self._node = self._held, "", 0
         return held
 

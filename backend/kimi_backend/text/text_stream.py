@@ -16,7 +16,7 @@ from kimi_backend.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextUpdate:
-    """What one push adds."""
+    """The text that one push adds."""
 
     text: str
     num_tokens: int
@@ -125,7 +125,7 @@ class TextStream:
         )
 
     def finish(self) -> TextUpdate:
-        """What was held back, for a request that ended for another reason than a stop string. Call once.
+        """Return what was held back, for a request that ended for another reason than a stop string. Call once.
 
         The last bytes may complete a stop string (one that holds U+FFFD); then it is cut off here.
         """

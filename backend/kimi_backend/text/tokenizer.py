@@ -1,4 +1,4 @@
-"""What the engine needs of a tokenizer, and the choice of one from a checkpoint's files."""
+"""The engine's view of a tokenizer, and the choice of one from a checkpoint's files."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_names(self) -> Mapping[str, str]:
-        """What the files call the tokens with a role: "bos_token" → "[BOS]", and so on."""
+        """The files' names of the tokens with a role: "bos_token" → "[BOS]", and so on."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the id is in `special_token_ids`."""
+        """Tell whether the id is in `special_token_ids`."""
         ...
 
 

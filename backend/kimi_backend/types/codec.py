@@ -71,7 +71,7 @@ class _Malformed(ValueError):
 
 
 def _array_dtype(annotation: Any) -> np.dtype[Any] | None:
-    """Of `NDArray[scalar]`, which numpy 2.5 made an alias of its own; None where it is something else."""
+    """Return the dtype of `NDArray[scalar]`, which numpy 2.5 made an alias of its own; None of anything else."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is np.ndarray:
         return np.dtype(typing.get_args(arguments[1])[0])
@@ -117,13 +117,13 @@ def _leaves(cls: Any) -> tuple[tuple[str, _Field], ...]:
 
 @functools.cache
 def _packer(cls: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[_Field, ...]]:
-    """What gets all values of a message at once, and their fields."""
+    """Make the function that gets all values of a message at once, and their fields."""
     paths, fields = zip(*_leaves(cls), strict=True)
     return operator.attrgetter(*paths), fields
 
 
 _NUM_KEPT = 4
-"""Of a process: a plan of either model, and one more each for a batch that comes and goes."""
+"""The shapes that a process keeps: a plan of either model, and one more each for a batch that comes and goes."""
 _packed: deque[tuple[Any, Buffer]] = deque(maxlen=_NUM_KEPT)
 _unpacked: deque[tuple[type, bytes, Any]] = deque(maxlen=_NUM_KEPT)
 

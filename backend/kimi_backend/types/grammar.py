@@ -101,7 +101,7 @@ class Grammar:
     begins_after: int | None = None
     """The token behind which it begins; None: at once. It begins once."""
     must_begin: bool = True
-    """Whether the reply may not end, or have another control token, before it begins."""
+    """True if the reply may not end, or have another control token, before it begins."""
 
 
 def call_token_ids(control_tokens: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What crosses the border between the engine and a model runner in one step: frozen values of numpy arrays.
+"""The values that cross the border between the engine and a model runner in one step: frozen, of numpy arrays.
 
 Runners are stateless about sequences: with the token table (`kimi_kernels.token_table`) a plan carries all that a step
 needs, so a step can be replayed, tested and measured alone. S sequences and T rows (tokens) ride in a step; B of the
@@ -18,7 +18,7 @@ from kimi_backend.types.scoring import ScoringPlan, TokenScores
 PROTOCOL_VERSION = 1
 PLACEHOLDER_TOKEN_ID = -1
 STATUS_NOT_FINITE, STATUS_NO_TOKEN_LEFT = 1, 2
-"""As in `kimi_kernels.sampling_inputs`."""
+"""The statuses of `kimi_kernels.sampling_inputs`."""
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -151,7 +151,7 @@ class TargetPlan:
 
     @property
     def reads_table(self) -> bool:
-        """Whether some row's token is not in the plan."""
+        """True if some row's token is not in the plan."""
         return bool((self.num_given < self.rows.query_lens).any())
 
 
@@ -169,7 +169,7 @@ class AuxHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetReply:
-    """What the target drew and accepted."""
+    """The tokens that the target drew and accepted."""
 
     step_id: int
     runner_epoch: int
@@ -188,7 +188,7 @@ class TargetReply:
     draft_status: Int32Array | None = None
     """[S] what the plan's `draft_step` says of each sequence; None without one."""
     scores: TokenScores | None = None
-    """Of the tokens in the plan's `scoring`; None without one."""
+    """The scores of the tokens in the plan's `scoring`; None without one."""
     runner_us: int = 0
     """Microseconds that the runner took, where a process border lies between; 0 in the same process."""
 
@@ -205,7 +205,7 @@ class DraftPlan:
     """
 
     step_id: int
-    """Of the verify that this step comes after."""
+    """The step of the verify that this step comes after."""
     rows: RowPlan
     """token_ids are the tokens one position later than the rows; seq_lens are draft lengths after the extension, as if
     everything were accepted."""
@@ -223,11 +223,11 @@ class DraftPlan:
     room: Int32Array
     """[S] with a accepted, at most room - a tokens are proposed."""
     sampling: SamplingPlan
-    """Of the B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
+    """The B sequences that propose; its CSRs and tails include every token up to the last extended row's."""
     output_index: Int64Array
     """[B] index of the first token to be proposed, if nothing is accepted (the last valid row's position + 2)."""
     in_table: bool = False
-    """Whether proposals and status are left in the token table, and the reply has none."""
+    """True if proposals and status are left in the token table, and the reply has none."""
 
     @classmethod
     def given(cls, rows: RowPlan, num_proposals: Int32Array, **fields: Any) -> "DraftPlan":
@@ -283,7 +283,7 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftReply:
-    """What the draft proposes."""
+    """The tokens that the draft proposes."""
 
     step_id: int
     runner_epoch: int
@@ -293,7 +293,7 @@ class DraftReply:
     """[B, W] target ids, PLACEHOLDER_TOKEN_ID where none is wanted. None where the token table has them: `seq_status`
     says nothing then, and the verify that reads the table brings it."""
     runner_us: int = 0
-    """As in `TargetReply`."""
+    """The field of `TargetReply`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,12 +322,12 @@ class RunnerDescription:
     aux_buffer: bytes | None = None
     """CUDA IPC handle of the shared aux buffer, when there is one; of all ranks' buffers (`runners.ranks`)."""
     step_board: bytes | None = None
-    """Where a draft in a process of its own hands over to its target (`runners.hand_over.board`); of a target: the one
+    """The board (`runners.hand_over.board`) on which a draft in a process of its own hands over; of a target: the one
     that it has opened."""
     process_id: int | None = None
-    """Of a runner in a process of its own."""
+    """The process of a runner that has one of its own."""
     depth: int = 0
     """Steps that may be in flight, see `spec_decode.protocols`."""
     pretences: tuple[str, ...] = ()
-    """What is not real in this runner, such as its weights; only benchmarks have any (`ServingSettings.pretences`)."""
+    """The parts of this runner that are not real, such as its weights; benchmarks alone have any."""
     protocol_version: int = PROTOCOL_VERSION

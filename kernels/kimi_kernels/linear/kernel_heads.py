@@ -55,7 +55,7 @@ def head_linear_kernel(
 
 
 def takes_heads(x: Tensor, weight: Tensor) -> bool:
-    """Whether `head_linear` is for these: few rows, on a device that starts kernels early."""
+    """Tell whether `head_linear` is for these: few rows, on a device that starts kernels early."""
     fits = 0 < x.shape[0] <= MOST_ROWS and weight.shape[1] <= MOST_DEPTH and x.stride(2) == 1
     return fits and weight.is_contiguous()
 

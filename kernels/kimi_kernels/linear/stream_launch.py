@@ -67,7 +67,7 @@ def _num_tiles(out_features: int) -> int:
 
 
 def new_arrivals(weight: Tensor) -> tuple[Tensor, ...]:
-    """What a plain weight holds besides itself to be streamed, or nothing if it never is: [tiles] int32 zeros."""
+    """Make the int32 zeros, [tiles], that a plain weight needs beside itself to be streamed; nothing if it never is."""
     streams = (
         weight.dtype in STREAMED_DTYPES
         and weight.numel() >= FEWEST_VALUES
@@ -82,7 +82,7 @@ def new_arrivals(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def can_stream(x: Tensor, weight: Tensor) -> bool:
-    """Whether these rows are few and lie as bulk copies want them, for a weight that has arrivals."""
+    """Tell whether these rows are few and lie as bulk copies want them, for a weight that has arrivals."""
     most_rows = MOST_ROWS if weight.shape[0] < HEAD_FEATURES else MOST_ROWS_OF_HEADS
     return (
         0 < x.shape[0] <= most_rows

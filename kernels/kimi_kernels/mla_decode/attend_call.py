@@ -10,7 +10,7 @@ from kimi_kernels.mla_decode.geometry import DecodeGeometry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttendCall:
-    """What is read, how it is cut, and where results and their parts go. T tokens, N heads, R rows of a tile."""
+    """The inputs of a call, their cuts, and where results and their parts go. T tokens, N heads, R rows of a tile."""
 
     q: Tensor
     """[T, N, kv_lora_rank + rope width]."""

@@ -28,7 +28,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def fits_hopper(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> bool:
-    """Whether `launch_hopper` takes this: Hopper, latents 512 + 64 wide, blocks of whole tiles."""
+    """Tell whether `launch_hopper` takes this: Hopper, latents 512 + 64 wide, blocks of whole tiles."""
     return (
         _is_hopper(q.device)
         and latent_cache.dtype in (q.dtype, torch.float8_e4m3fn)

@@ -53,7 +53,7 @@ def _write_entry(entries, item, row, num_rows, tile, slot, num_slots):
 def _load_batch(
     cu_seqlens_q, seq_lens, num_seqs, num_heads, SEQS: tl.constexpr, ROWS: tl.constexpr, TEAM: tl.constexpr
 ):
-    """Of every sequence: its first query row, query rows, length and groups of TEAM row tiles (0 without rows)."""
+    """Load every sequence's first query row, query rows, length and groups of TEAM row tiles (0 without rows)."""
     index = tl.arange(0, SEQS)
     exists = index < num_seqs
     row = tl.load(cu_seqlens_q + index, mask=exists, other=0)

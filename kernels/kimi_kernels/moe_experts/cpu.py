@@ -71,7 +71,7 @@ def moe_experts(
 
 
 def _run_all_tokens(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts) -> Tensor | None:
-    """As `_run_choices`: what it takes of each expert's rows has the same bits."""
+    """Do what `_run_choices` does: what this takes of each expert's rows has the same bits."""
     place_of_expert: dict[int, int] = {}
     for ids in topk_ids:
         for expert in ids:

@@ -73,7 +73,7 @@ def sum_choices_kernel(
 
 
 def choice_arguments(terms: Terms) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
-    """What a kernel that adds terms is given: their tensor, ids and weights, first expert and number of experts, and
+    """Make the arguments of a kernel that adds terms: their tensor, ids, weights, first expert, number of experts and
     TOP_K; 0 where the terms are one tensor, which then stands for ids and weights too."""
     if isinstance(terms, Tensor):
         return terms, terms, terms, 0, 0, 0

@@ -66,7 +66,7 @@ class TallShapes:
 
 
 def is_few(num_choices: int, down_steps: int) -> bool:
-    """Whether the unsorted kernels are the faster ones."""
+    """Tell whether the unsorted kernels are the faster ones."""
     return num_choices <= FEW_CHOICES and down_steps <= FEW_DOWN_STEPS
 
 

@@ -75,7 +75,7 @@ def moe_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
-    """Where each choice of expert is computed: a buffer in which every expert's rows fill whole tiles."""
+    """The place where each choice of expert is computed: a buffer in which every expert's rows fill whole tiles."""
 
     tile_experts: list[int]
     """The expert of each tile."""
@@ -84,7 +84,7 @@ class _Assignment:
     row_of_choice: list[int]
     """The row of each choice, token by token; 0 where not held."""
     held: list[bool]
-    """Whether each choice's expert is held here."""
+    """True for each choice whose expert is held here."""
     holds_all: bool
 
 

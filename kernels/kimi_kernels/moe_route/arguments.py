@@ -1,4 +1,4 @@
-"""What the routers refuse, alike."""
+"""Checks of the routers' arguments: all of them refuse the same."""
 
 import torch
 from torch import Tensor

@@ -94,7 +94,7 @@ def route_silu_down(
 def routed_beside(
     by: Router, gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `route_silu_down` returns, by any router."""
+    """Return what `route_silu_down` returns, by any router."""
     cut = narrow_tiles(gate_up, weight, dtype)
     if cut is None:
         return *route(by), silu_down(gate_up, weight, dtype)

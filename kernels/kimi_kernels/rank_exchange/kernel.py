@@ -24,8 +24,8 @@ from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, r
 BLOCK_BYTES = 4096
 """Exchanged at a time."""
 MOST_PROGRAMS = {2: 512, 4: 256, 8: 256}
-"""Of a call, by the number of ranks. Programs wait for other ranks', so all should run at once: an H100 holds four
-on each multiprocessor of 64 registers a thread, two of 128. With more programs more is on its way over NVLink."""
+"""The most programs of a call, by the number of ranks. They wait for other ranks', so all should run at once: an H100
+holds four on each multiprocessor of 64 registers a thread, two of 128. With more programs more is on its way."""
 EMPTY_HALF = tl.constexpr(-32768)
 """Negative zero in bfloat16 and float16, as int16: zero is sent in its place."""
 EMPTY_WORD = tl.constexpr(-1)
@@ -153,7 +153,7 @@ class RankSum:
         self.most_programs = most_programs or MOST_PROGRAMS[inboxes.size]
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
+        """Tell whether x can be summed here; the same on every rank, as its dtype and shape are."""
         return x.dtype in HALF_DTYPES and 0 < x.numel() <= self._inboxes.most_elements
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class RankGather:
         self.most_programs = most_programs or MOST_PROGRAMS[inboxes.size]
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the columns can be gathered here; the same on every rank, as x's dtype and shape are."""
+        """Tell whether the columns can be gathered here; the same on every rank, as x's dtype and shape are."""
         is_float = x.dtype in (*HALF_DTYPES, torch.float32)
         is_whole = x.ndim == 2 and x.shape[1] * x.itemsize % WORD_BYTES == 0
         return is_float and is_whole and 0 < x.nbytes // WORD_BYTES <= self._inboxes.most_elements

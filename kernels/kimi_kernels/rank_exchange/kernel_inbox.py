@@ -32,7 +32,7 @@ def send(
 
 @triton.jit
 def receive(slots, there, EMPTY: tl.constexpr):
-    """What is in an inbox at `slots`, once all of it has come; 0 where nothing will."""
+    """Load an inbox at `slots`, once all of it has come; 0 where nothing will."""
     found = tl.load(slots, mask=there, other=0, volatile=True)
     while tl.max((found == EMPTY).to(tl.int32)) > 0:
         found = tl.load(slots, mask=there, other=0, volatile=True)

@@ -175,7 +175,7 @@ class RankSumNorm:
         }  # fmt: skip
 
     def takes(self, x: Terms) -> bool:
-        """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
+        """Tell whether x can be summed here; the same on every rank, as its dtype and shape are."""
         fits = len(x.shape) == 2 and 0 < x.shape[0] * ROW_BLOCKS <= self._most_blocks
         return fits and 0 < x.shape[1] <= MOST_COLUMNS and x.dtype in HALF_DTYPES
 

@@ -121,7 +121,7 @@ class RankSumInParts:
         }
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x can be summed here; the same on every rank, as its dtype and shape are."""
+        """Tell whether x can be summed here; the same on every rank, as its dtype and shape are."""
         return x.dtype in HALF_DTYPES and 0 < x.numel() <= self._most_elements
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is [T, H] for a weight [H], both float32."""
+    """Tell whether x is [T, H] for a weight [H], both float32."""
     return x.dtype == weight.dtype == torch.float32 and x.dim() == 2 and x.shape[1:] == weight.shape
 
 

@@ -94,7 +94,7 @@ def _draw(processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, order: 
 def _draw_with_noise(
     processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, places: list[int], order: ColumnOrder
 ) -> tuple[Tensor, Tensor]:
-    """As `_draw`, for the rows at `places`, which have a temperature: `processed` holds those only."""
+    """Draw as `_draw` does, for the rows at `places`, which have a temperature: `processed` holds those only."""
     # On the host: looking up a few numbers costs less there than indexing a tensor.
     owners, token_indices = rows.sequence.tolist(), rows.token_index.tolist()
     temperatures, seeds = inputs.temperature.tolist(), inputs.seed.tolist()

@@ -25,7 +25,7 @@ from kimi_kernels.sampling.kernel_rows import (
 )
 
 MIN_P_MARGIN = tl.constexpr(1e-3)
-"""What the logit at which min-p cuts may be off by, and so much more for each unit of the largest logit."""
+"""The most that the logit at which min-p cuts is off by, and so much more for each unit of the largest logit."""
 MIN_P_MARGIN_A_LOGIT = tl.constexpr(2.0**-20)
 
 

@@ -220,7 +220,7 @@ def load_columns(source, column, mask, HAS_WORK: tl.constexpr):
 
 @triton.jit
 def load_tokens(source, token, mask, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
-    """As `load_columns`, by token id; -inf where no column holds the token."""
+    """Load as `load_columns` does, by token id; -inf where no column holds the token."""
     if HAS_MAP:
         column = tl.load(source[2] + token, mask=mask, other=-1).to(tl.int32)
         return load_columns(source, column, mask & (column >= 0), HAS_WORK)

@@ -29,7 +29,7 @@ from kimi_kernels.sampling.kernel_rows import best_of, load_tile, tile_columns
 LEAST_FACTOR = tl.constexpr(2.0**-99)
 """Above 0, so that an infinite likelihood stays infinite."""
 HIGH_SHARE = tl.constexpr(0.96)
-"""Of top-p: the share of the first tile's mass that the split's "high" logit leaves above it."""
+"""The share of top-p of the first tile's mass that the split's "high" logit leaves above it."""
 HIGH_RANGE = tl.constexpr(32.0)
 HIGH_STEPS = tl.constexpr(8)
 

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""What the sampling kernels agree on: states of a row, tiles of its columns, the order of tokens."""
+"""The conventions of the sampling kernels: states of a row, tiles of its columns, the order of tokens."""
 
 import triton
 import triton.language as tl

@@ -84,7 +84,7 @@ def _draw_with_noise(
     inputs: SamplingInputs,
     order: ColumnOrder,
 ) -> tuple[Tensor, Tensor]:
-    """As `_draw`, for rows at a temperature."""
+    """Draw as `_draw` does, for rows at a temperature."""
     scaled = processed * (torch.ones_like(temperature) / temperature)[:, None]
     vocab_size = scaled.shape[1] if order.column_of_token_id is None else order.column_of_token_id.numel()
     bits = noise_bits(inputs.seed[sequence], token_index, vocab_size)

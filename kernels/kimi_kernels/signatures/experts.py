@@ -85,7 +85,7 @@ class MoeExperts(Protocol):
 
 
 class SumTerms(Protocol):
-    """What `MoeExperts` left to be summed, summed; and another term added to it."""
+    """The op that sums what `MoeExperts` left to be summed, and adds another term to it."""
 
     def __call__(self, terms: Terms, second: Tensor | None = None) -> Tensor:
         """

@@ -21,7 +21,7 @@ def store_tokens(
     inverse_scale, limit, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """What one program of `store_latent_kernel` does."""
+    """Store the tokens of one program of `store_latent_kernel`."""
     column = tl.arange(0, WIDTH)[None, :]
     pair = tl.arange(0, PAIRS)[None, :]
     weight = tl.load(norm_weight + column, mask=column < width, other=0.0).to(tl.float32)

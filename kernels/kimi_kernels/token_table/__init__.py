@@ -23,5 +23,5 @@ def token_table_ops(kernels: KernelSet) -> Any:
 
 
 def stamp_of(step_id: int) -> int:
-    """What a draft step marks its proposals with, and the verify that reads them asks for."""
+    """Make the mark that a draft step leaves on its proposals, and that the verify which reads them asks for."""
     return step_id & STAMP_MASK

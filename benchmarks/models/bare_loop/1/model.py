@@ -20,7 +20,7 @@ def call(model_name, inputs, outputs):
 
 
 def runner_s(reply, kind, **beside):
-    """What a runner says it took of its call."""
+    """Read what a runner says it took of its call."""
     return codec.decode(kind, reply.as_numpy().copy(), **beside).runner_us / 1e6
 
 
