@@ -39,7 +39,7 @@ class RequestCancelledError(KimiError):
 
 
 _SHOWN_AT_EACH_END = 30
-"""Of a checkpoint's problems: a damaged index of a large model would make a message of megabytes."""
+"""The problems of a checkpoint that are shown at each end: a damaged index of a large model would make megabytes."""
 
 
 class CheckpointError(KimiError):

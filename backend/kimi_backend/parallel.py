@@ -27,8 +27,7 @@ class SumNorm(Protocol):
         eps: float,
         second: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `all_reduce` and `kimi_kernels.signatures.AddRmsNorm` after it; a row's squares may be added in another
-        order.
+        """Do `all_reduce`, then `kimi_kernels.signatures.AddRmsNorm`; a row's squares may be added in another order.
 
         Args:
             x, residual: [T, H]. weight: [H].

@@ -1,4 +1,4 @@
-"""What can be seen of another process on this machine, and what a long-lived one does to itself."""
+"""The visible state of another process on this machine, and what a long-lived one does to itself."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process runs: one that has ended but was not waited for does not. True where /proc cannot tell."""
+    """Tell whether a process runs: one that has ended but was not waited for does not. True where /proc cannot tell."""
     if not (proc / "self").exists():
         return True
     try:

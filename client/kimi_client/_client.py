@@ -152,7 +152,7 @@ class KimiClient:
         self._transport = kind(self.url) if transport is None else transport
 
     def is_ready(self) -> bool:
-        """Whether the server and the model answer. False when nothing is there."""
+        """Tell whether the server and the model answer. False when nothing is there."""
         return self._transport.is_ready()
 
     def stream(

@@ -30,5 +30,5 @@ def _pauses(max_retries: int) -> Iterator[float]:
 
 
 def may_retry(error: KimiClientError) -> bool:
-    """Whether the same request may succeed if it is sent again."""
+    """Tell whether the same request may succeed if it is sent again."""
     return isinstance(error, (ServerBusy, ServerUnreachable))

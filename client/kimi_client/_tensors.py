@@ -111,7 +111,7 @@ def _prompt_logprobs(text: str) -> tuple[PromptLogprob, ...]:
 
 
 def _tokens(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry says of its token and of the most likely ones."""
+    """Read what an entry says of its token and of the most likely ones."""
     return {
         "token_id": entry["token_id"],
         "token": entry["token"],
@@ -144,6 +144,6 @@ def parse_chunk(result: grpcclient.InferResult) -> Chunk:
 
 
 def is_final(result: grpcclient.InferResult) -> bool:
-    """Whether this is the last response of its request."""
+    """Tell whether this is the last response of its request."""
     parameters = result.get_response().parameters
     return "triton_final_response" in parameters and bool(parameters["triton_final_response"].bool_param)

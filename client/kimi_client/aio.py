@@ -98,7 +98,7 @@ class AsyncStream:
 
 
 class AsyncKimiClient:
-    """As `KimiClient`, for asyncio. Close it, or use `async with`."""
+    """A `KimiClient` for asyncio. Close it, or use `async with`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class AsyncKimiClient:
         self._transport = GrpcAsyncTransport(url) if transport is None else transport
 
     async def is_ready(self) -> bool:
-        """Whether the server and the model answer."""
+        """Tell whether the server and the model answer."""
         return await self._transport.is_ready()
 
     def stream(

@@ -35,7 +35,7 @@ class TimedSession:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay measured."""
+    """The measurements of a replay."""
 
     load: LoadResult
     late_s: tuple[float, ...]

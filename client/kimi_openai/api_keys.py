@@ -123,7 +123,7 @@ class KeyRing:
 
 
 class Share:
-    """What one call takes of its key's limits. Each choice of each prompt is a request to the server, and counts."""
+    """The share of its key's limits that one call takes. Each choice of each prompt counts as a request."""
 
     def __init__(self, key: ApiKey | None, rates: MovingWindowRateLimiter, num_running: dict[str, int]) -> None:
         """num_running: requests of every key by its name; counted here."""

@@ -124,7 +124,7 @@ def _choice(delta: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Parts:
-    """What events add to a message."""
+    """The additions of events to a message."""
 
     def __init__(self) -> None:
         self.texts: list[ReasoningDelta | ContentDelta] = []
@@ -145,7 +145,7 @@ class _Parts:
         return self
 
     def delta(self) -> dict[str, Any]:
-        """As a chunk says it; a call that began in an earlier one has its arguments only."""
+        """Write it as a chunk does; a call that began in an earlier one has its arguments only."""
         delta: dict[str, Any] = {}
         if reasoning := self._text(ReasoningDelta):
             delta["reasoning_content"] = reasoning
@@ -156,7 +156,7 @@ class _Parts:
         return delta
 
     def message(self, incomplete: Container[int]) -> dict[str, Any]:
-        """As a whole reply says it. A call that is incomplete is left out: it must not be made."""
+        """Write it as a whole reply does. A call that is incomplete is left out: it must not be made."""
         content = self._text(ContentDelta)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning := self._text(ReasoningDelta):

@@ -9,7 +9,7 @@ MIB = 2**20
 OWN_DESCRIPTORS = 32
 """The listener, the event loop, the gRPC connection, log and libraries."""
 FREE_BODY_BYTES = 64 * 2**10
-"""Of each body: a short request is read whoever sends long ones."""
+"""The bytes of each body that are free: a short request is read whoever sends long ones."""
 ACCEPTED_AT_ONCE = 8
 """Connections that the event loop accepts in one turn."""
 _TURNS_TO_COUNT = 4

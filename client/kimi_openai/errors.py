@@ -66,7 +66,7 @@ def bad_field(param: str, problem: str) -> ApiError:
 
 
 def from_client_error(error: KimiClientError, names: Mapping[str, str]) -> ApiError:
-    """What the server or the client library said, in this API's terms.
+    """Translate what the server or the client library said into this API's terms.
 
     Args:
         names: the server's name of a field -> what this request calls it.

@@ -31,7 +31,7 @@ class UsageMode(Enum):
 
 
 class Cancellable(Protocol):
-    """What runs on the server for a stream."""
+    """The work that runs on the server for a stream."""
 
     def cancel(self) -> None: ...
 

@@ -16,7 +16,7 @@ PROBE_S = 0.25
 
 
 class Phase(enum.Enum):
-    """What a connection does."""
+    """The states of a connection."""
 
     HEAD = "waits for a request's head"
     BODY = "reads a request's body"

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def merged(iterators: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
-    """What they give, as it comes; each is asked for more only when its last item was taken.
+    """Give what they give, as it comes; each is asked for more only when its last item was taken.
 
     Raises:
         Exception: the first that one of them raises; the others are asked for nothing more.

@@ -43,7 +43,7 @@ class OwnNames:
             await self._app(scope, receive, send)
 
     def problem_of(self, headers: Headers) -> str:
-        """What is wrong with a request; empty where nothing is."""
+        """Say what is wrong with a request; empty where nothing is."""
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) > 1 or len(origins) > 1:
             return "headers Host and Origin: one of each is allowed"
@@ -59,7 +59,7 @@ class OwnNames:
         return name == _LOCAL_NAME or _is_number(name) or not self._names.isdisjoint({name, host})
 
     def _is_own_origin(self, origin: str, host: str) -> bool:
-        """Whether a page has the name that it sends this request to, or one of the operator's."""
+        """Tell whether a page has the name that it sends this request to, or one of the operator's."""
         if origin in self._origins:
             return True
         scheme, _, page = origin.partition("://")

@@ -1,4 +1,4 @@
-"""What the server sends -> the bodies and chunks of the API."""
+"""The bodies and chunks of the API, made of what the server sends."""
 
 import time
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def usage(statistics: Sequence[dict[str, Any]], choices_a_prompt: int = 1) -> di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What every body and chunk of one reply repeats."""
+    """The fields that every body and chunk of one reply repeats."""
 
     reply_id: str
     model: str
@@ -53,11 +53,11 @@ class ReplyWriter(Protocol):
         """The choice of a reply in one body."""
 
     def beside(self, completion: Completion) -> dict[str, Any]:
-        """What the endpoint adds beside that choice."""
+        """Return what the endpoint adds beside that choice."""
 
 
 class CompletionWriter:
-    """Of /v1/completions."""
+    """The writer of /v1/completions."""
 
     whole_object = chunk_object = "text_completion"
 

@@ -73,7 +73,7 @@ class Thinking(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints take. None: not given."""
+    """The fields that both endpoints take. None: not given."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -246,4 +246,4 @@ INSTEAD = {
     "function_call": "give tool_choice",
     "draft_sampling": "leave it out: a draft always draws with the target's noise",
 }
-"""What a refusal suggests."""
+"""The suggestions of a refusal."""

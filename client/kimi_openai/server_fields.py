@@ -38,7 +38,7 @@ class ServerRequest:
     names: dict[str, str]
     """The server's name of a field -> this request's, where they differ."""
     prompt_name: str | None = None
-    """What errors call this one of several prompts; None where there is only one."""
+    """The name of this one of several prompts in errors; None where there is only one."""
 
 
 def chat_fields(request: ChatRequest) -> ServerRequest:
@@ -99,7 +99,7 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
 
 
 def declares_tools(request: ChatRequest) -> bool:
-    """Whether the model may call tools.
+    """Tell whether the model may call tools.
 
     Raises:
         ApiError: see `chat_fields`.

@@ -1,4 +1,4 @@
-"""What an operator chooses."""
+"""The operator's choices."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ class EndpointSettings:
     model_names: tuple[str, ...] = ("kimi",)
     """Names that clients may ask for; replies carry the one that was asked for."""
     api_keys: tuple[ApiKey, ...] = ()
-    """What clients must send as a bearer token, one of them; without any nobody is asked."""
+    """The keys of which clients must send one as a bearer token; without any nobody is asked."""
     names: tuple[str, ...] = ()
     """Hosts, with or without a port, that clients and pages may call it by, besides localhost and its address."""
     cors_origins: tuple[str, ...] = ()
@@ -27,4 +27,4 @@ class EndpointSettings:
     stop_within_s: int = 35
     """Seconds after which a stopping endpoint cuts what is still open; the server's own drain is to end it before."""
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-    """What clients may take of it."""
+    """The limits on what clients may take of it."""

@@ -107,7 +107,7 @@ class DraftCheckpoint:
         device: torch.device,
         overrides: DraftOverrides = NO_OVERRIDES,
     ) -> "DraftCheckpoint":
-        """Make a `TargetCheckpoint.dummy` of a draft. Embedding and head are the target's where their shapes allow it."""
+        """Make a `TargetCheckpoint.dummy` of a draft; embedding and head are the target's where shapes allow it."""
         _require_folder(path)
         config = Eagle3DraftConfig.from_hf_json(path, target, overrides)
         is_reduced = config.draft_vocab_size < config.vocab_size

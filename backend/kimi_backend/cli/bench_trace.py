@@ -27,7 +27,7 @@ LATE_MS = 50.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a user bears, in milliseconds; None: anything."""
+    """The milliseconds that a user bears; None: anything."""
 
     first_token_ms: float | None = None
     inter_token_ms: float | None = None

@@ -1,4 +1,4 @@
-"""What `kimi inspect` says about a checkpoint: plain values, ready for JSON."""
+"""The statements of `kimi inspect` about a checkpoint: plain values, ready for JSON."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

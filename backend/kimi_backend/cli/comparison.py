@@ -24,7 +24,7 @@ Measure = Callable[[str], float]
 
 
 class Verdict(str, Enum):
-    """What the interval of the ratio says of speculation."""
+    """The meaning of the ratio's interval for speculation."""
 
     FASTER = "faster"
     SLOWER = "slower"

@@ -34,14 +34,14 @@ _PROBE = {
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What was found; `problem` is None when all is well."""
+    """The findings; `problem` is None when all is well."""
 
     problem: str | None
     is_busy: bool = False
     """The queue was full, so nothing could be generated."""
     speculates: bool = False
     warning: str | None = None
-    """What makes it slower than it could be."""
+    """The reason why it is slower than it could be."""
 
 
 Post = Callable[[str, dict[str, Any] | None], tuple[int, str]]

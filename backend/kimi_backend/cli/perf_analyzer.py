@@ -53,7 +53,7 @@ def run_perf_analyzer(program: str, url: str, requests: list[dict[str, Any]], co
 
 
 def load_result(export: dict[str, Any], concurrency: int) -> LoadResult:
-    """What a profile export measured, in the form of our own load generator."""
+    """Read what a profile export measured, in the form of our own load generator."""
     requests = export["experiments"][0]["requests"]
     times = tuple(_request_times(request) for request in requests)
     start = min(request["timestamp"] for request in requests)

@@ -1,4 +1,4 @@
-"""What would keep a server from starting, found before it is started: `python -m kimi_backend.cli.preflight`.
+"""Find what would keep a server from starting before it is started: `python -m kimi_backend.cli.preflight`.
 
 `kimi serve` and docker/start.sh run it in a process of its own, which takes its CUDA context with it when it ends. It
 reads the settings from the environment, as the models will, and writes what is wrong to stdout, with exit code 2;

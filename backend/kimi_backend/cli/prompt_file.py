@@ -36,7 +36,7 @@ def read_prompts(path: Path | None) -> list[dict[str, Any]]:
 
 
 def read_prompt_token_ids(path: Path | None, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Likewise as token ids, for models without a server; special tokens in a text are encoded as plain text.
+    """Read them as token ids, for models without a server; special tokens in a text are encoded as plain text.
 
     Raises:
         InvalidRequestError: as `read_prompts`, and for messages, which only a server makes a prompt of.

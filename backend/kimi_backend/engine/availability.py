@@ -13,7 +13,7 @@ logger = logging.getLogger("kimi_backend.engine")
 
 
 class Availability:
-    """Whether each runner is there."""
+    """The presence of each runner."""
 
     def __init__(
         self,

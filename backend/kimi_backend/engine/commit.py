@@ -1,4 +1,4 @@
-"""What a target step means for its sequences: tokens kept, KV valid, who ended, and what the draft does next."""
+"""The meaning of a target step for its sequences: tokens kept, KV valid, who ended, and what the draft does next."""
 
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ class LogprobRows:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step gave one request: the unit that travels from the engine thread to the emitter."""
+    """The tokens that a step gave one request: the unit that travels from the engine thread to the emitter."""
 
     sequence: Sequence
     time_s: float
@@ -42,7 +42,7 @@ class StepOutput:
     """Draft tokens that the step verified."""
     num_accepted: int = 0
     guess_origin: TokenOrigin = TokenOrigin.DRAFT
-    """Who had proposed those that were verified."""
+    """The origin of those that were verified."""
     logprobs: LogprobRows | None = None
     prompt_scores: TokenScores | None = None
     finish: Finish | None = None

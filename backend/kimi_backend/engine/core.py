@@ -260,7 +260,7 @@ class EngineCore:
         return answer
 
     def _is_known_draft(self, reply: DraftReply) -> bool:
-        """Whether the draft is the one that was met; it is lost otherwise."""
+        """Tell whether the draft is the one that was met; it is lost otherwise."""
         link = self.runners.draft
         assert link is not None
         if reply.runner_epoch == link.epoch:
@@ -270,7 +270,7 @@ class EngineCore:
         return False
 
     def _settle_draft_step(self, step: Step, reply: TargetReply) -> None:
-        """What the verify says of the draft step whose proposals it read, before any of that counts."""
+        """Take what the verify says of the draft step whose proposals it read, before any of that counts."""
         if step.read is None:
             return
         if reply.draft_status is None or len(reply.draft_status) != len(step.batch.sequences):

@@ -1,4 +1,4 @@
-"""What the next verify checks of sequences whose guesses the host makes: of their own text, or of their grammar."""
+"""The guesses that the host makes for a sequence's next verify: of its own text, or of its grammar."""
 
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
@@ -26,7 +26,7 @@ class HostGuesses:
                 table.give_guesses(sequence, sequence.look_ahead(proposals.tolist()), sequence.guess_origin)
 
     def are_worth_waiting_for(self, sequences: list[Sequence]) -> bool:
-        """Whether the text of some of these, as far as the host knows it, has a match that a verify would check."""
+        """Tell whether the text of some, as far as the host knows it, has a match that a verify would check."""
         return bool(self._looked_up(sequences))
 
     def _looked_up(self, sequences: list[Sequence]) -> list[tuple[Sequence, Match, int]]:

@@ -1,4 +1,4 @@
-"""What the two runners say of themselves, whether they fit together, and the limits that follow."""
+"""The descriptions of the two runners, whether they fit together, and the limits that follow."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Geometry:
     settings: SchedulerSettings
     """The settings as given, lowered to what the runners can take in one step."""
     pretences: tuple[str, ...] = ()
-    """Of either runner."""
+    """The pretences of either runner."""
 
 
 def check_runner(description: RunnerDescription, role: str) -> None:

@@ -23,7 +23,7 @@ from kimi_backend.types.plan import DraftPlan, DraftReply, Int32Array, TargetPla
 
 
 def _held(sequences: list[Sequence]) -> list[SequenceBlocks | None]:
-    """What each holds now: one that leaves, and starts again or not, holds others or none afterwards."""
+    """Note the blocks that each holds now: one that leaves holds others or none afterwards."""
     return [sequence.blocks for sequence in sequences]
 
 
@@ -67,7 +67,7 @@ class Step:
     plan: TargetPlan
     depth: int
     is_behind: bool = False
-    """Whether it was planned while the step before it was in flight."""
+    """True if it was planned while the step before it was in flight."""
     read: DraftStep | None = None
     """The draft step whose status comes with its reply."""
     pending: Pending[TargetReply] | None = None
@@ -88,7 +88,7 @@ class Step:
     def round(
         self, total_s: float, target_s: float, draft_s: float, draft_wait_s: float, *, is_overlapped: bool
     ) -> Round:
-        """What the step and the draft's beside it took. Where they overlap, the device has run the draft's step that
+        """Time the step and the draft's beside it. Where they overlap, the device has run the draft's step that
         this one reads in the same time, and not the one behind it."""
         draft = self.read if is_overlapped else self.draft
         return Round(

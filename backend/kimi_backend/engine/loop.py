@@ -74,7 +74,7 @@ class EngineLoop:
         """Set by the handshake."""
         self.state = EngineState.STARTING
         self.is_timing_steps = False
-        """Whether the runners are there and find out what their steps cost."""
+        """True while the runners are there and find out what their steps cost."""
         self.failure: str | None = None
         """Why the thread has ended before it was told to."""
         self.changed = threading.Condition()
@@ -96,12 +96,12 @@ class EngineLoop:
 
     @property
     def target_link(self) -> RunnerLink:
-        """Of the target."""
+        """The link to the target."""
         return self._target_link
 
     @property
     def draft_link(self) -> RunnerLink | None:
-        """Of the draft, if there is one."""
+        """The link to the draft, if there is one."""
         return self._draft_link
 
     @property

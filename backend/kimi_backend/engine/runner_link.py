@@ -1,4 +1,4 @@
-"""Whether a runner is there: its last description, and when to ask again."""
+"""The presence of a runner: its last description, and when to ask again."""
 
 import logging
 from collections.abc import Callable
@@ -71,12 +71,12 @@ class RunnerLink:
 
     @property
     def has_died(self) -> bool:
-        """Whether it is up only because nobody has called it since its process died."""
+        """Tell whether it is up only because nobody has called it since its process died."""
         return self.is_up and self.description is not None and self.process_id == self._dead_process_id is not None
 
     @property
     def process_id(self) -> int | None:
-        """Of the process that was last met; None before, or when it runs in this one."""
+        """The process that was last met; None before, or when it runs in this one."""
         return None if self.description is None else self.description.process_id
 
     def retry_now(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the engine thread's time goes, phase by phase."""
+"""The engine thread's time, phase by phase."""
 
 from time import perf_counter
 
@@ -9,7 +9,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(("schedule", "target", "commit", "draft", "publish"), 0.0)
         self.runner_seconds: dict[str, float] = {"target": 0.0, "draft": 0.0}
-        """What runners of other processes say they took of the phases of these names; the rest is the way there."""
+        """The seconds that runners of other processes say they took of these phases; the rest is the way there."""
         self._start = self._last = perf_counter()
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ ROOT = "root"
 _SEPARATORS = [", ", ": "]
 """The separators that `json.dumps` writes, and Kimi's template: one spelling, so that much of a text is forced."""
 _ANY_CHARACTER, _STRING_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
-"""What the library lets stand in a string of a limited length, control characters too, and what JSON does."""
+"""The characters of a string of limited length: the library's, control characters too, and JSON's."""
 _LEXEME = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z_][A-Za-z0-9_.-]*')
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|.)")
 _CALL = re.compile(r"\s*\(")

@@ -1,4 +1,4 @@
-"""Whether two schemas exclude each other, so far as types and constants show it: then `oneOf` means `anyOf`, which can
+"""A proof that two schemas exclude each other, from types and constants: then `oneOf` means `anyOf`, which can
 be enforced."""
 
 import json
@@ -9,7 +9,7 @@ _MOST_REFERENCES = 16
 
 
 def are_exclusive(first: Any, second: Any, root: Any) -> bool:
-    """Whether no value fits both.
+    """Tell whether no value fits both.
 
     Args:
         root: what references are to; they are known to be there.
@@ -77,7 +77,7 @@ def _values(schema: Any) -> frozenset[str] | None:
 
 
 def _are_told_apart(first: Any, second: Any, root: Any) -> bool:
-    """Whether a property that both need has values that exclude each other."""
+    """Tell whether a property that both need has values that exclude each other."""
     if not all(isinstance(schema, dict) and _types(schema, root) == {"object"} for schema in (first, second)):
         return False
     needed = set(first.get("required", ())) & set(second.get("required", ()))

@@ -15,7 +15,7 @@ from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.plan import Int32Array
 
 SPARE_SECONDS, SECONDS_A_TOKEN = 0.5, 0.01
-"""Of processor time that a sequence's grammar may take of the engine's thread: one with many readings of a text takes
+"""The processor time that a grammar may take of the engine's thread: one with many readings of a text takes
 more with every token, and everybody waits for it."""
 
 
@@ -63,7 +63,7 @@ class SequenceGrammar:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether it has taken more time than it may."""
+        """Tell whether it has taken more time than it may."""
         return self._left_s < 0
 
     def advance(self, token_ids: Iterable[int]) -> bool:
@@ -123,7 +123,7 @@ class SequenceGrammar:
         return words
 
     def _forced(self, mask: Int32Array) -> list[int]:
-        """What must come next: the one token that may, or the one text."""
+        """Return what must come next: the one token that may, or the one text."""
         words = np.flatnonzero(mask)
         if len(words) == 1:
             word = int(mask[words[0]]) & 0xFFFFFFFF

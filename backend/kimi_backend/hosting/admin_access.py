@@ -34,7 +34,7 @@ def choose_secret(environment: Mapping[str, str]) -> str:
 
 
 def admin_headers(secret: str) -> dict[str, str]:
-    """What opens the restricted APIs to an HTTP request."""
+    """Make the headers that open the restricted APIs to an HTTP request."""
     return {ADMIN_HEADER: secret}
 
 
@@ -50,7 +50,7 @@ def restricting_options(secret: str, host: str) -> list[str]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches the address; False for a name, which may be anything's."""
+    """Tell whether this machine alone reaches the address; False for a name, which may be anything's."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

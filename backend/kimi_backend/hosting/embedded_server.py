@@ -239,7 +239,7 @@ class EmbeddedServer:
 
     @staticmethod
     def _engine_answers(base: str) -> bool:
-        """Whether the orchestrator has met its runners: an empty prompt is a bad one then, and not too early.
+        """Tell whether the orchestrator has met its runners: an empty prompt is a bad one then, and not too early.
 
         The server answers a request without any input itself.
         """

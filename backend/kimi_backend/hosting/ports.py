@@ -1,4 +1,4 @@
-"""Whether a server can have the address and the ports that it was told to take."""
+"""The check that a server can have the address and the ports that it was told to take."""
 
 import socket
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Where the nvidia-pytriton wheel put Triton Server and its Python backend, made ready for this interpreter.
+"""Triton Server and its Python backend, as the nvidia-pytriton wheel put them, made ready for this interpreter.
 
 The wheel holds the real tritonserver 2.51. Three things make it run beside a virtual environment: the Python backend
 needs the stub built for this interpreter's version, the stub needs this interpreter's shared libpython, and it finds
@@ -18,7 +18,7 @@ from kimi_backend.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServerInstallation:
-    """Where the wheel put the server, ready to run on this interpreter."""
+    """The place where the wheel put the server, ready to run on this interpreter."""
 
     tree: Path
     library_folders: tuple[Path, ...]

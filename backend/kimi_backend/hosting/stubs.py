@@ -26,7 +26,7 @@ class Stub:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether its server has died."""
+        """True if its server has died."""
         fields = _stat(self.pid)
         try:
             return _SERVER not in (_PROC / fields[1] / "cmdline").read_bytes().split(b"\0")[0]

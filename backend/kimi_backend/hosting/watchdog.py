@@ -107,7 +107,7 @@ class Watchdog:
         self._stopped_at.pop(stub, None)
 
     def _settle(self, stub: Stub) -> None:
-        """Of a stub that has ended: nothing where its model was unloaded or has another by now."""
+        """Settle a stub that has ended: nothing where its model was unloaded or has another by now."""
         model = stub.model
         others = find_stubs(self._prefix)
         if model in self._reloading or any(other.model == model for other in others):

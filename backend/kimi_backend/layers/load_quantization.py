@@ -16,7 +16,7 @@ from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, Fp8Weight, Int
 _ROWS_AT_ONCE = 8192
 """Rounding goes through float32 and int64; in slices, a head of 163,840 rows needs no ten times its own memory."""
 _INT4_SCALE_SIZES = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""Of the scale that just holds a group's largest magnitude."""
+"""The sizes that are tried, of the scale that just holds a group's largest magnitude."""
 assert _ROWS_AT_ONCE % FP8_BLOCK_SIZE == 0, "a slice ends where a block ends"
 
 

@@ -16,7 +16,7 @@ class RankTerms:
 
     first: Terms
     second: torch.Tensor | None = None
-    """Where two parts of a layer add to the same rows."""
+    """The second term, where two parts of a layer add to the same rows."""
 
 
 def add_rms_norm(

@@ -19,7 +19,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AuxBufferHandle:
-    """What another process must know to open a buffer; travels as bytes in `RunnerDescription.aux_buffer`."""
+    """The handle by which another process opens a buffer; travels as bytes in `RunnerDescription.aux_buffer`."""
 
     memory: str
     """The driver's handle, in hexadecimal."""
@@ -91,12 +91,12 @@ class OpenedAuxBuffer:
 
 
 def join_handles(handles: list[bytes]) -> bytes:
-    """Of a target on several GPUs: the handles of all ranks' buffers as one, in the order of the ranks."""
+    """Join the handles of all ranks' buffers, in the order of the ranks, of a target on several GPUs."""
     return handles[0] if len(handles) == 1 else json.dumps([handle.decode() for handle in handles]).encode()
 
 
 def split_handles(joined: bytes) -> list[bytes]:
-    """What `join_handles` joined.
+    """Split what `join_handles` joined.
 
     Raises:
         InvalidRequestError: not handles of this version.

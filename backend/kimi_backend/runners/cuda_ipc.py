@@ -76,7 +76,7 @@ def export_memory(tensor: torch.Tensor) -> tuple[bytes, int]:
 
 @dataclass(frozen=True, slots=True)
 class _CudaArray:
-    """What torch reads of memory that is not its own."""
+    """The interface through which torch reads memory that is not its own."""
 
     address: int
     num_bytes: int
@@ -106,7 +106,7 @@ class OpenedMemory:
 
     @property
     def address(self) -> int:
-        """Where this process sees it; the one way to name another GPU's memory, which `tensor` would copy."""
+        """The address at which this process sees it; `tensor` would copy another GPU's memory."""
         return self._address
 
     def tensor(self) -> torch.Tensor:

@@ -110,7 +110,7 @@ class DraftRunner(StepRunner):
         return self.launch(draft_plan(rows, num_proposals, aux, in_table=self._graphs is not None))
 
     def _aux_for_peers(self, plan: DraftPlan, aux: torch.Tensor) -> torch.Tensor | None:
-        """What the step reads of aux hidden states that came as a tensor; in a buffer, every rank has them."""
+        """Return the aux hidden states that peers need, which came as a tensor; in a buffer, every rank has them."""
         if not self.peers.count or plan.aux.region is not None:
             return None
         return aux[: int(plan.aux_rows.max()) + 1]
@@ -190,7 +190,7 @@ class DraftRunner(StepRunner):
         return Launched(partial(self._reply, plan, dict))
 
     def _region(self, plan: DraftPlan, aux: torch.Tensor) -> int:
-        """Of the buffer that graphs read; what came as a tensor is copied there."""
+        """Find the region of the buffer that graphs read; what came as a tensor is copied there."""
         if self.aux_buffer is not None and plan.aux.region is not None:
             return plan.aux.region
         num_read = int(plan.aux_rows.max()) + 1
@@ -232,7 +232,7 @@ class DraftRunner(StepRunner):
 
 
 def _proposals(plan: DraftPlan, arriving: ArrivingWords) -> Arrays:
-    """What a captured step has left in the table."""
+    """Read what a captured step has left in the table."""
     rows = arriving.wait().reshape(len(plan.table_rows), -1)
     drawn = rows[plan.num_proposals > 0, PROPOSALS : PROPOSALS + int(plan.num_wanted.max())]
     return {"seq_status": rows[:, STATUS], "draft_token_ids": drawn.astype(np.int64)}
@@ -244,7 +244,7 @@ def _status_of(normed: torch.Tensor) -> torch.Tensor:
 
 
 def _extension_arrays(plan: DraftPlan) -> Arrays:
-    """What `_extend` reads, by name."""
+    """Name the arrays that `_extend` reads."""
     rows = plan.rows
     return {
         "token_ids": rows.token_ids,

@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proposing:
-    """What the single-row steps of B sequences work on; W proposals at most."""
+    """The inputs of the single-row steps of B sequences; W proposals at most."""
 
     num_proposals: torch.Tensor
     """[B] int32."""
@@ -35,7 +35,7 @@ class _Proposing:
     output_index: torch.Tensor
     """[B] int64, index of the first token proposed."""
     sampling: SamplingInputs
-    """Of the sequences that propose."""
+    """The sampling of the sequences that propose."""
     sequence: torch.Tensor
     """[B] int64: 0, 1, …"""
     wants_alike: bool
@@ -128,7 +128,7 @@ class EagerProposer:
 def _until_failure(
     token_ids: torch.Tensor, status: torch.Tensor, work: _Proposing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `EagerProposer.propose` returns, from what was drawn: both [B, W]."""
+    """Return what `EagerProposer.propose` does, from what was drawn: both [B, W]."""
     if status.device.type == "cpu" and work.wants_alike and not status.any():
         return token_ids, status[:, 0]
     has_failed = status != STATUS_OK

@@ -21,7 +21,7 @@ and 5.3 us a MB whole, 3.9 us and 4.2 us a MB in parts, with 256 programs. The l
 MOST_SUMMED_BYTES: Final = 4 << 20
 """Beyond, NCCL is about as fast."""
 MOST_GATHERED_BYTES: Final = 48 << 20
-"""Of all ranks' columns: the float32 logits of 64 rows of 163,840. Each rank has three inboxes of this size."""
+"""The most bytes of all ranks' columns: float32 logits of 64 rows of 163,840. A rank has three inboxes of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SharedMemory:
     """By what they are for: "sum", "parts", "norm" and "norm in parts" int16, "gather" int32."""
     opened: list[OpenedMemory]
     addresses: dict[str, list[int]]
-    """Of all ranks' inboxes, in rank order."""
+    """The addresses of all ranks' inboxes, in rank order."""
 
     def close(self) -> None:
         """Unmap the other ranks' memory, once no kernel uses it any more."""
@@ -153,7 +153,7 @@ def _exported(inbox: torch.Tensor) -> tuple[str, int]:
 
 
 def _open_all(shared: SharedMemory, store: Store, rank: int, size: int) -> None:
-    """Of all ranks, in their order. Raises CudaIpcError: the driver refuses, or a rank has nothing to open."""
+    """Open all ranks', in their order. Raises CudaIpcError: the driver refuses, or a rank has nothing to open."""
     for other in range(size):
         exported = json.loads(store.get(f"inboxes/{other}"))
         if exported is None:

@@ -79,7 +79,7 @@ class PlanChecker:
     num_blocks: int
     block_size: int
     has_table: bool = False
-    """Whether the runner has a token table."""
+    """True if the runner has a token table."""
     _approved: list[SamplingPlan] = field(default_factory=list, init=False, repr=False, compare=False)
     """The last sampling parameters that passed: a frozen object, and mostly the next step's too."""
 
@@ -254,7 +254,7 @@ def _expect_within(
 
 
 def _are_within(array: IntegerArray, low: int | IntegerArray, high: int | IntegerArray) -> bool:
-    """Of an array of one dimension; bounds are single or as many."""
+    """Tell whether all numbers of an array of one dimension are within bounds, which are single or as many."""
     values: list[int] = array.tolist()
     lows = [low] * len(values) if isinstance(low, int) else low.tolist()
     highs = [high] * len(values) if isinstance(high, int) else high.tolist()
@@ -263,7 +263,7 @@ def _are_within(array: IntegerArray, low: int | IntegerArray, high: int | Intege
 
 
 def _extremes(array: IntegerArray) -> tuple[int, int]:
-    """Of an array that is not empty. Python is faster than numpy for the few numbers of a small batch."""
+    """Return those of an array that is not empty. Python is faster than numpy for the few numbers of a small batch."""
     if array.size <= FEW:
         values = array.ravel().tolist()
         return min(values), max(values)

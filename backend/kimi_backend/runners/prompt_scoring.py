@@ -34,7 +34,7 @@ def score_tokens(
 
 
 def read_scores(arrays: Arrays) -> TokenScores | None:
-    """What `score_tokens` gave, on the host; None where a step scored nothing."""
+    """Read what `score_tokens` gave, on the host; None where a step scored nothing."""
     if _NAMES[0] not in arrays:
         return None
     logprobs, ranks, top_ids, top_logprobs = (arrays[name] for name in _NAMES)

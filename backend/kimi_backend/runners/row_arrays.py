@@ -1,4 +1,4 @@
-"""Where the rows of a step stand, made on the host: so a graph holds no kernel that makes it."""
+"""The places of a step's rows, made on the host: so a graph holds no kernel that makes them."""
 
 from dataclasses import dataclass
 

@@ -76,7 +76,7 @@ class SampledRows:
 
     @classmethod
     def of_many(cls, plan: TargetPlan) -> "SampledRows":
-        """As `of`, for any number of sequences at the price of some twenty array operations."""
+        """Do what `of` does, for any number of sequences at the price of some twenty array operations."""
         is_sampling = plan.num_sampled_rows > 0
         counts = plan.num_sampled_rows[is_sampling].astype(np.int64)
         ends = np.cumsum(plan.rows.query_lens, dtype=np.int64)[is_sampling]

@@ -10,7 +10,7 @@ from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """What one step and the queue may hold; the runners' own limits lower these at the handshake.
+    """The limits of one step and of the queue; the runners' own limits lower these at the handshake.
 
     Raises:
         ConfigError: a value out of range.
@@ -34,10 +34,10 @@ class SchedulerSettings:
     draft_max_positions: int = 0
     """A sequence of so many tokens goes on without the draft, which may not be trained for more; 0: no bound."""
     speculation_policy: PolicyName = PolicyName.FIXED
-    """Who chooses k, up to what a request asks for: nobody, or the engine by what it measures."""
+    """The chooser of k, up to what a request asks for: nobody, or the engine by what it measures."""
     enable_prefix_cache: bool = True
     launch_ahead: bool = True
-    """Whether steps are sent before the host knows what the step before left for them on the device, where it can."""
+    """True if steps are sent before the host knows what the step before left for them on the device, where it can."""
 
     def __post_init__(self) -> None:
         _require("max_num_seqs", self.max_num_seqs, 1)

@@ -20,7 +20,7 @@ class WaitingQueue:
         self._size += 1
 
     def peek(self) -> Sequence | None:
-        """Who is next."""
+        """Return the one that is next."""
         while self._heap and self._heap[0][1].finish is not None:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None

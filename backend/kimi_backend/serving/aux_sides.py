@@ -92,7 +92,7 @@ class AuxReceiver:
 
     @property
     def num_regions(self) -> int:
-        """Of the open buffer; 0 where none is."""
+        """The regions of the open buffer; 0 where none is."""
         return 0 if self._opened is None else self._opened.buffer.num_regions
 
     def resolve(self, aux: AuxHandle, num_rows: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Transfer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the other has opened what its owner offers now."""
+        """True if the other has opened what its owner offers now."""
         return self._offered is not None and self._opened == self._offered
 
     def open(self) -> None:

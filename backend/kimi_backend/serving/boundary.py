@@ -7,7 +7,7 @@ from kimi_backend.errors import KimiError
 
 LOGGER_NAME = "kimi_backend"
 CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-"""What an error's message begins with."""
+"""The codes with which an error's message begins."""
 LONGEST_MESSAGE = 2_000
 """Characters of an error that a client gets: it may quote what the client sent."""
 

@@ -1,4 +1,4 @@
-"""What crosses the server as JSON: a runner's description, and the parameters of a model's config.pbtxt."""
+"""The values that cross the server as JSON: a runner's description, and the parameters of a model's config.pbtxt."""
 
 import dataclasses
 import json

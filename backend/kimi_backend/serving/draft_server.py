@@ -89,7 +89,7 @@ class DraftServer(RunnerServer):
         return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=us_since(start)))})
 
     def _aux(self, plan: DraftPlan, sent: Any | None) -> AuxHandle:
-        """What the step reads: the tensor that was sent, or what it reads of the region of the open buffer; whoever
+        """Return what the step reads: the tensor that was sent, or the region of the open buffer; whoever
         copies the tensor need not copy a region."""
         if sent is None:
             num_rows = max(int(plan.aux_rows.max(initial=-1)), 0) + 1

@@ -30,7 +30,7 @@ class DrainFile:
 
     @property
     def limit_s(self) -> float | None:
-        """What was ordered; None: nothing. An empty file, as `touch` makes it, gives live requests no time."""
+        """Read what was ordered; None: nothing. An empty file, as `touch` makes it, gives live requests no time."""
         text = _read(self._path)
         if text is None:
             return None
@@ -45,7 +45,7 @@ class DrainFile:
 
     @property
     def num_left(self) -> int | None:
-        """What was reported last; None: nothing yet."""
+        """Read what was reported last; None: nothing yet."""
         text = _read(self._left)
         return None if text is None else int(text)
 

@@ -1,4 +1,4 @@
-"""What an incoming request holds, read while its memory is the server's."""
+"""The contents of an incoming request, read while its memory is the server's."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a custom metric is: its kind, its names, and how its value is read or observed."""
+"""The parts of a custom metric: its kind, its names, and how its value is read or observed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ UNLABELLED = ""
 
 
 class MetricKind(Enum):
-    """As Prometheus and Triton Server call them."""
+    """The kinds, as Prometheus and Triton Server call them."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -39,7 +39,7 @@ class Metric:
 
 
 def counter(name: str, meaning: str, read: Callable[[EngineStatistics], float], vllm_name: str | None = None) -> Metric:
-    """What only rises, without a label."""
+    """Make a metric that only rises, without a label."""
     return Metric(
         name=name,
         kind=MetricKind.COUNTER,
@@ -50,7 +50,7 @@ def counter(name: str, meaning: str, read: Callable[[EngineStatistics], float], 
 
 
 def gauge(name: str, meaning: str, read: Callable[[EngineStatistics], float], vllm_name: str | None = None) -> Metric:
-    """What rises and falls, without a label."""
+    """Make a metric that rises and falls, without a label."""
     return Metric(
         name=name, kind=MetricKind.GAUGE, meaning=meaning, vllm_name=vllm_name, read=lambda s: {UNLABELLED: read(s)}
     )
@@ -84,7 +84,7 @@ def histogram(
     buckets: tuple[float, ...] = LATENCY_BUCKETS_S,
     vllm_name: str | None = None,
 ) -> Metric:
-    """Of a number that finished requests have."""
+    """Make one of a number that finished requests have."""
     return Metric(
         name=name,
         kind=MetricKind.HISTOGRAM,

@@ -23,7 +23,7 @@ from kimi_backend.text.unicode_text import require_valid_unicode
 FIELDS = {field.name: field for field in INPUT_FIELDS}
 
 MOST_DIGITS = 20
-"""Of a token id; far more than any has, and few enough to be read."""
+"""The most digits of a token id; far more than any has, and few enough to be read."""
 
 _EXPECTED = {
     Kind.TEXT: "a string",
@@ -72,12 +72,12 @@ def _is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number and a float can hold it; NaN is none."""
+    """Tell whether it is a number and a float can hold it; NaN is none."""
     return (isinstance(value, float) and value == value) or (_is_int(value) and abs(value) <= sys.float_info.max)
 
 
 def is_token_id(key: str) -> bool:
-    """Whether a JSON object's key is a token id, written in the one way that two keys cannot share."""
+    """Tell whether a JSON object's key is a token id, written in the one way that two keys cannot share."""
     return len(key) <= MOST_DIGITS and key.isascii() and key.isdecimal() and key == str(int(key))
 
 

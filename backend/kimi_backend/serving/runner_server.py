@@ -39,7 +39,7 @@ def read_settings(args: dict[str, str]) -> tuple[ServingSettings, Any, bytes]:
 
 
 class RunnerServer:
-    """What `kimi_target`'s and `eagle3_draft`'s servers have in common."""
+    """The common part of `kimi_target`'s and `eagle3_draft`'s servers."""
 
     opens: str
     """The input by which the other runner's memory is offered."""

@@ -46,7 +46,7 @@ class Seat:
         self._name = secrets.token_hex(_NAME_BYTES // 2).encode()
         self._file: int | None = None
         self._lock = threading.Lock()
-        """Of the file's number: one thread looks whether the seat is wanted, another leaves it."""
+        """The lock of the file's number: one thread looks whether the seat is wanted, another leaves it."""
 
     def take(self, timeout_s: float) -> None:
         """Ask for the seat and wait until it is free; it is this one's afterwards.
@@ -82,7 +82,7 @@ class Seat:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another engine has asked for the seat that this one holds."""
+        """Tell whether another engine has asked for the seat that this one holds."""
         with self._lock:
             return self._file is not None and os.pread(self._file, _NAME_BYTES, 0) != self._name
 

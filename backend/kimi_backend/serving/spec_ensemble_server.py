@@ -225,7 +225,7 @@ class SpecEnsembleServer:
         self._sender.put(delta)
 
     def _has_drained(self) -> bool:
-        """Whether a drain was ordered, and no request is left or their time is over."""
+        """Tell whether a drain was ordered, and no request is left or their time is over."""
         limit_s = None if self._drain_file is None else self._drain_file.limit_s
         if self._drain_file is None or limit_s is None:
             return False

@@ -34,7 +34,7 @@ _NOT_READY = "not ready"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is asked of `spec_ensemble`: copies, since the server takes a request's memory back early."""
+    """The tensors of a call of `spec_ensemble`: copies, since the server takes a request's memory back early."""
 
     request_id: str
     arrays: "dict[str, np.ndarray[Any, Any]]"

@@ -95,7 +95,7 @@ class SequenceAcceptance:
         self.kept = decay * self.kept + num_accepted
 
     def factor(self, pool_mean: float, hope: float = 0.0) -> float:
-        """What to multiply the kind's rates by; 1 while nothing is known.
+        """Return what to multiply the kind's rates by; 1 while nothing is known.
 
         Args:
             hope: as in `AcceptancePool.rates`; it makes a sequence no better than its kind.

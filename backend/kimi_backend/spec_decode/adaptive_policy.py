@@ -28,7 +28,7 @@ SETTLING_ROUNDS = 24
 IDLE_CHOICES = 8
 """A sequence of which so many choices in a row took no draft token leaves the draft."""
 FADING_SHARE = 0.03
-"""What is known of a kind fades with each of its requests that starts without the draft."""
+"""The share by which a kind's record fades with each of its requests that starts without the draft."""
 
 
 class AdaptivePolicy:

@@ -29,12 +29,12 @@ class SpeculationController:
         self.num_chosen_tokens = num_speculative_tokens
         """Draft tokens a round, now."""
         self.uses_draft = num_speculative_tokens > 0
-        """Whether the draft's KV shall follow this sequence. With 0 chosen tokens the draft only extends it."""
+        """True if the draft's KV shall follow this sequence. With 0 chosen tokens the draft only extends it."""
         self.kind = (temperature >= GREEDY_TEMPERATURE) + (temperature > COOL_TEMPERATURE)
         """Requests of one kind are expected to be accepted alike: greedy, cool or warm ones."""
         self.acceptance = SequenceAcceptance()
         self.pool: AcceptancePool | None = None
-        """Of its kind; given by the policy, if that learns."""
+        """The pool of its kind; given by the policy, if that learns."""
         self.num_unsettled_rounds = 0
         """Rounds that say little of the draft, because its KV began in the middle of the sequence."""
         self.num_idle_choices = 0

@@ -15,9 +15,9 @@ class PolicyName(str, Enum):
     """Values of the setting `speculation_policy`."""
 
     ADAPTIVE = "adaptive"
-    """As many draft tokens as emit most tokens a second, at most what the request asked for; none where that is 0."""
+    """The choice of as many draft tokens as emit most tokens a second, at most what the request asked for."""
     FIXED = "fixed"
-    """What the request asked for, always."""
+    """The choice of what the request asked for, always."""
 
 
 class SpeculationPolicy(Protocol):

@@ -47,7 +47,7 @@ class RoundTimes:
         self._target = StepTimes(target)
         self._draft = None if draft is None else StepTimes(draft)
         self._last_draft_s = 0.0
-        """What the draft's step of the last round is expected to have taken."""
+        """The seconds that the draft's step of the last round is expected to have taken."""
         self._factors = np.ones(3)
         """On a target's step with one row a sequence, on its other rows, whose experts may overlap more or less than
         those of random tokens, and on the draft's steps. The card's clock moves all."""

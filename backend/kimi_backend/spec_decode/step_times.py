@@ -79,7 +79,7 @@ class StepTimes:
         return found
 
     def _further_context(self, size: Ints, times: Floats, num_context_tokens: Numbers) -> Floats:
-        """What the keys beyond those of the measured context add to a pass over them."""
+        """Return what the keys beyond those of the measured context add to a pass over them."""
         added: Floats = self._context[size] * np.maximum(num_context_tokens / times - size * self._context_len, 0)
         return added
 

@@ -42,7 +42,7 @@ class DeclaredTools:
         return None
 
     def is_nameless(self, header: str) -> bool:
-        """Whether the model wrote an id that holds no name at all."""
+        """Tell whether the model wrote an id that holds no name at all."""
         return _NAMELESS.fullmatch("".join(header.split())) is not None
 
     def name_for(self, header: str, arguments: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a reply consists of, piece by piece. Text of neighbouring events of one kind belongs together."""
+"""The parts of a reply, piece by piece. Text of neighbouring events of one kind belongs together."""
 
 from dataclasses import dataclass
 

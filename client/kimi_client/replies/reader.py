@@ -68,7 +68,7 @@ class ReplyReader:
         self._is_in_section = False
         self._has_section_call = False
         self.channels = [self._text.channel]
-        """Where the reply's tokens belong: those at its beginning, those behind its first control token, and so on."""
+        """The channels of the reply's tokens: at its beginning, behind its first control token, and so on."""
 
     def feed(self, text: str, control_offsets: Iterable[int] = (), *, is_last: bool = False) -> list[Event]:
         """The events that the text adds.
@@ -101,7 +101,7 @@ class ReplyReader:
         return self._text.channel if is_text else CALLS
 
     def _is_structure(self, marker: Marker) -> bool:
-        """Whether the marker is more than its letters."""
+        """Tell whether the marker is more than its letters."""
         if marker.mark in (Mark.THINK_BEGIN, Mark.THINK_END):
             in_call = self._state in (_State.ARGUMENTS, _State.UNDECLARED)
             return self._splits_thinking and marker.is_control and not in_call

@@ -33,7 +33,7 @@ class ReplyText:
 
     @property
     def channel(self) -> Channel:
-        """Where text that comes now belongs."""
+        """The channel of text that comes now."""
         if self._undecided is not None:
             return self._undecided_channel
         return REASONING if self.is_thinking else CONTENT

@@ -19,7 +19,7 @@ class Bucket:
     query_len: int
     """Most rows of one sequence."""
     num_proposals: int = 0
-    """Of a draft's single-row steps: tokens drawn for each sequence."""
+    """The tokens that a draft's single-row steps draw for each sequence."""
 
     @classmethod
     def of(cls, num_seqs: int, query_len: int, num_proposals: int = 0) -> "Bucket":

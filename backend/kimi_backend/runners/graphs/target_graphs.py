@@ -151,7 +151,7 @@ class TargetGraphs:
         self._steps[bucket].forward()
 
     def read(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the last `forward` has read of its draft tokens: window [B, W] and draft status [B], both int32."""
+        """Return the draft tokens that the last `forward` has read: window [B, W] and draft status [B], both int32."""
         num_seqs, width = bucket.num_seqs, bucket.query_len - 1
         return self._window[: num_seqs * width].view(num_seqs, width), self._draft_status[:num_seqs]
 
@@ -222,7 +222,7 @@ def _num_words(bucket: Bucket) -> int:
 
 
 def _results(bucket: Bucket, plan: TargetPlan, arriving: ArrivingWords) -> Arrays:
-    """What a step drew for its B sequences, all of which sample."""
+    """Return what a step drew for its B sequences, all of which sample."""
     words, num_seqs, width = arriving.wait(), bucket.num_seqs, bucket.query_len
     num_tokens, count = 2 * num_seqs * width, len(plan.num_sampled_rows)
     accepted, status, draft_status = words[num_tokens:].reshape(3, num_seqs)[:, :count]

@@ -1,1 +1,1 @@
-"""What a target and its draft hand to each other without the host: tokens, and the order of their steps."""
+"""The hand-over between a target and its draft without the host: tokens, and the order of their steps."""

@@ -57,7 +57,7 @@ class Board:
         return self._whole.data_ptr()
 
     def word(self, index: int) -> int:
-        """As it is now."""
+        """Read it as it is now."""
         return int(self._words[index])
 
     def set_word(self, index: int, value: int) -> None:

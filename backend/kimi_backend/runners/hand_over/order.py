@@ -19,7 +19,7 @@ class BoardOrder(Protocol):
     """Queues on the device that the process computes on."""
 
     def wait(self, word: int, value: int) -> None:
-        """What is queued after this happens when a word of the board has reached a value."""
+        """Let what is queued after this happen when a word of the board has reached a value."""
         ...
 
     def write(self, word: int, value: int) -> None:

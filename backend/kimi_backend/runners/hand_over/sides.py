@@ -140,7 +140,7 @@ class DraftSide:
             time.sleep(_POLL_S)
 
     def _show_failed(self, step_id: int) -> None:
-        """What it has left is stamped with an earlier step."""
+        """Show a failed step: what it has left is stamped with an earlier one."""
         try:
             self._order.write(LEFT, step_id)
         except CudaIpcError:  # the device is lost
@@ -151,7 +151,7 @@ class DraftSide:
         return number if self._board.word(VERIFIED) < number else None
 
     def _let_go(self) -> None:
-        """As if nothing had been accepted."""
+        """Let the other go on as if nothing had been accepted."""
         self._board.drawn.zero_()
         self._board.set_word(VERIFIED, self._board.word(WAITED))
 
@@ -271,6 +271,6 @@ class _TargetLines:
         return self._last_awaited if self._board.word(LEFT) < self._last_awaited else None
 
     def _let_go(self) -> None:
-        """What the draft has left is stamped with an earlier step than is asked for."""
+        """Let the other go on: what the draft has left is stamped with an earlier step than is asked for."""
         if self._board.word(LEFT) < self._board.word(QUEUED):
             self._board.set_word(LEFT, self._board.word(QUEUED))

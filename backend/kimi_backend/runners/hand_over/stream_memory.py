@@ -13,11 +13,11 @@ _CAN_USE_64_BIT_STREAM_MEM_OPS = 122
 _HOST_REGISTER_SUPPORTED = 99
 _PORTABLE_AND_MAPPED = 3
 _AT_LEAST = 0
-"""Of a wait: until the number in memory is not less, as signed 64-bit integers."""
+"""The condition of a wait: until the number in memory is not less, as signed 64-bit integers."""
 
 
 def _require(attribute: int, name: str) -> None:
-    """Of the device whose context this thread is in."""
+    """Require an ability of the device whose context this thread is in."""
     number, value = ctypes.c_int(), ctypes.c_int()
     call_driver("cuCtxGetDevice", ctypes.byref(number))
     call_driver("cuDeviceGetAttribute", ctypes.byref(value), attribute, number)

@@ -1,4 +1,4 @@
-"""What the settings make of a draft's checkpoint: fewer tokens in its head, another format of its weights."""
+"""The settings' changes to a draft's checkpoint: fewer tokens in its head, another format of its weights."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ def chosen_draft(settings: ServingSettings, draft: DraftCheckpoint, target: Targ
 
 
 def linear_format(settings: ServingSettings) -> LinearFormat:
-    """Of the draft's linear layers."""
+    """Return the format of the draft's linear layers."""
     return LinearFormat(settings.draft_quantization)
 
 
 def head_format(settings: ServingSettings) -> LinearFormat:
-    """Of the draft's head."""
+    """Return the format of the draft's head."""
     return LinearFormat(settings.draft_head_quantization or settings.draft_quantization)
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("kimi_backend.runners")
 
 _GPU_SHARE = 0.92
 _CPU_KV_BYTES = GIB // 4
-"""What both pools may take of a machine's own memory where `kv_tokens` does not say."""
+"""The bytes that both pools may take of a machine's own memory where `kv_tokens` does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _memory_bytes(settings: ServingSettings, placement: Placement) -> int:
-    """Of one rank. The same on all of them: GPUs may differ, and every rank's pools have as many blocks."""
+    """Return one rank's bytes. The same on all of them: GPUs may differ, and every rank's pools have as many blocks."""
     if settings.gpu_memory_gib:
         return int(settings.gpu_memory_gib * GIB)
     num_ranks = settings.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""Where and with what the models compute, as the settings and this machine say."""
+"""The device, kernels and dtype with which the models compute, as the settings and this machine say."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ _DEVICES_OF_KERNELS = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where and with what a model computes."""
+    """The device, kernels and dtype with which a model computes."""
 
     device: torch.device
     kernels: KernelSet
@@ -80,6 +80,6 @@ def _kv_dtype(settings: ServingSettings, dtype: torch.dtype, kernels: str) -> to
 
 
 def captures_steps(settings: ServingSettings, placement: Placement) -> bool:
-    """Whether steps are captured as CUDA graphs: where the kernels never wait for the device."""
+    """Tell whether steps are captured as CUDA graphs: where the kernels never wait for the device."""
     on_gpu = placement.device.type == "cuda" and placement.kernels.name == "triton"
     return on_gpu and settings.enforce_eager == "false"

@@ -1,4 +1,4 @@
-"""Whether the ranks can divide the models evenly, said before a weight is read."""
+"""The check that the ranks can divide the models evenly, made before a weight is read."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What goes through the pipe of a rank: an assignment, then steps, and questions that are answered."""
+"""The messages in the pipe of a rank: an assignment, then steps, and questions that are answered."""
 
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -15,7 +15,7 @@ Pipe = Connection  # type: ignore[type-arg,unused-ignore]  # generic in some ver
 
 
 READY, FAILED, ANSWER = "ready", "failed", "answer"
-"""What rank r says, each with bytes or a text."""
+"""The answers of rank r, each with bytes or a text."""
 CLOSE = "close"
 
 EXPORT_AUX, OPEN_AUX, OPEN_BOARD = "export aux", "open aux", "open board"
@@ -39,17 +39,17 @@ TIMEOUTS = Timeouts(join_timeout_s=300.0, collective_timeout_s=7200.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What a rank is told first."""
+    """The first message to a rank."""
 
     parent_pid: int
     rank: int
     size: int
     address: str
-    """Where rank 0 listens."""
+    """The address at which rank 0 listens."""
     role: str
-    """As `loading.Role` has it."""
+    """The role, as `loading.Role` has it."""
     settings: dict[str, Any]
-    """Of `ServingSettings`."""
+    """The fields of `ServingSettings`."""
 
     def packed(self) -> dict[str, Any]:
         """For `Connection.send`."""
@@ -88,7 +88,7 @@ class Question:
 
 
 def unpacked(message: Any) -> Step | Question:
-    """What `packed` gave."""
+    """Unpack what `packed` gave."""
     if len(message) == 2:
         return Question(*message)
     is_target, buffer, aux, waits = message

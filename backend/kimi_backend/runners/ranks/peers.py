@@ -1,4 +1,4 @@
-"""What rank 0's runners know of the other ranks."""
+"""The other ranks, as rank 0's runners know them."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol

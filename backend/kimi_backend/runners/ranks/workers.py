@@ -226,7 +226,7 @@ class Workers:
                 raise PeerError(f"rank {rank} of the {self._role}: {content}")
 
     def _answers(self) -> list[bytes]:
-        """Of all ranks: none is left for the next question to find."""
+        """Read the answers of all ranks: none is left for the next question to find."""
         received = [_received(pipe) for pipe in self._pipes]
         problems = [
             f"rank {rank} of the {self._role}: {content}"

@@ -1,4 +1,4 @@
-"""What the engine holds and does: sequences, KV blocks, steps and their seconds."""
+"""The engine's load: sequences, KV blocks, steps and their seconds."""
 
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.metric_kinds import Metric, MetricKind, counter, gauge, labelled

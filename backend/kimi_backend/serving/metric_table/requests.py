@@ -1,4 +1,4 @@
-"""What became of requests, and how many tokens they had."""
+"""The ends of requests, and how many tokens they had."""
 
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.metric_kinds import Metric, MetricKind, counter, labelled

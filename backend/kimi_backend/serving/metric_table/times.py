@@ -5,7 +5,7 @@ from kimi_backend.types.request import RequestStats
 
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 COUNT_BUCKETS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-"""Of tokens a request."""
+"""The buckets of tokens a request."""
 
 
 def _inter_token_s(stats: RequestStats) -> float | None:
