@@ -47,7 +47,7 @@ class SamplingUpload:
 
 
 def has_processors(plan: SamplingPlan) -> bool:
-    """Whether anything moves a logit: a penalty, a bias, a ban or a bad word. Temperature and filters do not move the
+    """Tell whether anything moves a logit: penalty, bias, ban or bad word. Temperature and filters do not move the
     largest one."""
     return bool(
         len(plan.bias_ids)

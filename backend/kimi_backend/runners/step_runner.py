@@ -1,4 +1,4 @@
-"""What a target's runner and a draft's have in common."""
+"""The common part of a target's runner and a draft's."""
 
 import secrets
 from collections.abc import Callable
@@ -55,12 +55,12 @@ class Graphs(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """What either runner may be given by name."""
+    """The options that either runner may be given by name."""
 
     split_tokens: int
     """See `kimi_kernels.signatures.PlanMlaDecode`."""
     pretences: tuple[str, ...]
-    """What the description says is not real."""
+    """The parts that the description says are not real."""
     aux_buffer: AuxBuffer | None
     """The target's, in which steps leave aux hidden states, and a draft's plans name a region; without one, tensors."""
     recorder: Recorder | None
@@ -68,11 +68,11 @@ class Options(TypedDict, total=False):
     group: TensorParallelGroup | None
     """The model's."""
     peers: Peers
-    """Of rank 0, the others."""
+    """The other ranks, of rank 0."""
     table: TokenTable | None
     """Shared by both runners of a process; one that captures makes one of its own without it."""
     cost_file: CostFile | None
-    """Where step costs are kept from one start to the next; None keeps them nowhere."""
+    """The file in which step costs are kept from one start to the next; None keeps them nowhere."""
 
 
 class StepRunner:
@@ -102,13 +102,13 @@ class StepRunner:
         self.device = pool.tensor.device
         """The device that this runner computes on."""
         self.aux_buffer = options.get("aux_buffer")
-        """Where the target's steps leave their aux hidden states; None where each makes a tensor."""
+        """The buffer in which the target's steps leave their aux hidden states; None where each makes a tensor."""
         self._recorder = options.get("recorder")
         table = options.get("table")
         if self._recorder is not None and table is None:
             table = TokenTable.allocate(limits, self.device)
         self.table = table
-        """Where steps leave tokens for the other model; None where every step's reply is waited for."""
+        """The table in which steps leave tokens for the other model; None where every step's reply is waited for."""
         self._builder = MetadataBuilder(
             kernels=kernels,
             block_size=pool.block_size,

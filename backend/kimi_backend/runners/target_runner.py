@@ -258,7 +258,7 @@ class TargetRunner(StepRunner):
 
 
 def _sampling_arrays(plan: TargetPlan, sampled: SampledRows) -> Arrays:
-    """What `_sample` reads, by name."""
+    """Name the arrays that `_sample` reads."""
     arrays = dict(sampled.arrays())
     arrays["sampling_table_rows"] = plan.table_rows[plan.num_sampled_rows > 0].astype(np.int64)
     if plan.logit_mask is not None and plan.masked_rows is not None:

@@ -1,1 +1,1 @@
-"""Who runs in the next step, with how many rows and which blocks."""
+"""The choice of who runs in the next step, with how many rows and which blocks."""

@@ -76,7 +76,7 @@ def scoring_plan(sequences: Iterable["Sequence"], query_lens: Int32Array) -> Sco
 def scores_by_sequence(
     sequences: Iterable["Sequence"], query_lens: Int32Array, plan: ScoringPlan, scores: TokenScores
 ) -> list[TokenScores | None]:
-    """What a step's rows scored of each sequence's prompt; None where they scored none."""
+    """Return what a step's rows scored of each sequence's prompt; None where they scored none."""
     ends = np.searchsorted(plan.rows, np.cumsum(query_lens)).tolist()
     found: list[TokenScores | None] = []
     for sequence, start, end in zip(sequences, [0, *ends], ends, strict=False):

@@ -21,7 +21,7 @@ _NO_BOOLS = np.zeros(0, np.bool_)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RequestArrays:
-    """What a request brings in lists of any length; built once, when it starts."""
+    """The arrays that a request brings in lists of any length; built once, when it starts."""
 
     bias_ids: Int32Array
     bias_values: FloatArray

@@ -1,4 +1,4 @@
-"""Who runs in the next step, with how many rows, over which blocks.
+"""The choice of who runs in the next step, with how many rows, over which blocks.
 
 Every running sequence gets at least one row in every step: decode rows first, with as many draft tokens as the row
 budget leaves, then prefill chunks, then newcomers (docs/decisions/0006-scheduling.md).
@@ -55,7 +55,7 @@ class Scheduler:
         self._clock = clock
         self._admitted: Sequence | None = None
         self._refused: Sequence | None = None
-        """Who found no blocks the last time; nobody has given any back since."""
+        """The sequence that found no blocks the last time; nobody has given any back since."""
 
     @property
     def has_work(self) -> bool:
@@ -85,12 +85,12 @@ class Scheduler:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether the draft is there: sequences that start now may use it."""
+        """True if the draft is there: sequences that start now may use it."""
         return self.kv.draft_pool is not None
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next step may start somebody who waits."""
+        """True if the next step may start somebody who waits."""
         first = self.waiting.peek()
         return first is not None and first is not self._refused and len(self.running) < self.settings.max_num_seqs
 
@@ -235,7 +235,7 @@ class Scheduler:
             self.waiting.push(sequence)
 
     def _will_find_more(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is about to publish the block behind those that this one would find now."""
+        """Tell whether a running sequence is about to publish the block behind those that this one would find now."""
         filling = [s for s in self.running if s.is_filling]
         if not filling or not self.kv.enable_prefix_cache or not sequence.reads_prefix_cache:
             return False

@@ -36,7 +36,7 @@ class Target(Protocol):
         ...
 
     def measure_costs(self) -> StepCosts:
-        """Return its steps' times: taken by the first call, over KV that nobody uses yet, or known from an earlier start.
+        """Return its steps' times: taken by the first call, over KV that nobody uses, or known from an earlier start.
 
         Raises:
             ModelUnavailableError: as `describe`.
