@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import TYPE_CHECKING
 
 from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.proposer import Proposer
-from kimi_backend.types.scoring import TokenScores
+
+if TYPE_CHECKING:  # it imports numpy, which no `--help` waits for
+    from kimi_backend.types.scoring import TokenScores
 
 MAX_SPECULATIVE_TOKENS = 7
 MAX_ROUND_TIMES = 64
@@ -239,5 +242,5 @@ class TokenDelta:
     cause: EndCause | None = None
     """Of a cancelled or failed request."""
     stats: RequestStats | None = None
-    prompt_scores: TokenScores | None = None
+    prompt_scores: "TokenScores | None" = None
     """Of the prompt's tokens from the second on, where asked for: in the first delta."""
