@@ -49,13 +49,14 @@ def _listed(value: Any) -> Any:
 Texts = Annotated[list[str], BeforeValidator(_listed)]
 
 
-def _taken(meaning: str) -> Any:
-    return Field(default=None, description=meaning)
+def _taken(meaning: str, **schema: Any) -> Any:
+    """schema: what /openapi.json says besides, such as a range that the server checks."""
+    return Field(default=None, description=meaning, json_schema_extra=schema or None)
 
 
-def _extension(meaning: str) -> Any:
-    """Not OpenAI's; named as in vLLM where it has one."""
-    return Field(default=None, description=meaning, json_schema_extra={"is_extension": True})
+def _extension(meaning: str, **schema: Any) -> Any:
+    """Not OpenAI's; named as in vLLM where it has one. schema: as in `_taken`."""
+    return _taken(meaning, is_extension=True, **schema)
 
 
 class StreamOptions(BaseModel):
@@ -78,15 +79,19 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = _taken("One of the served names (`--model-name`), else 404; default: the first.")
-    max_tokens: Int | None = _taken("Most output tokens. Default: 16 for a completion; for a chat the server's.")
-    temperature: Number | None = _taken("0 is greedy (default 1).")
-    top_p: Number | None = _taken("Keep the most likely tokens up to this mass (default 1).")
+    max_tokens: Int | None = _taken(
+        "Most output tokens. Default: 16 for a completion; for a chat the server's.", minimum=0
+    )
+    temperature: Number | None = _taken("0 is greedy (default 1).", minimum=0)
+    top_p: Number | None = _taken(
+        "Keep the most likely tokens up to this mass (default 1).", exclusiveMinimum=0, maximum=1
+    )
     seed: Seed | None = _taken(
         "Same seed, same text; `statistics.seed` of the reply has the one that was used, -1 as 2^64 - 1."
     )
-    stop: Texts | None = _taken("Up to 16 texts that end the output; not part of it.")
-    presence_penalty: Number | None = _taken("-2 to 2 (default 0).")
-    frequency_penalty: Number | None = _taken("-2 to 2 (default 0).")
+    stop: Texts | None = _taken("Up to 16 texts that end the output; not part of it.", maxItems=16)
+    presence_penalty: Number | None = _taken("-2 to 2 (default 0).", minimum=-2, maximum=2)
+    frequency_penalty: Number | None = _taken("-2 to 2 (default 0).", minimum=-2, maximum=2)
     logit_bias: dict[str, Number] | None = _taken("Token id -> number from -100 to 100.")
     response_format: dict[str, Any] | None = _taken(
         '{"type": "json_object"}, or "json_schema" with a schema that the reply then fits; "text" is anything.'
@@ -97,12 +102,12 @@ class GenerationRequest(BaseModel):
     )
     n: Choices | None = _taken("Choices of each prompt, 1 to 16; choice i draws with `seed` + i (default 1).")
 
-    top_k: Int | None = _extension("Keep the k most likely tokens.")
-    min_p: Number | None = _extension("Keep tokens at least this likely, relative to the best.")
-    repetition_penalty: Number | None = _extension("0.01 to 100 (default 1).")
-    min_tokens: Int | None = _extension("No stop token before this many.")
+    top_k: Int | None = _extension("Keep the k most likely tokens.", minimum=-1)
+    min_p: Number | None = _extension("Keep tokens at least this likely, relative to the best.", minimum=0, maximum=1)
+    repetition_penalty: Number | None = _extension("0.01 to 100 (default 1).", minimum=0.01, maximum=100)
+    min_tokens: Int | None = _extension("No stop token before this many.", minimum=0)
     stop_token_ids: list[Int] | None = _extension("Tokens that end the output.")
-    allowed_token_ids: list[Int] | None = _extension("Only these tokens may come.")
+    allowed_token_ids: list[Int] | None = _extension("Only these tokens may come.", minItems=1)
     bad_words: Texts | None = _extension("Texts that may not appear.")
     ignore_eos: bool | None = _extension("Do not stop at the end-of-sequence token.")
     include_stop_str_in_output: bool | None = _extension("Keep the stop text.")
@@ -110,13 +115,17 @@ class GenerationRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = _extension(
         "One of json, regex, choice, grammar (EBNF) and json_object: what the reply follows."
     )
-    num_speculative_tokens: Int | None = _extension("Draft tokens a step, 0 to 7.")
+    num_speculative_tokens: Int | None = _extension("Draft tokens a step, 0 to 7.", minimum=0, maximum=7)
     proposer: str | None = _extension("Who proposes tokens: none, eagle3, lookup or lookup+eagle3.")
     cache_salt: str | None = _extension("Cached prefixes are shared only with requests of the same salt.")
     priority: Int | None = _extension("Higher runs first (default 0).")
-    timeout_s: Number | None = _extension("Seconds after which the request ends with an error (504).")
+    timeout_s: Number | None = _extension(
+        "Seconds after which the request ends with an error (504).", exclusiveMinimum=0
+    )
     prompt_logprobs: Int | None = _extension(
-        "Log-probabilities of the prompt's tokens and of this many most likely ones; not in a stream."
+        "Log-probabilities of the prompt's tokens and of this many most likely ones; not in a stream.",
+        minimum=0,
+        maximum=20,
     )
     return_token_ids: bool | None = _extension("Adds `token_ids` to the choice and `prompt_token_ids` to the reply.")
     return_token_origins: bool | None = _extension("Adds `text_origins` to the choice: who said which text first.")
@@ -129,9 +138,11 @@ class ChatRequest(GenerationRequest):
         description="Rendered by the checkpoint's chat template on the server; text parts only.",
         json_schema_extra=_MESSAGES,
     )
-    max_completion_tokens: Int | None = _taken("Same as `max_tokens`; give one of them.")
+    max_completion_tokens: Int | None = _taken("Same as `max_tokens`; give one of them.", minimum=0)
     logprobs: bool | None = _taken("Log-probabilities of the tokens.")
-    top_logprobs: Int | None = _taken("And of this many most likely ones, 0 to 20; needs `logprobs`.")
+    top_logprobs: Int | None = _taken(
+        "And of this many most likely ones, 0 to 20; needs `logprobs`.", minimum=0, maximum=20
+    )
     tools: list[Any] | None = _taken("Declared to the model by the chat template; its calls come as `tool_calls`.")
     tool_choice: Any = _taken(
         '"auto", "none", which declares no tools, "required", or a tool\'s name in an object: the reply is calls then.'
@@ -140,7 +151,9 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Literal["none", "low", "medium", "high"] | None = _taken(
         '"none" turns thinking off; "low" and "medium" are a `thinking_token_budget` of 1,024 and 8,192.'
     )
-    thinking_token_budget: Int | None = _extension("Most tokens of thoughts; then they are ended and content follows.")
+    thinking_token_budget: Int | None = _extension(
+        "Most tokens of thoughts; then they are ended and content follows.", minimum=0
+    )
     thinking: Thinking | None = _extension('{"type": "disabled"} turns thinking off, "enabled" on.')
     enable_thinking: bool | None = _extension("false turns thinking off, true on.")
     chat_template_kwargs: dict[str, Any] | None = _extension(
@@ -176,7 +189,9 @@ class CompletionRequest(GenerationRequest):
         description="A text or a list of token ids; or a list of these, each a prompt of its own.",
         json_schema_extra=_PROMPT,
     )
-    logprobs: Int | None = _taken("Log-probabilities of the tokens and of this many most likely ones, 0 to 20.")
+    logprobs: Int | None = _taken(
+        "Log-probabilities of the tokens and of this many most likely ones, 0 to 20.", minimum=0, maximum=20
+    )
     echo: bool | None = _taken(
         "The text begins with that of the prompt (default false); `logprobs` then begin with its tokens."
     )
