@@ -275,7 +275,7 @@ def test_every_field_has_a_way_to_the_server_and_every_input_a_field():
     assert set(GenerationRequest.model_fields) == {*SAME_NAME} | elsewhere
     reached = {*SAME_NAME, "stream", "text_input", "input_ids", "messages", "logprobs", "tools", "chat_template_kwargs"}
     reached |= {"echo"}
-    reached |= {"return_control_offsets", "stop_control_tokens", "thinking_token_budget"}
+    reached |= {"return_control_offsets", "return_round_times", "stop_control_tokens", "thinking_token_budget"}
     reached |= {"tool_choice", "parallel_tool_calls"}
     assert reached == set(INPUT_TYPES)
     known = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
