@@ -63,8 +63,6 @@ def main() -> int:
     """Returns the exit code."""
     for line in warnings_of_unknown(os.environ):
         sys.stderr.write(f"{line}\n")
-    for line in warnings_of_unknown(os.environ):
-        sys.stderr.write(f"{line}\n")
     try:
         settings = ServingSettings.from_parameters({}, os.environ)
         check_quickly(settings)

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from kimi_backend.checkpoint.presets import DraftKind
-from support.checkpoint_folders import copy_folder, edit_json, make_tiny
+from kimi_backend.cli import preflight
+from kimi_backend.config.settings import ServingSettings
+from kimi_backend.errors import CheckpointError
+from kimi_backend.runners.load.opened_checkpoints import check_servable
+from support.checkpoint_breaks import put, truncate
+from support.checkpoint_folders import copy_folder, edit_json, edit_weights, make_tiny
 
 LONGEST_S = 3.0
 """On a machine that does nothing else; this many times as long where others use it too."""
@@ -53,3 +58,22 @@ def test_a_chat_template_that_does_not_compile(folder: Path, tmp_path: Path) -> 
     code, said = serve(broken, broken / "draft", "--device", "cpu")
     assert (code, "Traceback" in said) == (2, False)
     assert "chat_template.jinja" in said
+
+
+def test_a_draft_that_is_wrong_in_its_tensors_is_told_before_the_targets_files_are_opened(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Kimi-K2.5 has 208,215 tensors, whose headers alone take seconds."""
+    broken = copy_folder(folder, tmp_path / "broken")
+    truncate("model.safetensors", 100)(broken)
+    edit_weights(broken / "draft", put("fc.weight", lambda weight: weight[1:]))
+    settings = ServingSettings(checkpoint=str(broken), draft=str(broken / "draft"), device="cpu")
+    with pytest.raises(CheckpointError, match=r"draft: fc\.weight: expected shape"):
+        check_servable(settings)
+
+
+def test_warnings_stand_there_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KIMI_MAX_MODEL_LENGTH", "4096")
+    monkeypatch.setenv("KIMI_CHECKPOINT", "/nowhere")
+    assert preflight.main() == preflight.EXIT_BAD_INPUT
+    assert capsys.readouterr().err.count("KIMI_MAX_MODEL_LENGTH") == 1

@@ -9,6 +9,7 @@ import torch
 from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
 from kimi_backend.config.chosen_configs import draft_overrides
 from kimi_backend.config.memory_plan import GIB, RANKS_BYTES, MemoryPlan, MemorySettings, plan_memory
+from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.runners.load.draft_choice import chosen_draft, head_format, linear_format
@@ -55,10 +56,12 @@ class Checkpoints:
 
     @classmethod
     def _from_files(cls, settings: ServingSettings) -> "Checkpoints":
-        target = TargetCheckpoint.open(settings.checkpoint)
         if not settings.draft:
-            return cls(target=target, draft=None)
-        draft = DraftCheckpoint.open(settings.draft, target.config, draft_overrides(settings))
+            return cls(target=TargetCheckpoint.open(settings.checkpoint), draft=None)
+        # The draft first: the target has thousands of times its tensors, and one that is wrong is told the sooner.
+        config = KimiModelConfig.from_hf_json(settings.checkpoint)
+        draft = DraftCheckpoint.open(settings.draft, config, draft_overrides(settings))
+        target = TargetCheckpoint.open(settings.checkpoint)
         return cls(target=target, draft=chosen_draft(settings, draft, target))
 
     def check_ranks(self, size: int) -> None:
