@@ -2,9 +2,10 @@
 
     python benchmarks/dashboard_picture.py --checkpoint PATH --draft PATH [--minutes 5] [--out FILE.png]
 
-Starts the embedded server and a Prometheus (from the PATH; Debian's package `prometheus`) that scrapes it, sends
-a load that changes, asks Prometheus what each panel would ask, and draws the answers with matplotlib. Grafana's own
-rendering needs Grafana; the queries, titles and units are read from docker/grafana/dashboards/kimi.json.
+Starts the embedded server, an OpenAI-compatible endpoint beside it and a Prometheus (from the PATH; Debian's package
+`prometheus`) that scrapes both and evaluates docker/alerts.yml, sends a load that changes to both, asks Prometheus what
+each panel would ask, and draws the answers with matplotlib. Grafana's own rendering needs Grafana; the queries, titles
+and units are read from docker/grafana/dashboards/kimi.json.
 """
 
 import argparse
@@ -38,20 +39,43 @@ from serving_suite.loads import code_prompts, source_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DASHBOARD = ROOT / "docker/grafana/dashboards/kimi.json"
+ALERTS = ROOT / "docker/alerts.yml"
+KEYS = {"team-a": {"key": "sk-a", "rate": "120/minute"}, "team-b": {"key": "sk-b", "concurrency": 1}}
+"""Two callers of the endpoint; the second one's limit refuses some of its requests."""
 STEP_S = 2
 PHASES = ((1, 0.2), (4, 0.4), (8, 0.25), (2, 0.15))
 """(streams, share of the time): a load that grows and falls."""
 
 
 @contextmanager
-def prometheus(metrics_port: int, folder: Path) -> Iterator[str]:
-    """A Prometheus that scrapes the server every second; yields its address."""
+def endpoint(grpc_port: int, folder: Path) -> Iterator[tuple[int, int]]:
+    """An OpenAI-compatible endpoint of two keys; yields its port and that of its metrics."""
+    (folder / "keys.json").write_text(json.dumps(KEYS))
+    port, metrics_port = free_port(), free_port()
+    ports = (f"--url=localhost:{grpc_port}", f"--port={port}", f"--metrics-port={metrics_port}")
+    command = [sys.executable, "-m", "kimi_backend.cli.main", "openai", *ports]
+    with (folder / "endpoint.log").open("wb") as log:
+        environment = {**os.environ, "KIMI_API_KEYS_FILE": str(folder / "keys.json")}
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        yield port, metrics_port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def prometheus(jobs: dict[str, int], folder: Path) -> Iterator[str]:
+    """A Prometheus that scrapes the jobs' ports every second; yields its address."""
     program = shutil.which("prometheus")
     if program is None:
         raise KimiError("prometheus is not on the PATH (Debian: apt-get install prometheus)")
     config = {
-        "global": {"scrape_interval": "1s"},
-        "scrape_configs": [{"job_name": "triton", "static_configs": [{"targets": [f"localhost:{metrics_port}"]}]}],
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(ALERTS)],
+        "scrape_configs": [
+            {"job_name": name, "static_configs": [{"targets": [f"localhost:{port}"]}]} for name, port in jobs.items()
+        ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     port = free_port()
@@ -73,7 +97,17 @@ def send_wrong(http_port: int) -> None:
         urllib.request.urlopen(f"http://localhost:{http_port}/v2/models/spec_ensemble/generate", data=body).close()
 
 
-async def send_load(ports: ServerPorts, seconds: float) -> int:
+def send_chat(port: int, number: int) -> None:
+    """A completion through the endpoint, of either key, now and then one that is wrong."""
+    key = list(KEYS.values())[number % 2]["key"]
+    body = {"prompt": f"def f{number}(", "max_tokens": 0.5 if number % 9 == 8 else 24, "seed": number}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with contextlib.suppress(urllib.error.URLError):
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).close()
+
+
+async def send_load(ports: ServerPorts, openai_port: int, seconds: float) -> int:
     """Streams of code prompts, now and then one that is cancelled, wrong, or shares a long beginning."""
     prompts, prefix, num_sent = code_prompts(), source_text()[:1500], 0
     async with AsyncKimiClient(f"localhost:{ports.grpc}") as client:
@@ -82,6 +116,8 @@ async def send_load(ports: ServerPorts, seconds: float) -> int:
             fields: dict[str, Any] = {"text_input": next(prompts), "max_tokens": 48, "seed": index}
             if index % 3 == 0:
                 fields["text_input"] = f"{prefix}\n\n{fields['text_input']}"
+            if index % 2:
+                await asyncio.to_thread(send_chat, openai_port, index // 2)
             if index % 11 == 10:
                 await asyncio.to_thread(send_wrong, ports.http)
             if index % 7 == 6:
@@ -114,6 +150,13 @@ def query_range(address: str, expression: str, start_s: float, end_s: float) -> 
     if answer["status"] != "success":
         raise KimiError(f"{expression}: {answer}")
     return list(answer["data"]["result"])
+
+
+def alert_states(address: str) -> dict[str, str]:
+    """Each alert rule's state, such as inactive, and how Prometheus fared with it."""
+    with urllib.request.urlopen(f"{address}/api/v1/rules?type=alert") as reply:
+        rules = [rule for group in json.load(reply)["data"]["groups"] for rule in group["rules"]]
+    return {rule["name"]: f"{rule['state']}, {rule['health']}" for rule in rules}
 
 
 def legend_of(template: str, labels: dict[str, str]) -> str:
@@ -174,9 +217,12 @@ def run(options: argparse.Namespace) -> None:
         server.start()
         try:
             server.wait_until_ready()
-            with prometheus(server.ports.metrics, folder) as address:
+            with (
+                endpoint(server.ports.grpc, folder) as (openai_port, openai_metrics),
+                prometheus({"triton": server.ports.metrics, "openai": openai_metrics}, folder) as address,
+            ):
                 start_s = time.time()
-                count = asyncio.run(send_load(server.ports, 60 * options.minutes))
+                count = asyncio.run(send_load(server.ports, openai_port, 60 * options.minutes))
                 if server.process.poll() is not None:
                     raise KimiError(f"the server ended with code {server.process.returncode} under the load")
                 time.sleep(3)
@@ -185,6 +231,8 @@ def run(options: argparse.Namespace) -> None:
                     f"Queries of the dashboard, {model}, {count} requests, x: seconds; drawn by matplotlib, not Grafana"
                 )
                 draw_dashboard(address, start_s, time.time(), title, options.out)
+                for name, rule in alert_states(address).items():
+                    print(f"alert {name}: {rule}")
         finally:
             server.stop()
     print(options.out)

@@ -16,12 +16,12 @@ from kimi_backend.cli.evaluate import eval_command
 from kimi_backend.cli.health import health_command
 from kimi_backend.cli.inspect import inspect
 from kimi_backend.cli.make_checkpoint import make_checkpoint_command
+from kimi_backend.cli.openai_endpoint import openai_command
 from kimi_backend.cli.probe import probe_command
 from kimi_backend.cli.server_commands import (
     chat_command,
     demo_command,
     generate_command,
-    openai_command,
     serve_command,
 )
 from kimi_backend.errors import KimiError

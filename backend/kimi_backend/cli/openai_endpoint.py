@@ -2,18 +2,15 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
+import typer
 
+from kimi_backend.cli.server_commands import URL_OPTION
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
-from kimi_backend.hosting import with_parent
-from kimi_backend.hosting.embedded_server import EVERY_HOST, LOCAL_HOST
 
 if TYPE_CHECKING:
     from kimi_openai.api_keys import ApiKey
@@ -28,47 +25,71 @@ _STOP_SLACK_S = 25
 """The endpoint waits so much longer for its streams than the server drains."""
 
 
-def run_endpoint(
-    *,
-    url: str,
-    host: str,
-    port: int,
-    model_names: Sequence[str],
-    splits_thinking: bool,
-    has_chat_page: bool,
-    metrics_port: int | None,
-    access_log: bool,
-    log_format: str,
-    cors_origins: Sequence[str] = (),
-    refuses_unknown_fields: bool = True,
-    otlp_endpoint: str = "",
-) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+class UnknownFields(str, Enum):
+    """What the endpoint does with fields that nobody knows."""
 
-    Raises:
-        ConfigError: its packages are not installed, no model name is given, or every origin.
-        KimiError: the url has a scheme.
-        OSError: the address cannot be taken.
+    REFUSE = "refuse"
+    WARN = "warn"
+
+
+def openai_command(
+    url: URL_OPTION = "localhost:8001",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 9000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0, every network, needs a proxy: docs/operations.md.")
+    ] = "127.0.0.1",
+    model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model-name", "--served-model-name", help="Name that clients ask for; may be given again (default: kimi)."
+        ),
+    ] = None,
+    split_thinking: Annotated[
+        bool, typer.Option(help="Send thoughts as reasoning_content, or leave them in the content as they are written.")
+    ] = True,
+    chat_page: Annotated[bool, typer.Option(help="Answer / with a chat page for browsers.")] = True,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of /metrics, on the same host; none by default.")
+    ] = None,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request, with its id.")] = False,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages elsewhere that may ask, https://app.example; may be given again."),
+    ] = None,
+    unknown_fields: Annotated[
+        UnknownFields, typer.Option(help="What becomes of a request's fields that nobody knows.")
+    ] = UnknownFields.REFUSE,
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(help="OpenTelemetry collector over HTTP, such as http://localhost:4318; none by default."),
+    ] = "",
+) -> None:
+    """An OpenAI-compatible HTTP endpoint in front of a running server.
+
+    The variable KIMI_API_KEY sets a key, KIMI_API_KEYS_FILE several with limits. See docs/openai.md.
     """
+    from rich.console import Console
+
     try:
         import kimi_openai
         from kimi_backend.cli.talk import client_errors
     except ImportError as error:
         raise ConfigError(f"no {error.name}: install the extra, pip install 'kimi-spec-serving[openai]'") from error
-    if "*" in cors_origins:
+    if "*" in (cors_origin or ()):
         raise ConfigError("CORS origin: '*' given, name each origin: any page could talk to the models otherwise")
-    if "" in model_names:
+    if "" in (model_name or ()):
         raise ConfigError("model name: '' given, a name is needed")
     settings = kimi_openai.EndpointSettings(
         url=url,
-        model_names=tuple(model_names),
+        model_names=tuple(model_name or ("kimi",)),
         api_keys=_read_keys(),
         names=tuple(name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(",") if name.strip()),
-        splits_thinking=splits_thinking,
-        has_chat_page=has_chat_page,
+        splits_thinking=split_thinking,
+        has_chat_page=chat_page,
         stop_within_s=_STOP_SLACK_S + round(ServingSettings.from_parameters({}, os.environ).drain_timeout_s),
-        cors_origins=tuple(cors_origins),
-        refuses_unknown_fields=refuses_unknown_fields,
+        cors_origins=tuple(cors_origin or ()),
+        refuses_unknown_fields=unknown_fields is UnknownFields.REFUSE,
     )
     if log_format not in ("text", "json"):
         raise ConfigError(f"--log-format: {log_format!r} given, text or json is allowed")
@@ -97,15 +118,3 @@ def _read_keys() -> "tuple[ApiKey, ...]":
         return read_keys(Path(file)) if file else (ApiKey.of("default", one),) if one else ()
     except BadKeys as error:
         raise ConfigError(f"{API_KEYS_FILE_VARIABLE}: {error}") from None
-
-
-def start_beside(*, grpc_port: int, host: str, port: int) -> subprocess.Popen[bytes]:
-    """The same as a process of its own, which ends with this one, however it ends.
-
-    Args:
-        host: address that the server listens on, and the endpoint then.
-    """
-    server_host = LOCAL_HOST if host == EVERY_HOST else host
-    kimi = [sys.executable, "-m", "kimi_backend.cli.main"]
-    options = [f"--url={server_host}:{grpc_port}", f"--host={host}", f"--port={port}"]
-    return subprocess.Popen([sys.executable, "-S", with_parent.__file__, str(os.getpid()), *kimi, "openai", *options])

@@ -1,16 +1,19 @@
 """`kimi serve`: the real Triton Server on this machine, without a container."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from kimi_backend.cli.openai_endpoint import start_beside
 from kimi_backend.cli.preflight import check_beside, check_quickly
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.hosting.embedded_server import EmbeddedServer, ServerPorts, free_port
+from kimi_backend.hosting import with_parent
+from kimi_backend.hosting.embedded_server import EVERY_HOST, LOCAL_HOST, EmbeddedServer, ServerPorts, free_port
 from kimi_backend.hosting.kept_process import KeptProcess
 from kimi_backend.hosting.ports import check_ports
 from kimi_backend.hosting.settings_to_server import make_server, settings_as_environment
@@ -71,7 +74,7 @@ def serve(
         if not stop.is_set():
             _say_where(console, settings, ports)
             if openai_port is not None:
-                start = partial(start_beside, grpc_port=ports.grpc, host=host, port=openai_port)
+                start = partial(_start_endpoint, grpc_port=ports.grpc, host=host, port=openai_port)
                 beside.append(KeptProcess("OpenAI endpoint", start, console.print))
         return _watch(server, beside, stop, console)
     finally:
@@ -105,3 +108,15 @@ def _watch(server: EmbeddedServer, beside: list[KeptProcess], stop: threading.Ev
         for kept in beside:
             kept.look()
     return 0
+
+
+def _start_endpoint(*, grpc_port: int, host: str, port: int) -> subprocess.Popen[bytes]:
+    """`kimi openai` as a process of its own, which ends with this one, however it ends.
+
+    Args:
+        host: address that the server listens on, and the endpoint then.
+    """
+    server_host = LOCAL_HOST if host == EVERY_HOST else host
+    kimi = [sys.executable, "-m", "kimi_backend.cli.main"]
+    options = [f"--url={server_host}:{grpc_port}", f"--host={host}", f"--port={port}"]
+    return subprocess.Popen([sys.executable, "-S", with_parent.__file__, str(os.getpid()), *kimi, "openai", *options])

@@ -1,9 +1,8 @@
-"""The commands around a server: serve, openai, generate, chat, demo. Options only; modules of their own do the work."""
+"""The commands around a server: serve, generate, chat, demo. Options only; modules of their own do the work."""
 
 import os
 import shlex
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +16,6 @@ TEMPERATURE_OPTION = Annotated[float | None, typer.Option(min=0, help="0 is gree
 TOP_P_OPTION = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")]
 SEED_OPTION = Annotated[int | None, typer.Option(min=0, help="Same seed, same text.")]
 K_OPTION = Annotated[int | None, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens a step, 0 to 7.")]
-
-
-class UnknownFields(str, Enum):
-    """What the endpoint does with fields that nobody knows."""
-
-    REFUSE = "refuse"
-    WARN = "warn"
 
 
 @setting_options()
@@ -65,61 +57,6 @@ def serve_command(
         triton_args=(*shlex.split(os.environ.get("KIMI_TRITON_ARGS", "")), *(triton_args or ())),
     )
     raise typer.Exit(code)
-
-
-def openai_command(
-    url: URL_OPTION = "localhost:8001",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 9000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. 0.0.0.0, every network, needs a proxy: docs/operations.md.")
-    ] = "127.0.0.1",
-    model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model-name", "--served-model-name", help="Name that clients ask for; may be given again (default: kimi)."
-        ),
-    ] = None,
-    split_thinking: Annotated[
-        bool, typer.Option(help="Send thoughts as reasoning_content, or leave them in the content as they are written.")
-    ] = True,
-    chat_page: Annotated[bool, typer.Option(help="Answer / with a chat page for browsers.")] = True,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="Port of /metrics, on the same host; none by default.")
-    ] = None,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request, with its id.")] = False,
-    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Origin of pages elsewhere that may ask, https://app.example; may be given again."),
-    ] = None,
-    unknown_fields: Annotated[
-        UnknownFields, typer.Option(help="What becomes of a request's fields that nobody knows.")
-    ] = UnknownFields.REFUSE,
-    otlp_endpoint: Annotated[
-        str,
-        typer.Option(help="OpenTelemetry collector over HTTP, such as http://localhost:4318; none by default."),
-    ] = "",
-) -> None:
-    """An OpenAI-compatible HTTP endpoint in front of a running server.
-
-    The variable KIMI_API_KEY sets a key, KIMI_API_KEYS_FILE several with limits. See docs/openai.md.
-    """
-    from kimi_backend.cli.openai_endpoint import run_endpoint
-
-    run_endpoint(
-        url=url,
-        host=host,
-        port=port,
-        model_names=model_name or ["kimi"],
-        splits_thinking=split_thinking,
-        has_chat_page=chat_page,
-        metrics_port=metrics_port,
-        access_log=access_log,
-        log_format=log_format,
-        cors_origins=cors_origin or (),
-        refuses_unknown_fields=unknown_fields is UnknownFields.REFUSE,
-        otlp_endpoint=otlp_endpoint,
-    )
 
 
 def _sampling(**fields: Any) -> dict[str, Any]:
