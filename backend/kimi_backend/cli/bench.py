@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kimi_backend.cli.bench_server import ServerLoad
     from kimi_backend.cli.bench_trace import TraceLoad
 
+Report = dict[str, Any]
+Shown = Callable[[Report], None]
+Drawn = Callable[[Report, Path], None]
 TRACE, SWEEP = "Traces (server only)", "Sweeps (server only)"
 
 
@@ -92,6 +95,8 @@ def bench_command(
         "seed": seed,
         "ignore_eos": ignore_eos,
     }
+    fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "proposer": proposer}
+    given = {name: value for name, value in fields.items() if value is not None}
     if in_process:
         if "checkpoint" not in settings:
             raise InvalidRequestError(
@@ -104,19 +109,19 @@ def bench_command(
         chosen = {"speculation_policy": "fixed", **settings, "max_num_seqs": str(concurrency)}
         if proposer is not None:
             chosen["proposer"] = proposer
-        _bench_in_process(chosen, prompts, sampling, num_speculative_tokens, num_requests, as_json)
-        return
-    if settings:
+        outcome = _bench_in_process(chosen, prompts, sampling, num_speculative_tokens, num_requests)
+    elif settings:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
         raise InvalidRequestError(f"{names}: such settings go with --in-process; a server has its own")
-    fields = sampling | {"num_speculative_tokens": num_speculative_tokens, "proposer": proposer}
-    given = {name: value for name, value in fields.items() if value is not None}
-    if trace is not None:
+    elif trace is not None:
         if compare_no_spec or sweep_k or sweep_streams or prompts is not None:
             raise InvalidRequestError("--trace: has its own prompts and load, no --prompts, comparison or sweep")
         from kimi_backend.cli.bench_trace import Limits, TraceLoad
         from kimi_backend.cli.trace_file import read_trace
 
+        limits = Limits(
+            first_token_ms=first_token_limit_ms, inter_token_ms=inter_token_limit_ms, request_ms=request_limit_ms
+        )
         load = TraceLoad(
             url=url,
             sessions=read_trace(trace, num_requests),
@@ -124,95 +129,80 @@ def bench_command(
             rate_scale=rate_scale,
             length_scale=length_scale,
             block_size=trace_block,
-            limits=Limits(
-                first_token_ms=first_token_limit_ms, inter_token_ms=inter_token_limit_ms, request_ms=request_limit_ms
-            ),
+            limits=limits,
         )
-        _bench_trace(load, plot, as_json)
-        return
-    if bool(sweep_k) != bool(sweep_streams):
-        raise InvalidRequestError("--sweep-k and --sweep-streams go together")
-    if sweep_k and compare_no_spec:
-        raise InvalidRequestError("--compare-no-spec: a sweep with k = 0 among its numbers compares already")
+        outcome = _bench_trace(load)
+    else:
+        if bool(sweep_k) != bool(sweep_streams):
+            raise InvalidRequestError("--sweep-k and --sweep-streams go together")
+        if sweep_k and compare_no_spec:
+            raise InvalidRequestError("--compare-no-spec: a sweep with k = 0 among its numbers compares already")
+        server_load = _server_load(url, prompts, given, concurrency, num_requests, load_generator)
+        if sweep_k and sweep_streams:
+            outcome = _bench_sweep(server_load, sweep_k, sweep_streams, repeats)
+        else:
+            outcome = _bench_server(server_load, compare_no_spec, repeats, time_limit)
+    report, show, draw = outcome
+    if plot is not None:
+        draw(report, plot)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        show(report)
+
+
+def _server_load(
+    url: str,
+    prompts: Path | None,
+    fields: dict[str, Any],
+    concurrency: int,
+    num_requests: int | None,
+    load_generator: str,
+) -> "ServerLoad":
     from kimi_backend.cli.bench_server import ServerLoad
     from kimi_backend.cli.prompt_file import read_prompts
 
     requests = read_prompts(prompts)
-    num_requests = len(requests) if num_requests is None else num_requests
-    server_load = ServerLoad(
+    number = len(requests) if num_requests is None else num_requests
+    # perf_analyzer refuses more streams than requests.
+    streams = min(concurrency, number)
+    return ServerLoad(
         url=url,
         prompts=requests,
-        fields=given,
-        concurrency=min(concurrency, num_requests),  # perf_analyzer refuses more streams than requests
-        num_requests=num_requests,
+        fields=fields,
+        concurrency=streams,
+        num_requests=number,
         load_generator=load_generator,
     )
-    if sweep_k and sweep_streams:
-        _bench_sweep(server_load, sweep_k, sweep_streams, repeats, plot, as_json)
-    else:
-        _bench_server(server_load, compare_no_spec, repeats, time_limit, plot, as_json)
 
 
 def _bench_server(
-    load: "ServerLoad",
-    compare_no_spec: bool,
-    repeats: int | None,
-    time_limit: float,
-    plot: Path | None,
-    as_json: bool,
-) -> None:
+    load: "ServerLoad", compare_no_spec: bool, repeats: int | None, time_limit: float
+) -> tuple[Report, Shown, Drawn]:
     from kimi_backend.cli.bench_server import bench, print_table, write_plot
 
-    report = bench(load, compare_no_spec=compare_no_spec, repeats=repeats, limit_s=time_limit)
-    if plot is not None:
-        write_plot(report, plot)
-    _show(report, print_table, as_json)
+    return bench(load, compare_no_spec=compare_no_spec, repeats=repeats, limit_s=time_limit), print_table, write_plot
 
 
-def _bench_trace(load: "TraceLoad", plot: Path | None, as_json: bool) -> None:
+def _bench_trace(load: "TraceLoad") -> tuple[Report, Shown, Drawn]:
     from kimi_backend.cli.bench_trace import bench_trace, print_trace_table, write_trace_plot
 
     report, result = bench_trace(load)
-    if plot is not None:
-        write_trace_plot(report, result, load.limits, plot)
-    _show(report, print_trace_table, as_json)
+    return report, print_trace_table, lambda report, plot: write_trace_plot(report, result, load.limits, plot)
 
 
-def _bench_sweep(
-    load: "ServerLoad", ks: str, streams: str, repeats: int | None, plot: Path | None, as_json: bool
-) -> None:
+def _bench_sweep(load: "ServerLoad", ks: str, streams: str, repeats: int | None) -> tuple[Report, Shown, Drawn]:
     from kimi_backend.cli.bench_sweep import parse_numbers, print_sweep_table, sweep, write_sweep_plot
 
-    report = sweep(
-        load, parse_numbers("--sweep-k", ks, 0, 7), parse_numbers("--sweep-streams", streams, 1, 4096), repeats
-    )
-    if plot is not None:
-        write_sweep_plot(report, plot)
-    _show(report, print_sweep_table, as_json)
-
-
-def _show(report: dict[str, Any], print_table: Callable[[dict[str, Any]], None], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(report))
-    else:
-        print_table(report)
+    numbers = parse_numbers("--sweep-k", ks, 0, 7), parse_numbers("--sweep-streams", streams, 1, 4096)
+    return sweep(load, *numbers, repeats), print_sweep_table, write_sweep_plot
 
 
 def _bench_in_process(
-    settings: dict[str, str],
-    prompts: Path | None,
-    sampling: dict[str, Any],
-    num_speculative_tokens: int,
-    num_requests: int | None,
-    as_json: bool,
-) -> None:
+    settings: dict[str, str], prompts: Path | None, sampling: dict[str, Any], k: int, num_requests: int | None
+) -> tuple[Report, Shown, Drawn]:
     from kimi_backend.cli.bench_in_process import BenchLoad, print_report, run_bench
     from kimi_backend.types.request import SamplingParams
 
-    load = BenchLoad(
-        sampling=SamplingParams(**sampling),
-        num_speculative_tokens=num_speculative_tokens,
-        num_requests=num_requests,
-    )
-    report = run_bench(read_settings(settings, {}), prompts, load)
-    _show(report, print_report, as_json)
+    load = BenchLoad(sampling=SamplingParams(**sampling), num_speculative_tokens=k, num_requests=num_requests)
+    return run_bench(read_settings(settings, {}), prompts, load), print_report, lambda report, plot: None

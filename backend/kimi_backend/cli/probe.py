@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kimi_backend.cli.setting_options import setting_options
+
 if TYPE_CHECKING:
     from kimi_backend.probe.probing import ProbeResult
 
 SHOWN_ROWS = 12
 
 
+@setting_options(only=("tensor_parallel_size", "device", "kernels"), panel="Settings of the models")
 def probe_command(
+    settings: dict[str, str],
     checkpoint: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of the target's checkpoint.")],
     draft: Annotated[Path, typer.Option(help="Folder of the draft's checkpoint.")],
     prompts: Annotated[
@@ -20,8 +24,6 @@ def probe_command(
     ] = None,
     num_tokens: Annotated[int, typer.Option(help="Tokens the target writes after each prompt.", min=8)] = 64,
     num_speculative_tokens: Annotated[int, typer.Option("-k", help="Draft tokens a round.", min=1, max=7)] = 3,
-    tp: Annotated[int, typer.Option(help="GPUs that share the models; on a CPU: processes.", min=1)] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a draft under every plausible setting and say which one it was trained with.
@@ -40,9 +42,9 @@ def probe_command(
 
     tokenizer = load_tokenizer(checkpoint)
     token_ids = read_prompt_token_ids(prompts, tokenizer)
-    settings = ServingSettings(checkpoint=str(checkpoint), draft=str(draft), device=device, tensor_parallel_size=tp)
+    served = ServingSettings.from_parameters({**settings, "checkpoint": str(checkpoint), "draft": str(draft)}, {})
     job = ProbeJob(
-        settings=settings, prompts=tuple(token_ids), num_tokens=num_tokens, num_draft_tokens=num_speculative_tokens
+        settings=served, prompts=tuple(token_ids), num_tokens=num_tokens, num_draft_tokens=num_speculative_tokens
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     results = []
