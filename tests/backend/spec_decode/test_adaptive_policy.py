@@ -12,7 +12,7 @@ from kimi_backend.spec_decode.step_times import StepShape
 from kimi_backend.types.step_costs import StepCosts
 from support.made_up_costs import linear_costs
 
-GOOD, FAIR, BAD = (0.85, 0.67, 0.48), (0.7, 0.5, 0.4), (0.3, 0.2, 0.1)
+GOOD, FAIR, BAD, HOPELESS = (0.85, 0.67, 0.48), (0.7, 0.5, 0.4), (0.3, 0.2, 0.1), (0.05, 0.05, 0.05)
 HOST_S, WAY_S = 0.0004, 0.0003
 
 
@@ -131,12 +131,33 @@ def best_fixed(machine: Machine, rates: list[tuple[float, ...]]) -> tuple[float,
 def test_it_is_as_fast_as_the_best_fixed_k_from_the_first_request(
     num_seqs: int, costs: tuple[StepCosts, StepCosts], rates: tuple[float, ...], is_overlapped: bool
 ) -> None:
+    """Bad luck at the start counts once, and is one start's: few sequences begin three times."""
     machine = Machine(*costs, is_overlapped)
     everyone = [rates] * num_seqs
-    best, plain = best_fixed(machine, everyone)
-    policy = AdaptivePolicy(*costs)
-    assert machine.run(policy, everyone, 400) >= 0.94 * best, "bad luck at the start counts, once"
-    assert machine.run(policy, everyone, 100) >= 0.96 * max(best, plain), machine.by_k
+    best, _ = best_fixed(machine, everyone)
+    few = num_seqs == 1
+    shares = []
+    for seed in range(3 if few else 1):
+        machine.rng, policy = np.random.default_rng(seed), AdaptivePolicy(*costs)
+        shares.append(machine.run(policy, everyone, 400 if few else 150) / best)
+        assert machine.run(policy, everyone, 100 if few else 50) >= 0.98 * best, machine.by_k
+    assert np.mean(shares) >= 0.97 and min(shares) >= 0.95, shares
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("costs", [CHEAP, SLICE, TINY])
+@pytest.mark.parametrize(("num_seqs", "num_rounds", "num_starts"), [(1, 450, 4), (64, 150, 1)])
+def test_a_draft_that_is_hardly_ever_right_costs_two_percent_at_most(
+    num_seqs: int, num_rounds: int, num_starts: int, costs: tuple[StepCosts, StepCosts], is_overlapped: bool
+) -> None:
+    """Finding out included: from the first request of a server that has seen nothing."""
+    machine = Machine(*costs, is_overlapped)
+    everyone = [HOPELESS] * num_seqs
+    plain, shares = machine.run(0, everyone, 3), []
+    for seed in range(num_starts):
+        machine.rng = np.random.default_rng(seed)
+        shares.append(machine.run(AdaptivePolicy(*costs), everyone, num_rounds) / plain)
+    assert np.mean(shares) >= 0.98 and min(shares) >= 0.97, (shares, machine.by_k)
 
 
 @pytest.mark.parametrize(
