@@ -11,13 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kimi_backend.cli.acceptance import acceptance_kind
+from kimi_backend.cli.cost_report import costs_report, print_costs
 from kimi_backend.cli.local_engine import local_engine
 from kimi_backend.cli.prompt_file import read_prompt_token_ids
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.responses import speculation_json, statistics_json
-from kimi_backend.spec_decode.policy import policy_shares
+from kimi_backend.spec_decode.policy import PolicyName, policy_shares
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 
@@ -67,7 +68,10 @@ def run_bench(settings: ServingSettings, prompts: Path | None, load: BenchLoad) 
     tokenizer = load_tokenizer(settings.tokenizer or settings.checkpoint)
     prompt_token_ids = read_prompt_token_ids(prompts, tokenizer)
     with local_engine(settings, tokenizer) as engine:
-        return _measure(engine, prompt_token_ids, load)
+        report = _measure(engine, prompt_token_ids, load)
+    if report["speculation_policy"] == PolicyName.ADAPTIVE.value:
+        report["step_costs"] = costs_report(settings)
+    return report
 
 
 def _measure(engine: Engine, prompts: list[tuple[int, ...]], load: BenchLoad) -> dict[str, Any]:
@@ -141,3 +145,5 @@ def print_report(report: dict[str, Any]) -> None:
     for phase, milliseconds in report["step_ms"].items():
         table.add_row(f"mean step, {phase} (ms)", f"{milliseconds:.3f}")
     Console().print(table)
+    if "step_costs" in report:
+        print_costs(Console(), report["step_costs"])

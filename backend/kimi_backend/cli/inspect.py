@@ -1,4 +1,4 @@
-"""`kimi inspect`: what a checkpoint is, whether its files are whole, and how many tokens a GPU has room for."""
+"""`kimi inspect`: what a checkpoint is, whether its files are whole, what a GPU has room for, what steps cost."""
 
 import json
 from pathlib import Path
@@ -41,12 +41,14 @@ def inspect(
     """Say what a checkpoint is, check its files against its config, and plan a GPU's memory.
 
     Configs and tokenizer files alone will do: fetch those first, and the weights when the plan fits. Exits with 1 when
-    it does not, with 2 when a file is wrong. Plans where --gpu-memory-gib is given.
+    it does not, with 2 when a file is wrong. Plans where --gpu-memory-gib is given. Where a server has timed its steps
+    on this machine, shows what they cost and how many tokens it drafts for that.
     """
     import torch
 
     from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
     from kimi_backend.cli import checkpoint_report
+    from kimi_backend.cli.cost_report import kept_costs_report
     from kimi_backend.config.memory_plan import MemorySettings
     from kimi_backend.config.settings import ServingSettings
     from kimi_backend.runners.load.draft_choice import head_format, linear_format
@@ -82,6 +84,8 @@ def inspect(
         report["memory_plan"] = checkpoint_report.report_memory(
             target.config, draft_checkpoint, plan, chosen.draft_vocab
         )
+    if (costs := kept_costs_report(path, draft)) is not None:
+        report["step_costs"] = costs
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -92,9 +96,13 @@ def inspect(
 def _print_tables(report: dict[str, Any]) -> None:
     from rich.console import Console
 
+    from kimi_backend.cli.cost_report import print_costs
+
     console = Console()
     for title, values in report.items():
-        console.print(_table(title.replace("_", " "), values))
+        if title != "step_costs":
+            console.print(_table(title.replace("_", " "), values))
+    print_costs(console, report.get("step_costs"))
 
 
 def _table(title: str, values: dict[str, Any]) -> "Table":

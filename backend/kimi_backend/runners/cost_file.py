@@ -45,8 +45,8 @@ class CostFile:
     @classmethod
     def of(cls, role: str, settings: ServingSettings, model: Any, device: torch.device) -> "CostFile":
         """model: the model's configuration, as `repr` shows it."""
-        given = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _NO_COST}
-        return cls({"role": role, **machine(device), "code": code_digest(), "model": repr(model), "settings": given})
+        about = {"role": role, **machine(device), "code": code_digest(), "model": repr(model)}
+        return cls({**about, "settings": given_settings(settings)})
 
     @property
     def path(self) -> Path:
@@ -75,6 +75,27 @@ class CostFile:
             logger.warning("step costs are not kept: %s", error)
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def given_settings(settings: ServingSettings) -> dict[str, Any]:
+    """The settings that costs depend on; folders by their whole paths."""
+    given = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _NO_COST}
+    for name in ("checkpoint", "draft"):
+        given[name] = str(Path(given[name]).resolve()) if given[name] else ""
+    return given
+
+
+def newest_costs(role: str, given: dict[str, Any]) -> tuple[dict[str, Any], StepCosts] | None:
+    """(about, costs) that this version kept last for a model under settings that include `given`; None where it kept
+    none."""
+    found = []
+    for path in costs_folder().glob("*.json"):
+        with suppress(OSError, ValueError, InvalidRequestError):
+            about, costs = read_costs(path)
+            has_given = given.items() <= about["settings"].items() if isinstance(about.get("settings"), dict) else False
+            if about.get("role") == role and about.get("code") == code_digest() and has_given:
+                found.append((path.stat().st_mtime, about, costs))
+    return max(found, key=lambda item: item[0])[1:] if found else None
 
 
 def read_costs(path: Path) -> tuple[dict[str, Any], StepCosts]:

@@ -2,20 +2,26 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kimi_backend.checkpoint.model_specs import target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, DraftKind
 from kimi_backend.cli.checkpoint_report import active_parameters, num_parameters, report_text
+from kimi_backend.cli.cost_report import costs_report
 from kimi_backend.cli.main import app
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
+from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import CheckpointError
+from kimi_backend.runners.cost_file import CostFile
 from support.checkpoint_folders import copy_folder, edit_json, edit_weights, make_tiny
 from support.family_configs import TARGET_FAMILIES
+from support.made_up_costs import linear_costs
 from support.tiny_configs import target_json
 
 
@@ -45,6 +51,37 @@ def test_it_reports_both_models(folder: Path, capsys: pytest.CaptureFixture[str]
     assert draft["draft_vocab_size"] == 512
     assert (draft["embedding"], draft["head"]) == ("own", "own")
     assert draft["kv_bytes_per_token"]["bfloat16"] == 2 * 2 * 32 * 2
+
+
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_costs_that_a_server_has_kept_and_what_is_chosen_by_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_draft: bool
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    draft = folder / "draft"
+    arguments = [str(folder), *(["--draft", str(draft)] if has_draft else [])]
+    assert "step_costs" not in inspect(capsys, *arguments)
+    app(["inspect", *arguments], standalone_mode=False)
+    assert "times its steps at its first start" in " ".join(capsys.readouterr().out.split())
+    settings = ServingSettings(checkpoint=str(folder), draft=str(draft) if has_draft else "", max_num_seqs=5)
+    costs = {"target": linear_costs(3000, 40)} | ({"draft": linear_costs(100, 5, 10)} if has_draft else {})
+    for role, of_role in costs.items():
+        CostFile.of(role, settings, None, torch.device("cpu")).write(of_role)
+    CostFile.of("target", replace(settings, draft="another"), None, torch.device("cpu")).write(linear_costs(1, 1))
+    report = inspect(capsys, *arguments)["step_costs"]
+    assert report == costs_report(settings) and costs_report(replace(settings, max_num_seqs=6)) is None
+    assert report["target"]["step_ms"]["4"] == {"1": 3.16, "2": 3.32, "4": 3.64, "8": 4.28}
+    assert ("choices" in report) is has_draft
+    app(["inspect", *arguments], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "3.640" in shown
+    if has_draft:
+        chosen = {(item["num_seqs"], item["acceptance"]): item for item in report["choices"]}
+        assert len(chosen) == 12
+        assert chosen[1, "high"]["num_draft_tokens"] > chosen[64, "high"]["num_draft_tokens"] > 0
+        assert chosen[64, "low"]["num_draft_tokens"] == 0
+        assert chosen[1, "low"]["tokens_per_second"] > chosen[1, "low"]["without_a_draft"] == round(1e6 / 3040, 1)
+        assert f"{chosen[1, 'high']['num_draft_tokens']:g} (+" in shown
 
 
 def test_a_cheaper_draft_leaves_more_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
