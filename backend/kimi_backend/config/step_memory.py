@@ -14,6 +14,10 @@ _RESIDUAL_COPIES = 6
 """Hidden-width tensors alive at once in a layer."""
 _LOGIT_COPIES = 3
 """Copies of logits in a step with processors and log-probabilities: worked on, raw, log-softmax."""
+SCORED_ROWS = 64
+"""Rows of a prompt whose logits stand at once while its tokens are scored."""
+_SCORE_COPIES = 9
+"""What is made of them, in float32: logits, two of float64 and two keys of 64 bits; with ranks, the gathered ones."""
 _TARGET_AUX_COPIES = 2
 """Aux hidden states side by side, and in the buffer that the draft reads."""
 _DRAFT_AUX_COPIES = 3
@@ -52,7 +56,8 @@ def target_step_bytes(target: KimiModelConfig, num_aux: int, weights: WeightForm
     captured = sizes.num_captured_rows * (a_row + aux + hidden * item)
     masks = sizes.num_captured_rows * -(-target.vocab_size // 8)
     logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, tp_size, sizes)
-    return rows + captured + masks + logits
+    scores = SCORED_ROWS * target.vocab_size * _FLOAT32_BYTES * (_SCORE_COPIES + 2 * (tp_size > 1))
+    return rows + captured + masks + max(logits, scores)
 
 
 def draft_step_bytes(

@@ -5,13 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kimi_backend.config.step_memory import SCORED_ROWS
 from kimi_backend.runners.host_transfer import Arrays, to_device
 from kimi_backend.types.scoring import ScoringPlan, TokenScores
 from kimi_kernels.sampling.logprobs_reference import row_logprobs
 
-ROWS_AT_ONCE = 64
-"""Rows whose logits stand at the same time: with a vocabulary of 163,840 they and what is made of them take about
-0.4 GB."""
 _NAMES = ("score_logprobs", "score_ranks", "score_top_ids", "score_top_logprobs")
 
 
@@ -28,7 +26,7 @@ def score_tokens(
     tensors = to_device(arrays, hidden.device)
     parts = [
         _score(compute_logits(hidden[rows]), token_ids, plan.num_top)
-        for rows, token_ids in zip(*(torch.split(tensors[name], ROWS_AT_ONCE) for name in arrays), strict=True)
+        for rows, token_ids in zip(*(torch.split(tensors[name], SCORED_ROWS) for name in arrays), strict=True)
     ]
     return {name: torch.cat(found) for name, found in zip(_NAMES, zip(*parts, strict=True), strict=True)}
 

@@ -134,7 +134,7 @@ def test_few_rows_of_logits_stand_at_once(
         most = max(most, len(hidden))
         return compute(hidden)
 
-    monkeypatch.setattr(prompt_scoring, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(prompt_scoring, "SCORED_ROWS", 7)
     monkeypatch.setattr(target.runner._model, "compute_logits", watched)
     (outcome,) = generate(target.runner, None, [scored()], SchedulerSettings())
     assert_judged(scores_of(outcome), judge)
@@ -147,7 +147,7 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(target: OwnedRunner, m
     def spoilt(hidden: torch.Tensor) -> torch.Tensor:
         """One row of the long prompt's first slice."""
         logits = compute(hidden)
-        if len(hidden) == prompt_scoring.ROWS_AT_ONCE:
+        if len(hidden) == prompt_scoring.SCORED_ROWS:
             logits[11, 3] = float("nan")
         return logits
 
