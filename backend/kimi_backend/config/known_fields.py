@@ -31,7 +31,8 @@ _ANY_MODEL = {
     "how the quantised file was made": """observer observer_kwargs version global_compression_ratio block_structure
         quantization_status activation_scheme zp_dtype scale_dtype transform_config algo_config quant_mode
         kv_cache_post_rope min_kv_scale min_kv_cache pack_method target_device observer_cls round_method scale_type
-        scale_calculation_mode mx_element_dtype is_scale_quant symmetric enable_buffer_reuse max_input_numel""",
+        scale_calculation_mode mx_element_dtype is_scale_quant symmetric enable_buffer_reuse max_input_numel
+        producer""",
 }
 _DRAFTS_ONLY = {
     "the target's and its tokenizer's files decide": """bos_token_id eos_token_id pad_token_id unk_token_id

@@ -1,4 +1,4 @@
-"""Reads a `quantization_config` of compressed-tensors, of AMD's quark, or of DeepSeek's fp8."""
+"""Reads a `quantization_config` of compressed-tensors, of AMD's quark, of NVIDIA's ModelOpt, or of DeepSeek's fp8."""
 
 from collections.abc import Callable
 
@@ -25,11 +25,12 @@ def read_quantization(fields: JsonFields | None) -> QuantizationConfig:
     if fields is None or not fields.data:
         return QuantizationConfig()
     method = fields.value("quant_method")
-    if method in ("modelopt", "modelopt_fp4", "nvfp4"):
+    if method in ("modelopt_fp4", "nvfp4"):
         raise fields.error("quant_method", f"'compressed-tensors', 'quark' or 'fp8' ({NVFP4_TAKES})")
     readers: dict[str, Callable[[JsonFields], QuantizationConfig]] = {
         "compressed-tensors": _read_compressed_tensors,
         "quark": _read_quark,
+        "modelopt": _read_modelopt,
         "fp8": _read_fp8,
     }
     config = readers[fields.choice("quant_method", tuple(readers))](fields)
@@ -157,6 +158,17 @@ def _read_quark_layer(layer: JsonFields) -> StoredFormat:
     if scheme == "per_channel":
         weight.require("ch_axis", 0)
     return _fp8(one_scale=scheme == "per_tensor")
+
+
+def _read_modelopt(fields: JsonFields) -> QuantizationConfig:
+    """One scale a matrix; `config_groups` says the same again, and scales of activations are left out."""
+    if fields.value("quant_algo") != "FP8":
+        raise fields.error("quant_algo", f"'FP8' ({NVFP4_TAKES})")
+    for name in ("kv_cache_scheme", "kv_cache_quant_algo", "quantized_layers"):
+        fields.require(name)
+    fields.value("config_groups")
+    ignored = (fields.strings(name) for name in ("ignore", "exclude_modules"))
+    return QuantizationConfig(default=_fp8(one_scale=True), ignore=tuple(name for names in ignored for name in names))
 
 
 def _check_activations(fields: JsonFields, name: str, dynamic: str, *, may_be_static: bool) -> None:

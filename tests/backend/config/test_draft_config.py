@@ -260,7 +260,7 @@ def test_junk_in_a_flag_is_refused_by_name(field: str, junk: Any) -> None:
         (mla_draft(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (mla_draft(num_hidden_layers=17), "num_hidden_layers is 17, expected an integer of at least 1 and at most 16"),
         (mla_draft(norm_before_fc=True, fc_norm=True), "norm_before_fc is True, expected False beside fc_norm"),
-        (mla_draft(quantization_config={"quant_method": "modelopt"}), "quant_method is 'modelopt', expected"),
+        (mla_draft(quantization_config={"quant_method": "modelopt"}), "quant_algo is missing, expected 'FP8'"),
         (mla_draft(quantization_config=int4_quantization()), r"expected none, fp8 or mxfp4 \(int4 takes its unpacking"),
         (mla_draft(mla_use_nope=True), r"mla_use_nope is True, expected False \(another value takes attention without"),
         (mla_draft([2], eagle_config={"use_last_layernorm": False}), "use_last_layernorm is False, expected True"),

@@ -299,12 +299,18 @@ def _quark_with(field: str, value: Any) -> Json:
     ("quantization", "message"),
     [
         ("int4", "quantization_config is 'int4', expected an object"),
-        ({"quant_method": "awq"}, "quant_method is 'awq', expected 'compressed-tensors' or 'quark' or 'fp8'"),
+        (
+            {"quant_method": "awq"},
+            "quant_method is 'awq', expected 'compressed-tensors' or 'quark' or 'modelopt' or 'fp8'",
+        ),
         (
             {"quant_method": "nvfp4"},
             r"quant_method is 'nvfp4', expected .* \(NVFP4 takes expert kernels whose products",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quant_method is 'modelopt', .* 16 columns wide"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            r"quant_algo is 'NVFP4', expected 'FP8' .* 16 columns wide",
+        ),
         (_int4_with("format", "nvfp4-pack-quantized"), r"format is 'nvfp4-pack-quantized', .*\(NVFP4 takes"),
         (
             quark_quantization(global_quant_config={}, layer_quant_config={"*self_attn*": FP8_ROWS}),

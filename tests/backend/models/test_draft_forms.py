@@ -89,6 +89,7 @@ def quark_fp8(**weight: Any) -> dict[str, Any]:
 
 STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 PLAIN_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["fc"]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["fc", "lm_head"], "producer": {}}
 WITHOUT_BLOCKS = {**PLAIN_FP8, "activation_scheme": "dynamic", "weight_block_size": None}
 
 
@@ -103,8 +104,9 @@ WITHOUT_BLOCKS = {**PLAIN_FP8, "activation_scheme": "dynamic", "weight_block_siz
         (compressed_fp8("tensor", STATIC), lambda weight: weight.abs().amax().reshape(1)),
         (PLAIN_FP8, lambda weight: weight.abs().amax()),
         (WITHOUT_BLOCKS, lambda weight: weight.abs().amax()),
+        (MODELOPT, lambda weight: weight.abs().amax()),
     ],
-    ids=["quark-row", "compressed-row", "quark-one", "compressed-one", "fp8-one-static", "fp8-one"],
+    ids=["quark-row", "compressed-row", "quark-one", "compressed-one", "fp8-one-static", "fp8-one", "modelopt"],
 )
 def test_fp8_drafts_with_a_scale_a_row_or_a_matrix_are_widened(
     quantization: dict[str, Any], scales_of: Callable[[torch.Tensor], torch.Tensor], fuses: bool
