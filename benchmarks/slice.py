@@ -34,6 +34,7 @@ from kimi_backend.config.settings import ServingSettings
 from slice_suite import judged, report, tables
 from slice_suite.configs import write_slice
 from slice_suite.measure import measure_case
+from slice_suite.scripted_matches import MatchScript
 
 MARGIN_TOKENS = 16
 PREFILL_ROWS = 8192
@@ -87,14 +88,23 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--masked-by", choices=["grammar", "allowed_token_ids"], default="grammar", help="what masks them"
     )
+    parser.add_argument(
+        "--matches",
+        nargs="+",
+        default=[],
+        metavar="SHARE:LENGTH",
+        help="beside the draft alone, with looked-up proposals: such as 0.5:24, half of the text in runs of 24 tokens",
+    )
     parser.add_argument("--rank-of", type=int, default=1, metavar="N", help="what one of N GPUs runs")
     parser.add_argument("--pause-us", type=float, default=0.0, help="with --rank-of: for each collective's way")
     parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
     parser.add_argument("--tables", type=Path, nargs="+", metavar="JSON", help="only print what these runs measured")
     parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
     options = parser.parse_args()
-    if options.served and (options.rank_of > 1 or options.masked != [0]):
-        parser.error("--rank-of and --masked run in this process, without --served")
+    for text in options.matches:
+        MatchScript.parse(text)  # before anything is loaded
+    if options.served and (options.rank_of > 1 or options.masked != [0] or options.matches):
+        parser.error("--rank-of, --masked and --matches run in this process, without --served")
     if options.profile is None:
         options.profile = options.batches if options.rank_of > 1 else []
     return options
@@ -256,6 +266,8 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for k in options.ks:
             for batch_size in options.batches:
                 case = {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
+                if k:
+                    yield from ({**case, "matches": script} for script in options.matches)
                 for num_masked in options.masked:
                     if num_masked <= batch_size:
                         masks = {"num_masked": num_masked, "masked_by": options.masked_by}

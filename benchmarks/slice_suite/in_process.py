@@ -11,6 +11,7 @@ from kimi_backend.engine.engine import Engine
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 from slice_suite.recording import RecordedDraft, RecordedTarget, Recording, Round
+from slice_suite.scripted_matches import MatchScript, follow_script
 
 READY_TIMEOUT_S = 60.0
 FIRST_PROMPT_TOKEN = 1000
@@ -32,12 +33,14 @@ def run_batch(
     temperature: float = 0.0,
     num_masked: int = 0,
     masked_by: str = "grammar",
+    matches: MatchScript | None = None,
 ) -> list[Round]:
     """Requests of random prompts, all submitted at once, none of which ends early.
 
     vocab_size: prompts are of the tokens below; the target's unless given.
     num_masked: how many of them may not draw every token.
     masked_by: "grammar", or "allowed_token_ids", which older code knows too.
+    matches: what is found in each sequence's own text, and proposed instead of what the draft does.
     launch_ahead: the setting of that name; plans that are kept can be run again only where it is off.
 
     Raises:
@@ -52,6 +55,9 @@ def run_batch(
         settings=replace(scheduler_settings(settings), enable_prefix_cache=False, launch_ahead=launch_ahead),
         **options,
     )
+    if matches is not None:
+        make = engine._make_sequence
+        engine._make_sequence = lambda *args: follow_script(make(*args), matches)  # type: ignore[method-assign]
     engine.start()
     problems: list[str] = []
     done = threading.Semaphore(0)

@@ -17,6 +17,7 @@ from slice_suite.floor import Load, draft_bytes, target_bytes
 from slice_suite.gpu_time import profile_end, profile_rounds
 from slice_suite.in_process import run_batch
 from slice_suite.recording import Round, replay
+from slice_suite.scripted_matches import MatchScript
 
 NUM_WARM_ROUNDS = 3
 NUM_PROFILED_ROUNDS = 8
@@ -36,6 +37,7 @@ def measure_case(
     num_ranks: int = 1,
     num_masked: int = 0,
     masked_by: str = "grammar",
+    matches: str | None = None,
 ) -> dict[str, Any]:
     """Everything that is measured of one case, as JSON values.
 
@@ -43,6 +45,7 @@ def measure_case(
         num_ranks: the models are one rank's (`one_of_ranks`). It has the embeddings of the first tokens only: prompts
             are of those, and what is drawn is among them.
         num_masked, masked_by: see `run_batch`; such a case is run through the engine only.
+        matches: a `MatchScript`, likewise.
     """
     target, draft = models[0], models[1] if num_speculative_tokens else None
     shape: dict[str, Any] = {
@@ -54,9 +57,12 @@ def measure_case(
     if num_masked:
         run = partial(run, num_masked=num_masked, masked_by=masked_by)
         shape |= {"num_masked": num_masked, "masked_by": masked_by}
+    if matches is not None:
+        run = partial(run, matches=MatchScript.parse(matches))
+        shape |= {"matches": matches}
     run(num_output_tokens=WARM_UP_TOKENS, seed=1)
     rounds = run(num_output_tokens=num_output_tokens, keeps_plans=True)
-    steady = steady_rounds(rounds, batch_size, needs_draft=draft is not None)
+    steady = steady_rounds(rounds, batch_size, needs_draft=draft is not None and matches is None)
     result = shape | _through_engine(rounds, steady, batch_size)
     if not steady:
         return result
@@ -64,7 +70,7 @@ def measure_case(
     if is_ahead:
         ahead = run(num_output_tokens=num_output_tokens, launch_ahead=True)
         result = _launched_ahead(result, ahead, batch_size)
-    if num_masked:
+    if num_masked or matches is not None:
         return result
     for _ in range(2):  # the first pass warms up
         times = replay(target, draft, steady)

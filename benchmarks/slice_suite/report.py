@@ -87,6 +87,8 @@ def row(case: Case) -> str:
     ]
     if "num_masked" in case:
         cells[0] = f"{cells[0][:-1]}, {case['num_masked']} masked by {case['masked_by']}:"
+    if "matches" in case:
+        cells[0] = f"{cells[0][:-1]}, matches {case['matches']}:"
     if case.get("error"):
         return cells[0] + " FAILED " + case["error"]
     if "replayed_target_ms" in case and "round_ms" in case:

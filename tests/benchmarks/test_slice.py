@@ -227,7 +227,8 @@ def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path, num_ranks: int) ->
     """As a whole, and as one of four ranks would run it."""
     command = [sys.executable, "benchmarks/slice.py", "--preset", "tiny", "--layers", "2,3", "--batches", "1,2"]
     done = subprocess.run(
-        [*command, "--rank-of", str(num_ranks), "--prompts", "40", "--tokens", "24", "--out", str(tmp_path)],
+        [*command, "--rank-of", str(num_ranks), "--prompts", "40", "--tokens", "24", "--out", str(tmp_path)]
+        + (["--matches", "1:16"] if num_ranks == 1 else []),
         cwd=REPOSITORY,
         env={"PYTHONPATH": "kernels:backend", "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -235,7 +236,8 @@ def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path, num_ranks: int) ->
     )
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "slice.json").read_text())
-    assert len(document["cases"]) == 8
+    assert len(document["cases"]) == (12 if num_ranks == 1 else 8)
+    assert sum("matches" in case for case in document["cases"]) == (4 if num_ranks == 1 else 0)
     assert document["pretences"] == ["weights dummy", "routing uniform", "acceptance length synthetic 3"]
     assert {entry["batch_size"] for entry in document["per_layer"]} == {1, 2}
     for case in document["cases"]:

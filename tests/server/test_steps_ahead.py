@@ -6,9 +6,13 @@ The target runs on a CPU with the arrays of captured steps, as on a GPU; its "re
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
+from kimi_client import Completion, InvalidRequest, KimiClient
 from kimi_client.load import run_load
 from support.server_process import running_server, serving_settings
 
@@ -54,12 +58,16 @@ REQUESTS = [
 ]
 
 
-def texts(url: str) -> list[tuple[int, ...]]:
-    """Token ids of each request, in an order of their own."""
-    result = asyncio.run(run_load(url, REQUESTS, len(REQUESTS)))
+def completions(url: str, **fields: Any) -> list[Completion]:
+    """One for each request, in an order of their own."""
+    result = asyncio.run(run_load(url, [{**request, **fields} for request in REQUESTS], len(REQUESTS)))
     assert not result.errors
-    found = sorted((r.completion.num_output_tokens, r.completion.token_ids) for r in result.requests)
-    return [token_ids for _, token_ids in found]
+    return sorted((r.completion for r in result.requests), key=lambda completion: completion.num_output_tokens)
+
+
+def texts(url: str) -> list[tuple[int, ...]]:
+    """Token ids of each request."""
+    return [tuple(completion.token_ids) for completion in completions(url)]
 
 
 def test_the_same_texts_as_in_lockstep(checkpoint: Path, url: str, tmp_path: Path) -> None:
@@ -68,11 +76,27 @@ def test_the_same_texts_as_in_lockstep(checkpoint: Path, url: str, tmp_path: Pat
     repository, log = tmp_path / "models", tmp_path / "launched"
     shutil.copytree(find_model_repository(), repository)
     (repository / "kimi_target/1/model.py").write_text(MODEL.format(log=str(log)))
-    settings = serving_settings(checkpoint, draft="", max_num_seqs=4)
+    settings = serving_settings(checkpoint, draft="", proposer="lookup", lookup_min_match=1, max_num_seqs=4)
     with running_server(settings, tmp_path, model_repository=repository) as server:
-        assert texts(f"localhost:{server.ports.grpc}") == expected
+        own_url = f"localhost:{server.ports.grpc}"
+        assert texts(own_url) == expected
+        looked_up = completions(own_url, num_speculative_tokens=4, return_token_origins=True)
+        with KimiClient(own_url) as client, pytest.raises(InvalidRequest, match="proposer: eagle3 given"):
+            client.generate(text_input="x", max_tokens=1, proposer="eagle3")
+    assert [tuple(completion.token_ids) for completion in looked_up] == expected
+    check_looked_up(looked_up)
     assert all(expected)
     assert len(log.read_text().split()) > 15, "steps that were launched before the tokens of the step before were known"
+
+
+def check_looked_up(completions: list[Completion]) -> None:
+    """Speculation without a draft model: some guesses, and each that was kept has its origin."""
+    rounds = [completion.statistics["speculation_by_proposer"] for completion in completions]
+    assert {name for each in rounds for name in each} == {"lookup"}
+    num_accepted = sum(each["lookup"]["num_accepted_draft_tokens"] for each in rounds if each)
+    num_shown = sum(completion.token_origins.count(2) for completion in completions)
+    assert num_accepted - 4 * len(completions) <= num_shown <= num_accepted
+    assert not any(completion.statistics["is_draft_there"] for completion in completions)
 
 
 def test_launch_ahead_is_the_engines_setting(checkpoint: Path) -> None:

@@ -81,6 +81,12 @@ class ServingSettings:
         " finds no room is served without.",
         minimum=1,
     )
+    lookup_pool_mib: int = _setting(
+        0,
+        "Host memory for texts of ended requests, in which `lookup` finds what requests of the same `cache_salt` say"
+        " next, the latest eight of each; 0 keeps none.",
+        minimum=0,
+    )
     num_speculative_tokens: int = _setting(
         3,
         "Draft tokens a step where a request names no number; `adaptive` goes up to max_speculative_tokens then,"
@@ -225,6 +231,11 @@ class ServingSettings:
     def lookup_bytes(self) -> int:
         """Host memory of the indexes of `lookup`."""
         return self.lookup_memory_mib << 20 if self.chosen_proposer.uses_lookup else 0
+
+    @property
+    def lookup_pool_bytes(self) -> int:
+        """Host memory of the texts of ended requests."""
+        return self.lookup_pool_mib << 20 if self.chosen_proposer.uses_lookup else 0
 
     @property
     def accepted_chances(self) -> tuple[float, ...]:

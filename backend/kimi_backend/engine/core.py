@@ -200,6 +200,7 @@ class EngineCore:
                 self.kv.withdraw(sequence.blocks)
             else:
                 self._publish([sequence])
+                self._planner.guesses.keep(sequence)
             self.scheduler.finish(sequence)
         self.scheduler.table.set_last_tokens([output.sequence for output in outputs if output.finish is None])
 
@@ -226,7 +227,9 @@ class EngineCore:
             in_table = draft.depth > 0 and self.geometry.settings.launch_ahead
             in_table = in_table and not any(step.batch.sequences[i].needs_proposals for i in index)
             aux = _IN_BUFFER if reply is None else reply.aux
-            plan = self._plans.draft_plan(step.batch, step.plan, index, aux, in_table=in_table)
+            plan = self._plans.draft_plan(
+                step.batch, step.plan, index, aux, in_table=in_table, knows_all=reply is not None
+            )
             if reply is not None:
                 drawn, accepted = drawn_by_sequence(step.plan, reply)
                 plan = plan.resolved(drawn[index], accepted[index])

@@ -3,7 +3,8 @@
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.spec_decode.lookup_choice import Batch, Candidate, LookupChooser
-from kimi_backend.spec_decode.lookup_index import Match, continuation
+from kimi_backend.spec_decode.lookup_index import Match
+from kimi_backend.spec_decode.lookup_pool import LookupPool
 from kimi_backend.types.request import TokenOrigin
 
 
@@ -13,13 +14,25 @@ class HostGuesses:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._chooser = LookupChooser()
+        max_bytes = scheduler.settings.lookup_pool_bytes
+        self._texts = LookupPool(max_bytes) if max_bytes else None
+
+    def keep(self, sequence: Sequence) -> None:
+        """Let others of its cache salt find what a sequence says that has come to its end."""
+        if self._texts is None or sequence.lookup is None:
+            return
+        index = sequence.lookup.take_index()
+        if index is not None:
+            self._texts.keep(sequence.request.cache_salt, sequence.token_ids, index)
 
     def make(self) -> None:
         """Before a verify is planned that is behind nothing: what stood in the text before, then what the grammar lets
         come."""
         table, running = self._scheduler.table, self._scheduler.running
         for sequence, match, count in self._looked_up(running):
-            table.give_guesses(sequence, continuation(sequence.token_ids, match, count), TokenOrigin.LOOKUP)
+            assert sequence.lookup is not None
+            guesses = sequence.lookup.guesses(sequence.token_ids, match, count)
+            table.give_guesses(sequence, guesses, TokenOrigin.LOOKUP)
         for sequence in running:
             if sequence.grammar is not None and sequence.is_decoding:
                 proposals = table.pending_token_ids[sequence.row, 1 : 1 + sequence.num_draft_tokens]
@@ -36,8 +49,10 @@ class HostGuesses:
             lookup, most = sequence.lookup, sequence.most_guesses
             if lookup is None or not most or not sequence.is_decoding:
                 continue
-            match = lookup.find(sequence.token_ids, self._chooser.pools)
+            salt = sequence.request.cache_salt
+            match = lookup.find(sequence.token_ids, self._chooser.pools, self._texts, salt)
             if match is not None:
+                most = lookup.most_guesses(most)
                 found.append((sequence, match))
                 candidates.append(Candidate(lookup, match, sequence.speculation, sequence.num_draft_tokens, most))
         if not found:

@@ -112,7 +112,7 @@ class StepPlanner:
         self._target, self._draft = target, draft
         self._scheduler, self._plans = scheduler, plans
         self._overlaps = overlaps
-        self._guesses = HostGuesses(scheduler)
+        self.guesses = HostGuesses(scheduler)
 
     def plan(self, step_id: int, last: Step | None, unread: DraftStep | None) -> Step | None:
         """A step, with its blocks taken; None when nobody runs, or the next step has to wait for the last one.
@@ -124,7 +124,7 @@ class StepPlanner:
         """
         if last is not None:
             return self._plan_behind(last)
-        self._guesses.make()
+        self.guesses.make()
         batch = self._scheduler.schedule()
         if not batch.sequences:
             return None
@@ -141,7 +141,7 @@ class StepPlanner:
         ]
         sequences = [last.batch.sequences[i] for i in index]
         batch = StepBatch(sequences, [1] * len(index), len(index))
-        if self._guesses.are_worth_waiting_for(sequences):
+        if self.guesses.are_worth_waiting_for(sequences):
             return None  # its reply is waited for, and the step after it checks them
         if not index or self._depth(batch) < 2 or not self._scheduler.take_next_blocks(sequences):
             return None

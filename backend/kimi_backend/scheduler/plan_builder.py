@@ -99,7 +99,14 @@ class PlanBuilder:
         )
 
     def draft_plan(
-        self, batch: StepBatch, target: TargetPlan, index: list[int], aux: AuxHandle, *, in_table: bool
+        self,
+        batch: StepBatch,
+        target: TargetPlan,
+        index: list[int],
+        aux: AuxHandle,
+        *,
+        in_table: bool,
+        knows_all: bool = False,
     ) -> DraftPlan:
         """The draft step behind a verify: extend over its rows, then propose. It may be planned before the verify is
         done, where no draw depends on the tokens before it.
@@ -109,6 +116,8 @@ class PlanBuilder:
         Args:
             index: which of the batch's sequences use the draft.
             in_table: see `DraftPlan.in_table`.
+            knows_all: whether what the verify drew counts already: who follows a match will look up again. Before, a
+                match may end with the verify, and the single-row steps rest only where they do for all.
         """
         sequences = [batch.sequences[i] for i in index]
         rows = _int64([s.row for s in sequences])
@@ -119,8 +128,9 @@ class PlanBuilder:
         unaccepted = lengths - np.maximum(num_drawn - 1, 0)
         room = np.array([s.max_num_tokens for s in sequences], np.int32) - unaccepted - 2
         chosen = np.array([s.speculation.num_chosen_tokens for s in sequences], np.int32)
-        if all(s.follows_a_match for s in sequences):
-            chosen = np.minimum(chosen, 1)  # what the extension gives: single-row steps are seldom of use then
+        follows = np.array([s.follows_a_match for s in sequences], np.bool_)
+        if knows_all or follows.all():
+            chosen = np.where(follows, np.minimum(chosen, 1), chosen)  # what the extension gives, in no further step
         most = np.where(num_drawn > 0, np.clip(chosen, 0, np.maximum(room, 0)), 0).astype(np.int32)
         proposing = [s for s, count in zip(sequences, most.tolist(), strict=True) if count]
         last_steps = np.maximum(np.minimum(most, room - (lengths - unaccepted)) - 1, 0)

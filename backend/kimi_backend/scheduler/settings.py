@@ -31,6 +31,8 @@ class SchedulerSettings:
     """Tokens that stand again before what followed them is proposed."""
     lookup_memory_bytes: int = 1 << 30
     """Host memory of the indexes of all sequences; one that finds no room goes on without."""
+    lookup_pool_bytes: int = 0
+    """Host memory of the texts of ended requests, in which others of their cache salt look up too; 0: none are kept."""
     draft_max_positions: int = 0
     """A sequence of so many tokens goes on without the draft, which may not be trained for more; 0: no bound."""
     speculation_policy: PolicyName = PolicyName.FIXED
@@ -45,6 +47,7 @@ class SchedulerSettings:
         _require("max_queue_size", self.max_queue_size, 1)
         _require("lookup_min_match", self.lookup_min_match, 1)
         _require("lookup_memory_bytes", self.lookup_memory_bytes, 0)
+        _require("lookup_pool_bytes", self.lookup_pool_bytes, 0)
         _require("draft_max_positions", self.draft_max_positions, 0)
         _require("max_speculative_tokens", self.max_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         _require("num_speculative_tokens", self.num_speculative_tokens, 0, self.max_speculative_tokens)

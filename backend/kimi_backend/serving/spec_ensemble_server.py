@@ -56,6 +56,7 @@ def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
         proposer=settings.chosen_proposer,
         lookup_min_match=settings.lookup_min_match,
         lookup_memory_bytes=settings.lookup_bytes,
+        lookup_pool_bytes=settings.lookup_pool_bytes,
         draft_max_positions=settings.draft_max_positions,
         speculation_policy=PolicyName(settings.speculation_policy),
         launch_ahead=settings.launch_ahead == "true",

@@ -115,5 +115,18 @@ def chances(
         factors: [C] of `SequenceAcceptance`.
         limits: [C] draft tokens that a sequence may have; the chance of one more is 0.
     """
-    kept = np.minimum(rates * factors[:, None], HIGHEST_RATE).cumprod(axis=1)
-    return np.where(np.arange(rates.shape[1]) < limits[:, None], kept, 0.0)
+    return np.where(np.arange(rates.shape[1]) < limits[:, None], kept_chances(rates, factors), 0.0)
+
+
+def kept_chances(rates: npt.NDArray[np.float64], factors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """`chances` without limits."""
+    kept: npt.NDArray[np.float64] = np.minimum(rates * factors[:, None], HIGHEST_RATE).cumprod(axis=1)
+    return kept
+
+
+def factors(
+    tried: npt.NDArray[np.float64], kept: npt.NDArray[np.float64], pool_means: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """[C] `SequenceAcceptance.factor` of many at once, without hope."""
+    found: npt.NDArray[np.float64] = (kept + SEQUENCE_WEIGHT * pool_means) / (tried + SEQUENCE_WEIGHT) / pool_means
+    return found

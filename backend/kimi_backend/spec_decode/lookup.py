@@ -3,7 +3,8 @@
 import threading
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
-from kimi_backend.spec_decode.lookup_index import LookupIndex, Match
+from kimi_backend.spec_decode.lookup_index import LookupIndex, Match, continuation
+from kimi_backend.spec_decode.lookup_pool import LookupPool, PooledMatch
 from kimi_backend.types.plan import Int32Array
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
@@ -53,12 +54,13 @@ class SequenceLookup:
     A match is judged by what came, whether it was proposed or not: so its use is never tried out.
     """
 
-    __slots__ = ("_held_bytes", "_index", "_judged", "_memory", "acceptance")
+    __slots__ = ("_elsewhere", "_held_bytes", "_index", "_judged", "_memory", "acceptance")
 
     def __init__(self, index: LookupIndex, memory: LookupMemory, held_bytes: int) -> None:
         self._index: LookupIndex | None = index
         self._memory, self._held_bytes = memory, held_bytes
         self._judged: AcceptancePool | None = None
+        self._elsewhere: PooledMatch | None = None
         self.acceptance = SequenceAcceptance()
 
     @classmethod
@@ -80,7 +82,7 @@ class SequenceLookup:
     @property
     def is_following(self) -> bool:
         """Whether all that came since the last match was found is what the match foretold."""
-        return self._index is not None and self._index.has_match
+        return self._index is not None and (self._index.has_match or self._elsewhere is not None)
 
     def extend(self, token_ids: list[int], text: Int32Array) -> None:
         """Go on behind tokens that count: `text` ends in them."""
@@ -88,6 +90,8 @@ class SequenceLookup:
         if index is None:
             return
         num_foretold = index.extend(token_ids, text)
+        if self._elsewhere is not None:
+            num_foretold, self._elsewhere = self._elsewhere.foretells(token_ids)
         if self._judged is not None:
             self._judge(self._judged, len(token_ids), num_foretold)
         num_more = index.num_bytes - self._held_bytes
@@ -98,11 +102,38 @@ class SequenceLookup:
         else:
             self._drop()
 
-    def find(self, text: Int32Array, pools: LookupPools) -> Match | None:
-        """The match of the text's end. It is judged by what comes next."""
-        match = None if self._index is None else self._index.find(text)
+    def find(
+        self, text: Int32Array, pools: LookupPools, texts: LookupPool | None = None, salt: str | None = None
+    ) -> Match | None:
+        """The match of the text's end, its own or a longer one among `texts`. It is judged by what comes next.
+
+        Args:
+            texts: those of ended requests, of which only the salt's count.
+        """
+        index = self._index
+        if index is None:
+            return None
+        is_following = self.is_following
+        match = None if self._elsewhere is not None else index.find(text)
+        if texts is not None and not is_following:
+            self._elsewhere = texts.find(salt, index, text, 1 if match is None else match.length + 1)
+        match = match if self._elsewhere is None else self._elsewhere.match
         self._judged = None if match is None else pools.of(match)
         return match
+
+    def guesses(self, text: Int32Array, match: Match, count: int) -> list[int]:
+        """Up to `count` tokens that follow the match which was found last."""
+        return continuation(text, match, count) if self._elsewhere is None else self._elsewhere.guesses(count)
+
+    def most_guesses(self, most: int) -> int:
+        """How many follow the match that was found last, up to `most`."""
+        return most if self._elsewhere is None else len(self._elsewhere.guesses(most))
+
+    def take_index(self) -> LookupIndex | None:
+        """Its index for somebody else to keep; this lookup is at its end."""
+        index = self._index
+        self._drop()
+        return index
 
     def _judge(self, pool: AcceptancePool, num_tokens: int, num_foretold: int) -> None:
         num_tokens = min(num_tokens, MAX_SPECULATIVE_TOKENS)

@@ -1,19 +1,20 @@
 """Which sequences check what their text proposes instead of what the draft does, and how many tokens of it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance, chances
+from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance, factors, kept_chances
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.lookup import LookupPools, SequenceLookup
 from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.spec_decode.policy import SpeculationPolicy
 from kimi_backend.spec_decode.step_times import Floats
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A sequence whose text has a match."""
 
     lookup: SequenceLookup
@@ -43,11 +44,19 @@ class LookupChooser:
         self._untried = AcceptancePool()
 
     def choose(self, candidates: list[Candidate], policy: SpeculationPolicy, batch: Batch) -> list[int]:
-        """How many tokens each checks of what follows its match; 0: what the draft has proposed, if anything."""
-        found = self._chances([(self.pools.of(c.match), c.lookup.acceptance, c.most) for c in candidates])
-        proposed = self._chances(
-            [(c.speculation.pool or self._untried, c.speculation.acceptance, c.num_proposed) for c in candidates]
-        )
+        """How many tokens each checks of what follows its match; 0: what the draft has proposed, if anything.
+
+        Args:
+            candidates: one at least.
+        """
+        found = _chances([self.pools.of(c.match) for c in candidates], [c.lookup.acceptance for c in candidates])
+        found[_BEYOND[[c.most for c in candidates]]] = 0.0
+        num_proposed = [c.num_proposed for c in candidates]
+        proposed = np.zeros_like(found)
+        if any(num_proposed):
+            pools = [c.speculation.pool or self._untried for c in candidates]
+            proposed = _chances(pools, [c.speculation.acceptance for c in candidates])
+            proposed[_BEYOND[num_proposed]] = 0.0
         is_better = found.sum(axis=1) > proposed.sum(axis=1)
         found[~is_better] = 0.0
         num_replaced = sum(c.num_proposed for c, better in zip(candidates, is_better.tolist(), strict=True) if better)
@@ -57,14 +66,17 @@ class LookupChooser:
         ).tolist()
         return counts
 
-    @staticmethod
-    def _chances(sources: list[tuple[AcceptancePool, SequenceAcceptance, int]]) -> Floats:
-        """[C, MAX_SPECULATIVE_TOKENS] chances that the first tokens of each are kept; 0 for more than a count."""
-        pools = {id(pool): pool for pool, _, _ in sources}
-        rates = {key: pool.rates() for key, pool in pools.items()}
-        means = {key: pool.mean_rate for key, pool in pools.items()}
-        return chances(
-            np.array([rates[id(pool)] for pool, _, _ in sources]),
-            np.array([own.factor(means[id(pool)]) for pool, own, _ in sources]),
-            np.array([count for _, _, count in sources]),
-        )
+
+_BEYOND = np.arange(MAX_SPECULATIVE_TOKENS) >= np.arange(MAX_SPECULATIVE_TOKENS + 1)[:, None]
+"""[count] the positions behind so many tokens."""
+
+
+def _chances(pools: list[AcceptancePool], own: list[SequenceAcceptance]) -> Floats:
+    """[C, MAX_SPECULATIVE_TOKENS] chances that the first tokens of each are kept."""
+    distinct = {id(pool): pool for pool in pools}
+    place = {key: index for index, key in enumerate(distinct)}
+    which = [place[id(pool)] for pool in pools]
+    rates = np.array([pool.rates() for pool in distinct.values()])[which]
+    means = np.array([pool.mean_rate for pool in distinct.values()])[which]
+    counts = np.array([(acceptance.tried, acceptance.kept) for acceptance in own])
+    return kept_chances(rates, factors(counts[:, 0], counts[:, 1], means))

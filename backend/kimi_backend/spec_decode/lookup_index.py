@@ -5,7 +5,7 @@ these links and compares backwards from each. A match that goes on costs one com
 """
 
 from array import array
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ _BYTES_A_PLACE = 9
 """4 of the table, 4 of a link, and what an array that grows holds ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """An earlier place whose last tokens are the text's: text[end - length : end] == text[n - length : n], end < n."""
 
     length: int
@@ -97,21 +96,34 @@ class LookupIndex:
         match = self._match
         if match is None:
             return 0
-        foretold = text[match.end : match.end + len(token_ids)].tolist()
-        count = next((i for i, pair in enumerate(zip(foretold, token_ids, strict=True)) if pair[0] != pair[1]), None)
-        if count is not None:
-            self._match = None
+        length, end = match
+        count = len(token_ids)
+        foretold = text[end : end + count].tolist()
+        if foretold == token_ids:
+            self._match = Match(length + count, end + count)
             return count
-        self._match = Match(match.length + len(token_ids), match.end + len(token_ids))
-        return len(token_ids)
+        self._match = None
+        return next(i for i, (guess, token_id) in enumerate(zip(foretold, token_ids, strict=True)) if guess != token_id)
+
+    def find_end_of(self, other: "LookupIndex", text: Int32Array, source: Int32Array) -> Match | None:
+        """The longest match in this index's text, `source`, of what another ends in.
+
+        Args:
+            other: the index of `text`, with the same `min_match`.
+        """
+        bucket = (other._hash * _SPREAD & _MASK) >> (32 - self._bits)
+        return self._longest(self._heads[bucket], source, text)
 
     def _search(self, text: Int32Array) -> Match | None:
+        return self._longest(self._links[len(text) - 1], text, text)
+
+    def _longest(self, place: int, source: Int32Array, text: Int32Array) -> Match | None:
+        """Of the places from one on, along the links: where `source` has most of what `text` ends in."""
         last, best, end = len(text) - 1, self._min_match - 1, NOWHERE
-        tokens, links = text.data, self._links
-        place, num_left = links[last], MOST_CANDIDATES
-        while place >= best and num_left:
-            if tokens[place - best] == tokens[last - best]:
-                length = _common_length(text, place, last)
+        tokens, wanted, links, num_left = source.data, text.data, self._links, MOST_CANDIDATES
+        while place >= best and num_left and last >= best:
+            if tokens[place - best] == wanted[last - best]:
+                length = _common_length(source, place, text)
                 if length > best:
                     best, end = length, place + 1
             place = links[place]
@@ -150,13 +162,13 @@ def continuation(text: Int32Array, match: Match, count: int) -> list[int]:
     return found
 
 
-def _common_length(text: Int32Array, place: int, last: int) -> int:
-    """How many tokens up to the one at `place` are those up to the one at `last`."""
-    length, chunk = 0, _FIRST_CHUNK
-    while length <= place:
-        size = min(chunk, place + 1 - length)
-        first, second = place + 1 - length - size, last + 1 - length - size
-        differs = text[first : first + size] != text[second : second + size]
+def _common_length(source: Int32Array, place: int, text: Int32Array) -> int:
+    """How many tokens of `source` up to the one at `place` are the last ones of `text`."""
+    length, chunk, most = 0, _FIRST_CHUNK, min(place + 1, len(text))
+    while length < most:
+        size = min(chunk, most - length)
+        first, second = place + 1 - length - size, len(text) - length - size
+        differs = source[first : first + size] != text[second : second + size]
         if differs.any():
             return length + int(differs[::-1].argmax())
         length, chunk = length + size, 4 * chunk

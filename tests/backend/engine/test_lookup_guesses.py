@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kimi_backend.engine import guesses
 from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode import lookup
 from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.types.plan import Int32Array
 from kimi_backend.types.proposer import Proposer
@@ -153,7 +153,7 @@ def a_match_past_the_end(patch: Patch) -> None:
             count - len(whole[match.end : match.end + count])
         )
 
-    patch.setattr(guesses, "continuation", planted)
+    patch.setattr(lookup, "continuation", planted)
 
 
 def an_override_in_the_wrong_row(patch: Patch) -> None:

@@ -110,7 +110,7 @@ def memory_plan(settings: ServingSettings, checkpoints: Checkpoints, placement: 
             max_num_sampled_rows=settings.max_num_seqs * (settings.most_draft_tokens + 1),
             max_num_seqs=settings.max_num_seqs,
             captures_steps=captures_steps(settings, placement),
-            overhead_bytes=3 * GIB if on_gpu else settings.lookup_bytes,  # indexes are in the host's memory
+            overhead_bytes=3 * GIB if on_gpu else settings.lookup_bytes + settings.lookup_pool_bytes,  # the host's
             ranks_bytes=RANKS_BYTES if on_gpu else 0,
             num_target_blocks=num_blocks,
         ),

@@ -1,0 +1,1 @@
+"""Loads and cases for measuring lookup proposals."""

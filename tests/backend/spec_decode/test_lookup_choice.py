@@ -1,0 +1,63 @@
+"""Whose tokens are verified, and how many: what is likely to be kept, against what the rows cost."""
+
+import numpy as np
+import pytest
+
+from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
+from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
+from kimi_backend.spec_decode.lookup_choice import Batch, Candidate, LookupChooser
+from kimi_backend.spec_decode.lookup_index import Match
+from kimi_backend.spec_decode.policy import FixedPolicy, SpeculationPolicy
+from support.made_up_costs import linear_costs
+
+TEXT = np.arange(20, dtype=np.int32)
+LONG, SHORT = Match(40, 5), Match(4, 5)
+ALONE = Batch(1, 3, 100)
+
+
+def a_candidate(match: Match, num_proposed: int = 3, most: int = 7) -> Candidate:
+    lookup = SequenceLookup.of(TEXT, 4, LookupMemory(1 << 20))
+    assert lookup is not None
+    return Candidate(lookup, match, SpeculationController(7), num_proposed, most)
+
+
+def taught(match: Match, num_kept: int, rounds: int = 40) -> LookupChooser:
+    """A chooser that has seen matches of about this length keep so many tokens of seven."""
+    chooser = LookupChooser()
+    for _ in range(rounds):
+        chooser.pools.of(match).record(7, num_kept)
+    return chooser
+
+
+@pytest.mark.parametrize(("num_kept", "expected"), [(7, 7), (0, 0)])
+def test_matches_that_were_right_replace_the_draft(num_kept: int, expected: int) -> None:
+    assert taught(LONG, num_kept).choose([a_candidate(LONG)], FixedPolicy(), ALONE) == [expected]
+
+
+def test_matches_are_judged_by_their_length() -> None:
+    chooser = taught(LONG, 7)
+    for _ in range(40):
+        chooser.pools.of(SHORT).record(7, 0)
+    both = [a_candidate(SHORT), a_candidate(LONG)]
+    assert chooser.choose(both, FixedPolicy(), Batch(2, 6, 100)) == [0, 7]
+
+
+def test_a_bad_match_is_better_than_no_draft() -> None:
+    assert taught(SHORT, 0).choose([a_candidate(SHORT, num_proposed=0)], FixedPolicy(), Batch(1, 0, 100)) == [7]
+
+
+def test_no_more_than_a_request_may_have() -> None:
+    assert taught(LONG, 7).choose([a_candidate(LONG, num_proposed=0, most=2)], FixedPolicy(), ALONE) == [2]
+
+
+@pytest.mark.parametrize(
+    ("row_us", "num_kept", "least", "most"),
+    [(1, 7, 7, 7), (900, 2, 1, 3), (5000, 0, 0, 0)],
+    ids=["cheap rows", "dear rows", "dear rows that are never kept"],
+)
+def test_rows_are_taken_by_what_they_cost(row_us: float, num_kept: int, least: int, most: int) -> None:
+    """Without a draft, so that only the target's steps have costs."""
+    policy: SpeculationPolicy = AdaptivePolicy(linear_costs(3000, row_us), None)
+    chosen = taught(LONG, num_kept).choose([a_candidate(LONG, num_proposed=0)], policy, Batch(1, 0, 100))
+    assert least <= chosen[0] <= most
