@@ -1,4 +1,4 @@
-"""Who proposes the tokens that a verify checks. The text is the same whoever does."""
+"""The proposer of the tokens that a verify checks. The text is the same, whoever it is."""
 
 from enum import Enum
 
@@ -16,19 +16,19 @@ class Proposer(str, Enum):
 
     @property
     def uses_draft(self) -> bool:
-        """Whether the draft model takes part."""
+        """True where the draft model takes part."""
         return self in (Proposer.EAGLE3, Proposer.LOOKUP_EAGLE3)
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether the text is indexed."""
+        """True where the text is indexed."""
         return self in (Proposer.LOOKUP, Proposer.LOOKUP_EAGLE3)
 
     def is_part_of(self, other: "Proposer") -> bool:
-        """Whether somebody with the other one can do the same."""
+        """True where somebody with the other one can do the same."""
         return self.uses_draft <= other.uses_draft and self.uses_lookup <= other.uses_lookup
 
     @classmethod
     def parts_of(cls, whole: "Proposer") -> "list[Proposer]":
-        """What a request may ask for where the server has `whole`."""
+        """Those that a request may ask for where the server has `whole`."""
         return [proposer for proposer in cls if proposer.is_part_of(whole)]
