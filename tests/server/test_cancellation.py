@@ -56,10 +56,10 @@ def test_dropping_an_http_stream_ends_its_request(client, server):
 
 def test_a_deadline_ends_a_request_with_what_it_has(client, server):
     start = time.monotonic()
-    completion = client.stream(text_input="tell", timeout_s=0.5, **LONG).result()
+    completion = client.stream(text_input="tell", timeout_s=0.2, **LONG).result()
     assert completion.finish_reason == "cancelled"
     assert "deadline" in completion.stop_reason
-    assert time.monotonic() - start > 0.4
+    assert time.monotonic() - start > 0.15
     assert_everything_is_free(server)
 
 

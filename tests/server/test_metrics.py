@@ -135,7 +135,7 @@ def test_cancellations_and_refusals_are_counted_by_reason(watch, client):
 
 
 def test_gauges_follow_the_load(server, client):
-    streams = [client.stream(text_input=f"t{i}", max_tokens=150, ignore_eos=True) for i in range(3)]
+    streams = [client.stream(text_input=f"t{i}", max_tokens=MAX_MODEL_LEN - 64, ignore_eos=True) for i in range(3)]
     for stream in streams:
         next(iter(stream))
     deadline = time.monotonic() + WITHIN_S

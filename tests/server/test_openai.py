@@ -216,7 +216,8 @@ def test_a_deadline_is_an_error(endpoint, client, server):
     status, headers, body = endpoint.send("POST", "/v1/completions", ask)
     assert (status, json.loads(body)["error"]["code"]) == (504, "timeout")
     assert headers["x-should-retry"] == "false"
-    status, _, body = endpoint.send("POST", "/v1/completions", {**ask, "stream": True})
+    # Several choices, so that they take longer than this on a fast machine, and begin earlier on a slow one.
+    status, _, body = endpoint.send("POST", "/v1/completions", {**ask, "stream": True, "n": 8, "timeout_s": 1.5})
     *chunks, last = read_events(body)
     assert status == 200
     assert last["error"]["type"] == "timeout_error"

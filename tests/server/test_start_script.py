@@ -1,5 +1,6 @@
 """docker/start.sh and docker/smoke.sh as the container runs them, over the real Triton Server without the container."""
 
+import contextlib
 import json
 import os
 import re
@@ -26,10 +27,10 @@ from support.openai_endpoint import running_endpoint
 from support.otlp_receiver import collecting, receiving
 from support.raw_streams import raw_input
 from support.server_process import KV_TOKENS, MAX_MODEL_LEN, stub_pids
-from support.start_script import ROOT, START, started
+from support.start_script import READY_WITHIN_S, ROOT, START, started
 
 SECRET = "open-sesame"
-ENDS_WITHIN_S = 15
+ENDS_WITHIN_S = 45
 
 
 def variables(checkpoint):
@@ -122,7 +123,7 @@ def test_a_second_server_on_the_same_port_is_refused_and_takes_nothing_from_the_
     regions = sorted(Path("/dev/shm").glob(f"kimi_{running.http}_*"))
     again = {**variables(checkpoint), "KIMI_HTTP_PORT": str(running.http)}
     with started(tmp_path, again, as_container=as_container) as second:
-        assert second.process.wait(60) == 2
+        assert second.process.wait(120) == 2
         assert re.search(rf"port:? {running.http} ", second.log.read_text())
     assert sorted(Path("/dev/shm").glob(f"kimi_{running.http}_*")) == regions != []
 
@@ -199,10 +200,11 @@ def test_a_callers_trace_goes_on_through_the_endpoint_and_triton_server(running,
 
 def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):
     """The last test of this server: every model is still called ready, and without its draft it goes on serving."""
-    os.kill(stub_pids(prefix_of(running))["eagle3_draft"], signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while (done := running.health()).returncode == 0:
+    deadline = time.monotonic() + READY_WITHIN_S
+    kill_draft(running)
+    while (done := running.health()).returncode == 0:  # the watchdog was faster; it takes longer each time
         assert time.monotonic() < deadline
+        kill_draft(running)
     assert done.returncode == 1
     # Or the watchdog was faster, and loads it again.
     assert re.search("eagle3_draft|health/ready", done.stderr), done.stderr
@@ -221,6 +223,11 @@ def test_a_killed_draft_is_noticed_and_sigterm_leaves_nothing_behind(running):
     _assert_stops_cleanly(running)
 
 
+def kill_draft(server):
+    with contextlib.suppress(KeyError, ProcessLookupError):  # it is not back yet
+        os.kill(stub_pids(prefix_of(server))["eagle3_draft"], signal.SIGKILL)
+
+
 def _assert_stops_cleanly(server):
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(ENDS_WITHIN_S) == 0, server.log.read_text()[-3000:]
@@ -236,7 +243,7 @@ def test_without_tritonserver_the_same_script_runs_the_embedded_one(checkpoint, 
 
 def test_an_admin_secret_that_would_change_the_rule_is_refused(checkpoint, tmp_path):
     with started(tmp_path, variables(checkpoint) | {"KIMI_ADMIN_SECRET": "a:b"}) as server:
-        assert server.process.wait(60) == 2
+        assert server.process.wait(120) == 2
         assert "KIMI_ADMIN_SECRET: letters, digits" in server.log.read_text()
 
 
@@ -245,7 +252,7 @@ def test_an_admin_secret_that_would_change_the_rule_is_refused(checkpoint, tmp_p
 )
 def test_a_missing_checkpoint_is_one_clear_message(checkpoint_variable, named):
     environment = {"PATH": os.environ["PATH"], "KIMI_CHECKPOINT": checkpoint_variable}
-    done = subprocess.run([START], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([START], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert named in done.stderr
 
@@ -257,8 +264,8 @@ def test_a_removed_setting_is_named(checkpoint, tmp_path):
     stand_in.chmod(0o755)
     environment = {**variables(checkpoint), "PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"}
     environment |= {f"KIMI_{name}_PORT": str(free_port()) for name in ("HTTP", "GRPC", "METRICS")}
-    done = subprocess.run([START], env={**environment, "KIMI_MPS": "off"}, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([START], env={**environment, "KIMI_MPS": "off"}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "start.sh: setting KIMI_MPS was removed: leave it out" in done.stderr
-    done = subprocess.run([START], env={**environment, "KIMI_MPS": ""}, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([START], env={**environment, "KIMI_MPS": ""}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 9

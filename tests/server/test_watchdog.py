@@ -24,8 +24,9 @@ from support.server_process import KV_TOKENS, MAX_MODEL_LEN, READY_WITHIN_S
 from support.start_script import started
 
 LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
-STREAMS_END_WITHIN_S = 3.0
-LEAVES_WITHIN_S = 5.0
+STREAMS_END_WITHIN_S = 15.0
+"""They take a second on a machine that does nothing else."""
+LEAVES_WITHIN_S = 30.0
 BACK_WITHIN_S = 60.0
 SECRET = "of-this-test"
 
@@ -112,7 +113,7 @@ def test_killed_runners_come_back_by_themselves(serve):
     """The draft costs no stream; the target ends its streams with an error. Then the endpoint's turn. A model that was
     unloaded is not taken for dead."""
     control(serve, "eagle3_draft", "unload")
-    wait_until(lambda: not [s for s in find_stubs(serve.prefix) if s.model == "eagle3_draft"], 10)
+    wait_until(lambda: not [s for s in find_stubs(serve.prefix) if s.model == "eagle3_draft"], LEAVES_WITHIN_S)
     time.sleep(2.5)
     assert "watchdog" not in serve.log.read_text(), "it was loaded again"
     control(serve, "eagle3_draft", "load")
@@ -136,8 +137,8 @@ def test_killed_runners_come_back_by_themselves(serve):
         if entry.name.isdigit() and f"--port={serve.ports['openai']}".encode() in _command(entry)
     )
     os.kill(endpoint, signal.SIGKILL)
-    wait_until(lambda: "the OpenAI endpoint ended by itself with code -9" in serve.log.read_text(), 5)
-    wait_until(lambda: serve.endpoint_status() == 200, 20)
+    wait_until(lambda: "the OpenAI endpoint ended by itself with code -9" in serve.log.read_text(), LEAVES_WITHIN_S)
+    wait_until(lambda: serve.endpoint_status() == 200, BACK_WITHIN_S)
     assert serve.process.poll() is None
 
 
@@ -163,7 +164,7 @@ def test_without_the_orchestrator_all_streams_end_and_so_does_the_server(serve):
     assert b'"error"' in reply.read()
     assert time.monotonic() - start < STREAMS_END_WITHIN_S
     connection.close()
-    assert serve.process.wait(10) == 1
+    assert serve.process.wait(LEAVES_WITHIN_S) == 1
     said = serve.log.read_text()
     assert "spec_ensemble: its process" in said and "the server is ended" in said
     serve.assert_nothing_is_left()
@@ -187,7 +188,7 @@ def test_the_start_script_has_a_watchdog_too(checkpoint, tmp_path):
             with pytest.raises(ServerUnreachable):
                 stream.result()
         assert time.monotonic() - start < STREAMS_END_WITHIN_S
-        assert server.process.wait(10) == 137
+        assert server.process.wait(LEAVES_WITHIN_S) == 137
         assert "watchdog: spec_ensemble: its process" in server.log.read_text()
         one.assert_nothing_is_left()
         one.client.close()

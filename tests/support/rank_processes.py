@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kimi_backend.processes import is_alive
 
-GONE_WITHIN_S = 10
+GONE_WITHIN_S = 30
 
 
 def rank_pids(stub: int) -> list[int]:

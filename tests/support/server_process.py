@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 512
 KV_TOKENS = 64 * 128
 READY_WITHIN_S = 180
 METRICS_LAG_S = 0.4
-GAUGE_WITHIN_S = 5
+GAUGE_WITHIN_S = 30
 FREE_WITHIN_S = 20.0
 """Of a machine that does much else; `cut_short` shows that nothing has run to its own end meanwhile."""
 

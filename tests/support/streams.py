@@ -10,7 +10,7 @@ from kimi_backend.hosting.admin_access import admin_headers
 from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_client import Completion, KimiClient, KimiClientError
 
-RELOAD_WITHIN_S = 30
+RELOAD_WITHIN_S = 90
 POLL_S = 0.1
 
 
