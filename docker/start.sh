@@ -111,7 +111,8 @@ trap drain TERM INT
 rm -f "/dev/shm/$region_prefix"*
 "${command[@]}" &
 server=$!
-KIMI_ADMIN_SECRET=$secret python3 -m kimi_backend.hosting.watchdog "$server" $$ "$region_prefix" "127.0.0.1:$http_port" &
+KIMI_ADMIN_SECRET=$secret python3 -m kimi_backend.hosting.watchdog "$server" $$ "$region_prefix" "127.0.0.1:$http_port" \
+  "127.0.0.1:$grpc_port" &
 watchdog=$!
 code=0
 while true; do

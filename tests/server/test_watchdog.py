@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,20 @@ class Serve:
         for stream in streams:
             next(iter(stream))
         return streams
+
+    def http_streams(self, count):
+        """Run so many over HTTP and say how each ended."""
+        with ThreadPoolExecutor(count) as threads:
+            ends = [threads.submit(self._http_stream, f"tell {i}") for i in range(count)]
+        return [end.result() for end in ends]
+
+    def _http_stream(self, text):
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["http"], timeout=60)
+        with contextlib.closing(connection):
+            body = json.dumps({"text_input": text, "stream": True, **LONG})
+            connection.request("POST", "/v2/models/spec_ensemble/generate_stream", body)
+            events = [line for line in connection.getresponse() if line.startswith(b"data: ")]
+        return json.loads(events[-1].removeprefix(b"data: "))["finish_reason"]
 
     def endpoint_status(self):
         connection = http.client.HTTPConnection("127.0.0.1", self.ports["openai"], timeout=5)
@@ -122,8 +137,11 @@ def test_killed_runners_come_back_by_themselves(serve):
     control(serve, "eagle3_draft", "load")
     wait_until(lambda: is_drafting(serve.client), BACK_WITHIN_S)
     streams = serve.streams(4)
-    serve.kill("eagle3_draft")
-    assert [stream.result().num_output_tokens for stream in streams] == [LONG["max_tokens"]] * 4
+    with ThreadPoolExecutor(1) as thread:
+        over_http = thread.submit(serve.http_streams, 8)
+        serve.kill("eagle3_draft")
+        assert [stream.result().num_output_tokens for stream in streams] == [LONG["max_tokens"]] * 4
+        assert over_http.result() == ["length"] * 8
     wait_until(lambda: is_drafting(serve.client), BACK_WITHIN_S)
     streams = serve.streams(4)
     serve.kill("kimi_target")

@@ -38,6 +38,11 @@ def admin_headers(secret: str) -> dict[str, str]:
     return {ADMIN_HEADER: secret}
 
 
+def admin_metadata(secret: str) -> tuple[tuple[str, str], ...]:
+    """Likewise to a gRPC call."""
+    return ((f"triton-grpc-protocol-{ADMIN_HEADER}", secret),)
+
+
 def restricting_options(secret: str, host: str) -> list[str]:
     """Triton Server's options that restrict the admin APIs on both protocols.
 

@@ -142,7 +142,9 @@ class EmbeddedServer:
 
     def start_watchdog(self) -> "subprocess.Popen[bytes]":
         """A process that looks after this one (`hosting.watchdog`) and ends when the server has."""
-        command = watch_command(self.process.pid, self.shm_prefix, f"{LOCAL_HOST}:{self.ports.http}")
+        grpc_host = LOCAL_HOST if self._host == EVERY_HOST else self._host
+        addresses = f"{LOCAL_HOST}:{self.ports.http}", f"{grpc_host}:{self.ports.grpc}"
+        command = watch_command(self.process.pid, self.shm_prefix, *addresses)
         environment = {**os.environ, SECRET_VARIABLE: self.admin_secret}
         return subprocess.Popen(command, env=environment, start_new_session=True)
 

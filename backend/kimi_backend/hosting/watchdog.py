@@ -1,6 +1,6 @@
 """Looks after a server from outside, where Triton Server 24.10 would leave it broken without a word.
 
-    KIMI_ADMIN_SECRET=… python -m kimi_backend.hosting.watchdog SERVER_PID PARENT_PID SHM_PREFIX HOST:HTTP_PORT
+    KIMI_ADMIN_SECRET=… python -m kimi_backend.hosting.watchdog SERVER_PID PARENT_PID SHM_PREFIX HTTP_ADDR GRPC_ADDR
 
 A model's process that dies stays "ready" there. A runner is loaded again; without `spec_ensemble`'s process, whose
 streams 24.10 never ends, the server is ended. A process that is stopped for too long is killed, and counts as dead.
@@ -148,14 +148,14 @@ class Watchdog:
             os.kill(pid, number)
 
 
-def watch_command(server_pid: int, shm_prefix: str, address: str) -> list[str]:
+def watch_command(server_pid: int, shm_prefix: str, address: str, grpc_address: str) -> list[str]:
     """The command line of a watchdog for a server that this process has started."""
-    return [sys.executable, "-m", __name__, str(server_pid), str(os.getpid()), shm_prefix, address]
+    return [sys.executable, "-m", __name__, str(server_pid), str(os.getpid()), shm_prefix, address, grpc_address]
 
 
 def main(arguments: list[str]) -> None:
     """Return when the server is gone."""
-    server_pid, parent_pid, prefix, address = arguments
+    server_pid, parent_pid, prefix, address, grpc_address = arguments
     # Ctrl-C and a stopped service end the server; the watchdog goes on until that is so.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> None:
         sys.stderr.write(f"watchdog: {line}\n")
         sys.stderr.flush()
 
-    api = ServerApi(address, os.environ.get(SECRET_VARIABLE, ""))
+    api = ServerApi(address, os.environ.get(SECRET_VARIABLE, ""), grpc_address)
     Watchdog(int(server_pid), int(parent_pid), prefix, api, say).run()
 
 

@@ -1,0 +1,88 @@
+"""A model is loaded again over gRPC, where loading holds up nobody's stream, and over HTTP where gRPC cannot be had."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+
+from kimi_backend.hosting.server_api import ServerApi
+
+SECRET = "of-this-test"
+
+
+class Http(BaseHTTPRequestHandler):
+    calls: "list[str]"
+
+    def do_POST(self) -> None:
+        assert self.headers["kimi-admin"] == SECRET
+        self.calls.append(self.path.rsplit("/", 1)[1])
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(400)  # not ready
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http() -> Iterator[ThreadingHTTPServer]:
+    Http.calls = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Http) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+class Loads(grpc.GenericRpcHandler):
+    """A gRPC server's side of the one call."""
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = refusal
+        self.loaded: list[str] = []
+
+    def service(self, details: Any) -> Any:
+        assert details.method == "/inference.GRPCInferenceService/RepositoryModelLoad"
+        assert ("triton-grpc-protocol-kimi-admin", SECRET) in details.invocation_metadata
+        return grpc.unary_unary_rpc_method_handler(self._load)
+
+    def _load(self, request: bytes, context: Any) -> bytes:
+        self.loaded.append(service_pb2.RepositoryModelLoadRequest.FromString(request).model_name)
+        if self.refusal:
+            context.abort(grpc.StatusCode.INTERNAL, self.refusal)
+        return b""
+
+
+def reload(http: ThreadingHTTPServer, handler: Loads | None) -> None:
+    server = grpc.server(ThreadPoolExecutor(1), handlers=() if handler is None else (handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    if handler is None:
+        server.stop(None).wait()  # nobody listens there any more
+    else:
+        server.start()
+    ServerApi(f"127.0.0.1:{http.server_address[1]}", SECRET, f"127.0.0.1:{port}").reload("eagle3_draft")
+    server.stop(None).wait()
+
+
+def test_it_is_unloaded_over_http_and_loaded_over_grpc(http: ThreadingHTTPServer) -> None:
+    handler = Loads()
+    reload(http, handler)
+    assert (Http.calls, handler.loaded) == (["unload"], ["eagle3_draft"])
+
+
+def test_over_http_where_grpc_does_not_answer(http: ThreadingHTTPServer) -> None:
+    reload(http, None)
+    assert Http.calls == ["unload", "load"]
+
+
+def test_what_the_server_says_against_it_is_an_error(http: ThreadingHTTPServer) -> None:
+    with pytest.raises(OSError, match="no such file"):
+        reload(http, Loads("no such file"))
+    assert Http.calls == ["unload"]
