@@ -10,6 +10,8 @@ from kimi_openai.request_parsing import shown
 EFFORT_TOKENS: dict[str | None, int] = {"low": 1024, "medium": 8192}
 """reasoning_effort -> most tokens of thoughts; others have no limit."""
 CALL_END = "<|tool_call_end|>"
+MOST_PROMPT_LOGPROBS = 2**19
+"""Log-probabilities of all prompts of a call, some 100 MB here: their tokens and the most likely ones beside each."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats have none."""
 
@@ -49,6 +51,8 @@ def chat_fields(request: ChatRequest) -> ServerRequest:
     fields = _common_fields(request)
     names = {"prompt": "messages", "logprobs": "top_logprobs"}
     fields["messages"] = request.messages
+    if request.prompt_logprobs is not None and (request.n or 1) > 1:
+        raise bad_field("n", f"{request.n} given, with prompt_logprobs only 1 is supported")
     if request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise bad_field("max_completion_tokens", f"{request.max_completion_tokens} given, and another max_tokens")
@@ -122,7 +126,7 @@ def completion_fields(request: CompletionRequest) -> list[ServerRequest]:
     fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     if request.logprobs is not None:
         fields["logprobs"] = request.logprobs
-    names = {}
+    names: dict[str, str] = {}
     if request.echo:
         fields["echo"] = True
         if request.logprobs is not None and request.logprobs > fields.get("prompt_logprobs", -1):
@@ -131,13 +135,27 @@ def completion_fields(request: CompletionRequest) -> list[ServerRequest]:
     prompts = _prompts(request.prompt)
     if len(prompts) == 1:
         field, value = _prompt("prompt", prompts[0])
-        return [ServerRequest({**fields, field: value}, {**names, field: "prompt"})]
-    asked = []
-    for index, prompt in enumerate(prompts):
-        name = f"prompt[{index}]"
-        field, value = _prompt(name, prompt)
-        asked.append(ServerRequest({**fields, field: value}, {**names, field: name, "prompt": name}, name))
+        asked = [ServerRequest({**fields, field: value}, {**names, field: "prompt"})]
+    else:
+        asked = []
+        for index, prompt in enumerate(prompts):
+            name = f"prompt[{index}]"
+            field, value = _prompt(name, prompt)
+            asked.append(ServerRequest({**fields, field: value}, {**names, field: name, "prompt": name}, name))
+    if (num_top := fields.get("prompt_logprobs")) is not None:
+        _check_scores(names.get("prompt_logprobs", "prompt_logprobs"), num_top, prompts, request.n or 1)
     return asked
+
+
+def _check_scores(field: str, num_top: int, prompts: list[Any], n: int) -> None:
+    """Pass silently unless the scores of several prompts together would take too much memory; the server limits those
+    of one. A text's bytes stand for its tokens, which are no more."""
+    texts = (len(prompt.encode("utf-8", "surrogatepass")) for prompt in prompts if isinstance(prompt, str))
+    num_tokens = n * (sum(texts) + sum(len(prompt) for prompt in prompts if isinstance(prompt, list)))
+    if n * len(prompts) > 1 and num_tokens * (1 + num_top) > MOST_PROMPT_LOGPROBS:
+        given = f"{num_top} given for {num_tokens} tokens, or bytes, of all choices' prompts"
+        allowed = f"at most {MOST_PROMPT_LOGPROBS // max(1 + num_top, 1)} of them are allowed with it"
+        raise bad_field(field, f"{given}, {allowed}; ask for fewer prompts at once")
 
 
 def _common_fields(request: GenerationRequest) -> dict[str, Any]:

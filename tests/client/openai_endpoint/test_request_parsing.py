@@ -34,6 +34,8 @@ def completions(**values):
 
 BAD_COMPLETIONS = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": 20, "prompt": ["ü" * 1249] * 5, "n": 2}, "prompt_logprobs"),
+    ({"echo": True, "logprobs": 1, "prompt": [[1] * 2049] * 128}, "logprobs"),
     ({"prompt": 3}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
@@ -82,6 +84,7 @@ BAD_COMPLETIONS = [
     ({"x" * 500: 1}, "x" * 77 + "..."),
 ]
 BAD_CHATS = [
+    ({"prompt_logprobs": 1, "n": 2}, "n"),
     ({"messages": "hi"}, "messages"),
     ({"messages": None}, "messages"),
     ({"prompt": "a"}, "prompt"),
@@ -130,6 +133,7 @@ def test_a_bad_chat_is_told_which_field(values, param):
         ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5),
         ({"echo": True, "logprobs": 2, "prompt_logprobs": 1}, 2),
         ({"prompt_logprobs": 3}, 3),
+        ({"prompt": "ü" * 2**20, "echo": True, "logprobs": 1}, 1),  # the server knows its tokens
         ({"echo": True}, None),
         ({"logprobs": 2}, None),
     ],
