@@ -18,7 +18,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 TRACES_PATH = "/v1/traces"
-SAMPLED_ROUNDS = 32
+SAMPLED_ROUNDS = 16
 """The most rounds of a request that get spans of their own, evenly spread over its reply."""
 _NS = 1e9
 _propagator = TraceContextTextMapPropagator()
