@@ -12,6 +12,7 @@ from kimi_backend.errors import KimiError
 from kimi_backend.spec_decode.acceptance_watch import AcceptanceWatch
 from kimi_backend.text.sample_prompts import SAMPLE_PROMPTS
 from kimi_backend.text.tokenizer import Tokenizer
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, SpeculationStats, TokenDelta
 
 logger = logging.getLogger("kimi_backend.serving")
@@ -51,6 +52,7 @@ def score_draft(engine: TakesRequests, tokenizer: Tokenizer, within_s: float = W
             request_id=f"start-probe-{index}",
             prompt_token_ids=tuple(tokenizer.encode(prompt)),
             sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_TOKENS, ignore_eos=True),
+            proposer=Proposer.EAGLE3,
             priority=LEAST_PRIORITY,
             timeout_s=within_s,
             cache_salt="start probe",

@@ -5,8 +5,11 @@ import logging
 import pytest
 
 from kimi_backend.engine.engine import Engine
+from kimi_backend.engine.request_output import DeltaSink
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.start_probe import NUM_PROMPTS, NUM_TOKENS, warn_of_wrong_draft
+from kimi_backend.types.proposer import Proposer
+from kimi_backend.types.request import GenerateRequest
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
 
@@ -23,14 +26,23 @@ class Letters:
 
 @pytest.mark.parametrize(("quality", "warns"), [(1.0, False), (0.0, True)], ids=["right", "wrong"])
 def test_a_draft_that_does_not_fit_is_said_with_the_command_that_mends_it(
-    quality: float, warns: bool, caplog: pytest.LogCaptureFixture
+    quality: float, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = ScriptedDraft(describe("draft", SCRIPT), SCRIPT, quality)
-    engine = Engine(ScriptedTarget(describe("target", SCRIPT), SCRIPT), draft, settings=SchedulerSettings())
+    settings = SchedulerSettings(proposer=Proposer.LOOKUP_EAGLE3)
+    engine = Engine(ScriptedTarget(describe("target", SCRIPT), SCRIPT), draft, settings=settings)
+    asked: list[GenerateRequest] = []
+
+    def submit(request: GenerateRequest, sink: DeltaSink) -> object:
+        asked.append(request)
+        return Engine.submit(engine, request, sink)
+
+    monkeypatch.setattr(engine, "submit", submit)
     engine.start()
     with caplog.at_level(logging.INFO, "kimi_backend.serving"):
         warn_of_wrong_draft(engine, Letters(), COMMAND)  # type: ignore[arg-type]
     totals = engine.statistics().totals
+    assert {request.proposer for request in asked} == {Proposer.EAGLE3}, "a text's repetitions say nothing of the draft"
     engine.stop()
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == warns
