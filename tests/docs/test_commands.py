@@ -29,6 +29,10 @@ PLACES = (
     (r"kimi openai --url localhost:8001 --port 9000", ON_A_SERVER),
     (r"kimi serve --checkpoint PATH .*", ON_A_SERVER),
     (r"kimi serve --checkpoint demo/kimi-nano .*", ON_A_SERVER),
+    (
+        r"kimi serve --checkpoint /models/\S+ .* --proposer .*",
+        "not here: real weights; the setting: tests/backend/config",
+    ),
     (r"kimi bench --(prompts|sweep-k|trace) .*", "tests/server/test_commands.py"),
     (r"kimi eval problems\.jsonl .*", "tests/server/test_eval.py"),
     (r"kimi make-checkpoint OUT --preset kimi-k2\.5 .* --no-weights", HERE),
