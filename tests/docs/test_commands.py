@@ -30,7 +30,7 @@ PLACES = (
     (r"kimi serve --checkpoint PATH .*", ON_A_SERVER),
     (r"kimi serve --checkpoint demo/kimi-nano .*", ON_A_SERVER),
     (
-        r"kimi serve --checkpoint /models/\S+ .* --proposer .*",
+        r"kimi serve --checkpoint /models/\S+ (.* )?--proposer .*",
         "not here: real weights; the setting: tests/backend/config",
     ),
     (r"kimi bench --(prompts|sweep-k|trace) .*", "tests/server/test_commands.py"),
