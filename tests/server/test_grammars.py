@@ -117,7 +117,14 @@ def test_what_cannot_be_is_refused(direct, fields, message):
 
 def test_a_strict_tool_is_taken(client):
     strict = [{"type": "function", "function": {"name": "find", "parameters": SCHEMA, "strict": True}}]
-    ask = {"model": "kimi", "messages": MESSAGES, "tools": strict, "tool_choice": "required", "max_tokens": 300}
+    ask = {
+        "model": "kimi",
+        "messages": MESSAGES,
+        "tools": strict,
+        "tool_choice": "required",
+        "max_tokens": 300,
+        "seed": 4,
+    }
     reply = client.chat.completions.create(**ask, parallel_tool_calls=False, extra_body={"thinking_token_budget": 3})
     check(json.loads(reply.choices[0].message.tool_calls[0].function.arguments))
 

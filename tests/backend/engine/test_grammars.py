@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kimi_backend.grammar.window import SequenceGrammar, Window
@@ -16,7 +17,7 @@ from kimi_backend.types.request import FinishReason, GenerateRequest
 from support.engine_runs import EngineHarness, Outcome
 from support.grammar_requests import EOS, OBJECT, TOKENIZER, VOCAB, compile_grammar, grammar_requests
 from support.plain_decoding import decode_plainly
-from support.scripted_logits import LogitScript
+from support.scripted_logits import LogitScript, prefix_hash
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
 
 MAX_LEN = 128
@@ -86,6 +87,45 @@ def test_most_end_by_themselves_and_fit(expected: list[list[int]]) -> None:
             assert {"a", "st"} <= value.keys() <= OBJECT["properties"].keys()  # type: ignore[attr-defined]
             assert len(value["a"]) <= 4
     assert num_ended > 0.9 * sum(r.sampling.grammar is not None for r in REQUESTS)
+
+
+def scores(outcome: Outcome) -> list[tuple[float, list[int], list[float]]]:
+    """Of each token its log-probability, and the two likeliest tokens with theirs."""
+    found = []
+    for step in outcome.steps:
+        if step.token_ids:
+            rows = step.logprobs
+            assert rows is not None
+            for row in range(len(step.token_ids)):
+                best = rows.top_ids[row].tolist(), rows.top_logprobs[row].tolist()
+                found.append((float(rows.logprobs[row]), *best))
+    return found
+
+
+def test_log_probabilities_and_penalties_under_masks_are_those_without_speculation() -> None:
+    """They are of the model's own distribution, whatever the masks, penalties and temperature leave of it."""
+    changes = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.5, "logprobs": 2}
+    asked = [
+        replace(request, sampling=replace(request.sampling, **changes))  # type: ignore[arg-type]
+        for request in REQUESTS[:15]
+        if request.sampling.grammar is not None
+    ]
+    alone, *others = (run(asked, k=k) for k in (0, 3, 7))
+    for found in others:
+        assert tokens(found) == tokens(alone)
+        assert [scores(outcome) for outcome in found] == [scores(outcome) for outcome in alone]
+    is_likeliest = []
+    for outcome in alone:
+        prefix = list(outcome.request.prompt_token_ids)
+        for token_id, (own, best_ids, best) in zip(outcome.token_ids, scores(outcome), strict=True):
+            logits = SCRIPT.logits(np.array([prefix_hash(prefix)], np.uint64))[0].astype(np.float64)
+            raw = logits - np.log(np.exp(logits).sum())
+            assert own == pytest.approx(raw[token_id], abs=1e-5)
+            assert best == pytest.approx(np.sort(raw)[::-1][:2].tolist(), abs=1e-5)
+            is_likeliest.append(token_id == best_ids[0])
+            prefix.append(token_id)
+    assert 0 < sum(is_likeliest) < len(is_likeliest) / 2, "masks and penalties decide most draws"
+    assert tokens(run([r for r in REQUESTS[:15] if r.sampling.grammar is not None], k=0)) != tokens(alone)
 
 
 def test_what_is_forced_is_not_left_to_the_draft() -> None:
