@@ -22,8 +22,12 @@ class Matcher(Protocol):
         """Go back by the last tokens that were accepted."""
         ...
 
-    def forced(self) -> list[int]:
-        """Tokens of the text that must come next, as far as there is only one: guesses, as others may spell it."""
+    def forced(self, words: Int32Array) -> int | None:
+        """The longest token of the text that must come next, where there is only one: a guess, as others may spell it.
+
+        Args:
+            words: what `fill` has written here.
+        """
         ...
 
 

@@ -83,7 +83,6 @@ class SequenceGrammar:
         start_s = time.thread_time()
         guesses: list[int] = []
         masks: list[Int32Array | None] = []
-        forced: list[int] = []
         num_forced, num_followed, was_begun = 0, 0, self.is_begun
         while True:
             mask = self._mask()
@@ -92,10 +91,8 @@ class SequenceGrammar:
                 break
             is_own = guesses == list(proposals[: len(guesses)])
             proposal = proposals[len(guesses)] if is_own and len(guesses) < len(proposals) else None
-            if self.is_begun and not forced:
-                assert mask is not None
-                forced = self._forced(mask)
-            guess = forced.pop(0) if forced else proposal
+            forced = self.matcher.forced(mask) if self.is_begun and mask is not None else None
+            guess = proposal if forced is None else forced
             if guess is None or guess in self.stop_token_ids or not _allows(mask, guess):
                 break
             is_in_grammar = self.is_begun
@@ -121,15 +118,6 @@ class SequenceGrammar:
         words = np.zeros(self.num_words, np.int32)
         self.matcher.fill(words)
         return words
-
-    def _forced(self, mask: Int32Array) -> list[int]:
-        """Return what must come next: the one token that may, or the one text."""
-        words = np.flatnonzero(mask)
-        if len(words) == 1:
-            word = int(mask[words[0]]) & 0xFFFFFFFF
-            if word & (word - 1) == 0:
-                return [32 * int(words[0]) + word.bit_length() - 1]
-        return self.matcher.forced()
 
 
 def _allows(mask: Int32Array | None, token_id: int) -> bool:

@@ -12,6 +12,9 @@ _NOT_AFTER = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80
 The library lets them come where a pattern allows any character."""
 
 
+MOST_SPELLINGS = 16
+"""Tokens that one text may begin with; more are of several texts."""
+
 NO_TEXT = b"\xff"
 """Begins what stands for a control token that a grammar may name: the library takes one without bytes for a special
 token, which it never accepts, and no text of a grammar has this byte."""
@@ -30,6 +33,7 @@ class XgrammarVocabulary:
         """
         self.info: Any = TokenizerInfo(token_bytes[:vocab_size], RAW_VOCABULARY, vocab_size, stop_token_ids, False)
         self.num_words = -(-vocab_size // 32)
+        self.token_bytes = token_bytes
         self.last_byte = [text[-1] if text else 0 for text in token_bytes[:vocab_size]]
         self.text_mask = _packed(
             np.array([bool(text) and not text.startswith(NO_TEXT) for text in token_bytes[:vocab_size]]), self.num_words
@@ -87,9 +91,22 @@ class XgrammarMatcher:
             self._matcher.rollback(num_tokens)
             del self._last_bytes[-num_tokens:]
 
-    def forced(self) -> list[int]:
-        """See `Matcher.forced`."""
-        return list(self._matcher.find_jump_forward_tokens())
+    def forced(self, words: Int32Array) -> int | None:
+        """See `Matcher.forced`. By the mask: the library follows a text to its end, and some have none."""
+        places = np.flatnonzero(words)
+        if len(places) > MOST_SPELLINGS:
+            return None
+        bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(len(places), 32)
+        allowed: list[int] = [32 * int(places[row]) + column for row, column in np.argwhere(bits).tolist()]
+        if len(allowed) == 1:
+            return allowed[0]
+        texts = self._vocabulary.token_bytes
+        longest = max(allowed, key=lambda token_id: len(texts[token_id]), default=None)
+        if longest is None or not all(
+            texts[token_id] and texts[longest].startswith(texts[token_id]) for token_id in allowed
+        ):
+            return None
+        return longest
 
 
 def _packed(allowed: Any, num_words: int) -> Int32Array:

@@ -36,8 +36,8 @@ class OnlyToken:
     def rollback(self, num_tokens: int) -> None:
         pass
 
-    def forced(self) -> list[int]:
-        return []
+    def forced(self, words: Int32Array) -> int | None:
+        return None
 
 
 class SlowSource:

@@ -50,8 +50,8 @@ class FollowingMatcher:
     def rollback(self, num_tokens: int) -> None:
         del self.tokens[len(self.tokens) - num_tokens :]
 
-    def forced(self) -> list[int]:
-        return []
+    def forced(self, words: Int32Array) -> int | None:
+        return None
 
 
 def draw_pairs(rule: Fits, num_draws: int) -> npt.NDArray[np.int64]:

@@ -14,6 +14,7 @@ import pytest
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.grammar.compiler import MIB, CompileLimits, GrammarCompiler
 from kimi_backend.grammar.matcher import CompiledGrammar, Matcher
+from kimi_backend.grammar.window import SequenceGrammar
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
 from kimi_backend.types.grammar import CallTokens, Choice, Ebnf, Form, Grammar, JsonSchema, Regex, Tool, ToolCalls
 from support.tiny_tokenizers import byte_level_hf_tokenizer, tempting_tokenizer
@@ -50,6 +51,11 @@ class Compiled:
         words = np.zeros(-(-self.tokenizer.vocab_size // 32), np.int32)
         matcher.fill(words)
         return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+    def forced(self, matcher: Matcher) -> int | None:
+        words = np.zeros(-(-self.tokenizer.vocab_size // 32), np.int32)
+        matcher.fill(words)
+        return matcher.forced(words)
 
     def takes(self, form: Form, text: str) -> bool:
         """Whether the text follows the grammar to its end, each token of it allowed by its mask."""
@@ -144,7 +150,22 @@ def test_calls_are_kimis_envelope_with_numbers_that_count_on(nano: Compiled) -> 
 def test_what_is_forced_is_said(nano: Compiled) -> None:
     matcher = nano.grammar(JsonSchema(WEATHER.schema)).matcher()
     assert matcher.accept(nano.ids("{")[0])
-    assert nano.tokenizer.decode(matcher.forced()).startswith('"city"')
+    said = []
+    while (token_id := nano.forced(matcher)) is not None:
+        said.append(token_id)
+        assert matcher.accept(token_id)
+    assert nano.tokenizer.decode(said) == '"city":'
+
+
+def test_what_is_forced_without_an_end_is_said_token_by_token(nano: Compiled) -> None:
+    """A library that follows it to its end takes all memory."""
+    endless = JsonSchema('{"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}')
+    doubled = Ebnf("\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)), 'r40 ::= "ab"']))
+    for form, text in ((endless, '{"n": {"n": {"n": '), (doubled, "ababababab")):
+        grammar = SequenceGrammar.of(Grammar(form, "f"), nano.grammar(form), frozenset(nano.tokenizer.eos_token_ids))
+        window = grammar.look_ahead([], 7)
+        assert len(window.guesses) == window.num_forced == 7
+        assert nano.tokenizer.decode(window.guesses)[:8] == text[:8]
 
 
 def test_no_token_makes_a_text_that_is_not_unicode(nano: Compiled) -> None:
