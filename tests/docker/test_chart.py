@@ -15,7 +15,7 @@ KUBERNETES = "1.31"
 EVERYTHING = {
     "models": {"claim": "weights"},
     "serviceMonitor": {"enabled": True},
-    "openai": {"keys": "keys"},
+    "openai": {"keys": "keys", "otlpEndpoint": "http://collector:4318"},
     "adminSecret": "admin",
     "tritonArgs": ["--log-verbose=1"],
     "settings": {"KIMI_MAX_MODEL_LEN": "131072"},

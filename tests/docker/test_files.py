@@ -14,7 +14,13 @@ import typer.main
 import yaml
 
 from kimi_backend.cli.main import app
-from kimi_backend.cli.openai_endpoint import API_KEY_VARIABLE, NAMES_VARIABLE
+from kimi_backend.cli.openai_endpoint import (
+    ACCESS_LOG_VARIABLE,
+    API_KEY_VARIABLE,
+    LOG_FORMAT_VARIABLE,
+    NAMES_VARIABLE,
+    OTLP_VARIABLE,
+)
 from kimi_backend.config.removed_settings import REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.hosting.drain import LAST_RESPONSES_S
@@ -191,6 +197,9 @@ def test_the_openai_endpoint_finds_the_server_and_needs_no_more_than_its_extra(c
     assert set(service["environment"]) == {
         API_KEY_VARIABLE,
         NAMES_VARIABLE,
+        ACCESS_LOG_VARIABLE,
+        LOG_FORMAT_VARIABLE,
+        OTLP_VARIABLE,
         "KIMI_DRAIN_TIMEOUT_S",
     }
     assert dockerfile.rindex("\nFROM ") > dockerfile.index(stage), "the server's image stays the last, the default"

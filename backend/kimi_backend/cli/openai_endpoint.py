@@ -21,6 +21,9 @@ API_KEY_VARIABLE = "KIMI_API_KEY"
 """Not an option: a command line is no place for a secret."""
 NAMES_VARIABLE = "KIMI_OPENAI_NAMES"
 """Names of the endpoint, separated by commas (`kimi_openai.own_names`)."""
+ACCESS_LOG_VARIABLE, LOG_FORMAT_VARIABLE = "KIMI_OPENAI_ACCESS_LOG", "KIMI_OPENAI_LOG_FORMAT"
+OTLP_VARIABLE = "KIMI_OPENAI_OTLP_ENDPOINT"
+"""Options that a container is given as variables."""
 _STOP_SLACK_S = 25
 """The endpoint waits so much longer for its streams than the server drains."""
 
@@ -51,8 +54,10 @@ def openai_command(
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of /metrics, on the same host; none by default.")
     ] = None,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log each request, with its id.")] = False,
-    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    access_log: Annotated[
+        bool, typer.Option("--access-log", envvar=ACCESS_LOG_VARIABLE, help="Log each request, with its id.")
+    ] = False,
+    log_format: Annotated[str, typer.Option(envvar=LOG_FORMAT_VARIABLE, help="text or json.")] = "text",
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(help="Origin of pages elsewhere that may ask, https://app.example; may be given again."),
@@ -62,7 +67,10 @@ def openai_command(
     ] = UnknownFields.REFUSE,
     otlp_endpoint: Annotated[
         str,
-        typer.Option(help="OpenTelemetry collector over HTTP, such as http://localhost:4318; none by default."),
+        typer.Option(
+            envvar=OTLP_VARIABLE,
+            help="OpenTelemetry collector over HTTP, such as http://localhost:4318; none by default.",
+        ),
     ] = "",
 ) -> None:
     """An OpenAI-compatible HTTP endpoint in front of a running server.

@@ -178,3 +178,16 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = seen["settings"]
     assert (settings.num_speculative_tokens, settings.max_num_seqs, settings.tensor_parallel_size) == (5, 9, 2)
     assert (settings.enforce_eager, settings.launch_ahead, settings.draft_fc_norm) == ("true", "false", "")
+
+
+def test_a_container_sets_the_endpoints_options_by_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    monkeypatch.setattr("kimi_openai.serve", lambda settings, **given: seen.update(given))
+    values = {"ACCESS_LOG": "true", "LOG_FORMAT": "json", "OTLP_ENDPOINT": "http://collector:4318"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"KIMI_OPENAI_{name}", value)
+    monkeypatch.setattr("sys.argv", ["kimi", "openai"])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 0
+    assert (seen["logs_access"], seen["logs_json"], seen["otlp_endpoint"]) == (True, True, "http://collector:4318")

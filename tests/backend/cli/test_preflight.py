@@ -17,8 +17,8 @@ from support.checkpoint_breaks import put, truncate
 from support.checkpoint_folders import copy_folder, edit_json, edit_weights, make_tiny
 
 LONGEST_S = 3.0
-"""On a machine that does nothing else; this many times as long where others use it too."""
-PATIENCE = 5
+"""On a machine that does nothing else; PATIENCE times as long where others use it too."""
+PATIENCE = 10
 
 
 @pytest.fixture(scope="module")
