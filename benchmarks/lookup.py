@@ -1,4 +1,4 @@
-"""Who should propose? kimi-nano through the real Triton Server: three loads, four proposers, two temperatures.
+"""Compares proposers: kimi-nano through the real Triton Server: three loads, four proposers, two temperatures.
 
     python benchmarks/lookup.py [--loads completion edit records] [--num-prompts 50] [--json OUT]
 
@@ -133,7 +133,7 @@ class Bench:
 
 
 def tokens_a_verify(completions: list[Completion]) -> float:
-    """Of all verifies, those without draft tokens too."""
+    """The mean over all verifies, those without draft tokens too."""
     verifies = sum(sum(c.statistics["num_draft_tokens_histogram"]) for c in completions)
     return sum(c.num_output_tokens - 1 for c in completions) / max(verifies, 1)
 

@@ -1,4 +1,4 @@
-"""What looking up costs the engine's thread: processor time a committed token, and memory.
+"""Measures what looking up costs the engine's thread: processor time a committed token, and memory.
 
     PYTHONPATH=backend:kernels python benchmarks/lookup_cost.py [--sequences 64 256] [--tokens 32768] [--json OUT]
 

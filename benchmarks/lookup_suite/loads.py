@@ -14,9 +14,9 @@ Encode = Callable[[str], list[int]]
 
 COMPLETION_TOKENS = 256
 EDIT_TOKENS = (96, 420)
-"""Of the function that an edit's prompt holds."""
+"""Least and most of the function that an edit's prompt holds."""
 SHOWN_LINES = 3
-"""Of the function's second copy: its continuation repeats the rest."""
+"""Lines of the function's second copy: its continuation repeats the rest."""
 NUM_RECORDS = 40
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{2,}")
 

@@ -1,4 +1,4 @@
-"""What a sequence's own text proposes, how often it was right, and the memory that all indexes together may take."""
+"""A sequence's own text as its proposer: how often that was right, and the memory that all indexes together take."""
 
 import threading
 
@@ -81,7 +81,7 @@ class SequenceLookup:
 
     @property
     def is_following(self) -> bool:
-        """Whether all that came since the last match was found is what the match foretold."""
+        """True while all that came since the last match was found is what the match foretold."""
         return self._index is not None and (self._index.has_match or self._elsewhere is not None)
 
     def extend(self, token_ids: list[int], text: Int32Array) -> None:

@@ -58,7 +58,7 @@ class LookupIndex:
 
     @property
     def has_match(self) -> bool:
-        """Whether a match was found and has gone on since."""
+        """True where a match was found and has gone on since."""
         return self._match is not None
 
     def extend(self, token_ids: list[int], text: Int32Array) -> int:
@@ -118,7 +118,7 @@ class LookupIndex:
         return self._longest(self._links[len(text) - 1], text, text)
 
     def _longest(self, place: int, source: Int32Array, text: Int32Array) -> Match | None:
-        """Of the places from one on, along the links: where `source` has most of what `text` ends in."""
+        """The place, of those from one on along the links, up to which `source` has most of what `text` ends in."""
         last, best, end = len(text) - 1, self._min_match - 1, NOWHERE
         tokens, wanted, links, num_left = source.data, text.data, self._links, MOST_CANDIDATES
         while place >= best and num_left and last >= best:
