@@ -76,8 +76,9 @@ def commit_step(
             sample_index += is_sampling
             continue
         if (scores := prompt_scores[index]) is not None and not _keep_scores(sequence, scores):
-            status[index] = STATUS_NOT_FINITE
-        if is_sampling:
+            sequence.finish = _failed(sequence, STATUS_NOT_FINITE)
+            outputs.append(StepOutput(sequence, time_s, finish=sequence.finish))
+        elif is_sampling:
             output = _append(sequence, num_rows, num_sampled[index] - 1, token_ids, status[index], time_s)
             if reply.logprobs is not None:
                 output.logprobs = _logprob_rows(sequence, reply, sample_index)

@@ -7,6 +7,10 @@ from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.spec_decode.lookup_pool import LookupPool
 from kimi_backend.types.request import TokenOrigin
 
+MOST_GROWN_TOKENS = 2**14
+"""Indexes grow one after the other, a step's share of about 1 ms: those of a prompt's many choices would all at once,
+and every other request would wait."""
+
 
 class HostGuesses:
     """Puts guesses into the batch table, where the host knows all tokens that count."""
@@ -44,11 +48,14 @@ class HostGuesses:
 
     def _looked_up(self, sequences: list[Sequence]) -> list[tuple[Sequence, Match, int]]:
         """Those whose next guesses are looked up, where, and how many."""
-        found, candidates = [], []
+        found, candidates, num_left = [], [], MOST_GROWN_TOKENS
         for sequence in sequences:
             lookup, most = sequence.lookup, sequence.most_guesses
             if lookup is None or not most or not sequence.is_decoding:
                 continue
+            if num_left > 0 and lookup.is_crowded:
+                lookup.grow(sequence.token_ids)
+                num_left -= sequence.num_tokens
             salt = sequence.request.cache_salt
             match = lookup.find(sequence.token_ids, self._chooser.pools, self._texts, salt)
             if match is not None:

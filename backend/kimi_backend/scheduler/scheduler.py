@@ -109,7 +109,8 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence whose `finish` is set out of wherever it is, and give its blocks back."""
+        """Take a sequence whose `finish` is set out of wherever it is, and give its blocks and its index back."""
+        sequence.lookup = None  # a slow client may keep the rest of it for long
         if sequence.row >= 0:
             self._leave(sequence)
         else:

@@ -4,6 +4,9 @@ import heapq
 
 from kimi_backend.scheduler.sequence import Sequence
 
+MOST_FINISHED = 16
+"""Entries of finished sequences that a queue may hold beside as many as wait."""
+
 
 class WaitingQueue:
     """A preempted sequence returns to the place of its arrival, before all that came later."""
@@ -34,8 +37,12 @@ class WaitingQueue:
         return sequence
 
     def forget(self) -> None:
-        """Note that one waiting sequence has finished; its entry is dropped when it comes up."""
+        """Note that one waiting sequence has finished. Its entry is dropped when it comes up, or with others as soon as
+        they are more than those that wait: behind work of a higher priority none may come up for hours."""
         self._size -= 1
+        if len(self._heap) > 2 * self._size + MOST_FINISHED:
+            self._heap = [entry for entry in self._heap if entry[1].finish is None]
+            heapq.heapify(self._heap)
 
     def snapshot(self) -> list[Sequence]:
         """Everyone who waits now, next first."""

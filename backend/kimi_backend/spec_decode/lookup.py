@@ -1,6 +1,8 @@
 """A sequence's own text as its proposer: how often that was right, and the memory that all indexes together take."""
 
 import threading
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
 from kimi_backend.spec_decode.lookup_index import LookupIndex, Match, continuation
@@ -17,24 +19,37 @@ class LookupMemory:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0
         self.num_refused = 0
         """Sequences that go on without an index, for want of memory."""
+        self._num_bytes = 0
+        self._given_back: SimpleQueue[int] = SimpleQueue()
+        """What was given back and is not subtracted yet."""
         self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are taken now."""
+        with self._lock:
+            return self._settled()
 
     def take(self, num_bytes: int) -> bool:
         """Count so many bytes more. False, and nothing is counted, if that were too many."""
         with self._lock:
-            if self.num_bytes + num_bytes > self.max_bytes:
+            if self._settled() + num_bytes > self.max_bytes:
                 self.num_refused += 1
                 return False
-            self.num_bytes += num_bytes
+            self._num_bytes += num_bytes
             return True
 
     def give_back(self, num_bytes: int) -> None:
-        """The other way round."""
-        with self._lock:
-            self.num_bytes -= num_bytes
+        """The other way round. Takes no lock: the garbage collector may call it while its own thread holds ours."""
+        self._given_back.put(num_bytes)
+
+    def _settled(self) -> int:
+        with suppress(Empty):
+            while True:
+                self._num_bytes -= self._given_back.get_nowait()
+        return self._num_bytes
 
 
 class LookupPools:
@@ -94,13 +109,18 @@ class SequenceLookup:
             num_foretold, self._elsewhere = self._elsewhere.foretells(token_ids)
         if self._judged is not None:
             self._judge(self._judged, len(token_ids), num_foretold)
-        num_more = index.num_bytes - self._held_bytes
-        if not num_more:
-            return
-        if self._memory.take(num_more):
-            self._held_bytes += num_more
-        else:
-            self._drop()
+        self._count_bytes(index)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether its index should grow, as soon as there is time for it."""
+        return self._index is not None and self._index.is_crowded
+
+    def grow(self, text: Int32Array) -> None:
+        """Make a crowded index larger; it is given up if there is no memory for that. Work grows with the text."""
+        assert self._index is not None
+        self._index.grow(text)
+        self._count_bytes(self._index)
 
     def find(
         self, text: Int32Array, pools: LookupPools, texts: LookupPool | None = None, salt: str | None = None
@@ -141,6 +161,15 @@ class SequenceLookup:
         pool.record(num_tokens, num_foretold)
         self.acceptance.record(num_tokens, num_foretold)
         self._judged = None
+
+    def _count_bytes(self, index: LookupIndex) -> None:
+        num_more = index.num_bytes - self._held_bytes
+        if not num_more:
+            return
+        if self._memory.take(num_more):
+            self._held_bytes += num_more
+        else:
+            self._drop()
 
     def _drop(self) -> None:
         self._index = None

@@ -17,6 +17,9 @@ NOWHERE = -1
 _FACTOR, _SPREAD, _MASK = 0x9E3779B1, 0x85EBCA6B, 0xFFFFFFFF
 _LEAST_BITS = 6
 _FIRST_CHUNK = 32
+_COMPARED_FIRST = 32
+_MOST_CROWDED = 2
+"""Times the places that its table is made for: one that nobody has grown by then grows as it is extended."""
 _BYTES_A_PLACE = 9
 """4 of the table, 4 of a link, and what an array that grows holds ahead."""
 
@@ -48,13 +51,19 @@ class LookupIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the links and of the table, with room for as many tokens as the table has places."""
+        """Memory of the links and of the table, with room for as many tokens as the table has places. One that is
+        crowded takes 5 bytes more for each token beyond."""
         return _BYTES_A_PLACE << self._bits
 
     @staticmethod
     def bytes_of(num_tokens: int) -> int:
         """`num_bytes` of an index that is made of so many tokens."""
         return _BYTES_A_PLACE << _bits_of(num_tokens)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it holds more places than its table is made for, so that searches look at places in vain."""
+        return len(self._links) > len(self._heads)
 
     @property
     def has_match(self) -> bool:
@@ -81,9 +90,13 @@ class LookupIndex:
             heads[bucket] = place
             place += 1
         self._tail, self._hash = window[-min_match:], value
-        if place > len(heads):
-            self._index_all(text)
+        if place > _MOST_CROWDED * len(heads):
+            self.grow(text)
         return num_foretold
+
+    def grow(self, text: Int32Array) -> None:
+        """Make the table as large as the text asks for: 0.1 µs a token."""
+        self._index_all(text)
 
     def find(self, text: Int32Array) -> Match | None:
         """The longest match, of several the latest; among the MOST_CANDIDATES latest places, unless it goes on."""
@@ -121,11 +134,16 @@ class LookupIndex:
         """The place, of those from one on along the links, up to which `source` has most of what `text` ends in."""
         last, best, end = len(text) - 1, self._min_match - 1, NOWHERE
         tokens, wanted, links, num_left = source.data, text.data, self._links, MOST_CANDIDATES
+        near = min(best, _COMPARED_FIRST)
+        ending = wanted[last - near :]
         while place >= best and num_left and last >= best:
-            if tokens[place - best] == wanted[last - best]:
+            # What costs little is compared first: where a text has few tokens, most places agree by chance.
+            if tokens[place - best] == wanted[last - best] and tokens[place - near : place + 1] == ending:
                 length = _common_length(source, place, text)
                 if length > best:
                     best, end = length, place + 1
+                    near = min(best, _COMPARED_FIRST)
+                    ending = wanted[last - near :]
             place = links[place]
             num_left -= 1
         return None if end == NOWHERE else Match(best, end)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from kimi_backend.engine import guesses
 from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode import lookup
-from kimi_backend.spec_decode.lookup_index import Match
+from kimi_backend.spec_decode.lookup_index import LookupIndex, Match
 from kimi_backend.types.plan import Int32Array
 from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenOrigin
@@ -134,11 +135,39 @@ def test_while_all_follow_a_match_the_draft_only_extends_and_proposes_one(launch
 def test_one_without_memory_for_its_index_goes_on_without() -> None:
     harness = run(some_requests(24), Proposer.LOOKUP, lookup_memory_bytes=20 * 576)
     assert harness.lookup_memory.num_refused > 0
-    assert any(o.sequence.lookup is None for o in harness.outcomes)
-    held = sum(o.sequence.lookup.held_bytes for o in harness.outcomes if o.sequence.lookup is not None)
-    assert 0 < harness.lookup_memory.num_bytes == held <= 20 * 576
-    harness.outcomes.clear()
-    assert harness.lookup_memory.num_bytes == 0
+    assert rounds_of(harness, TokenOrigin.LOOKUP)
+    assert harness.lookup_memory.num_bytes == 0, "an end gives it back, whoever keeps the sequence"
+
+
+def test_indexes_that_fill_up_in_the_same_step_grow_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long prompt's choices would stand everybody else still."""
+    grown: list[int] = []
+    grow = LookupIndex.grow
+
+    def counted(self: LookupIndex, text: Int32Array) -> None:
+        grown.append(len(text))
+        grow(self, text)
+
+    monkeypatch.setattr(LookupIndex, "grow", counted)
+    monkeypatch.setattr(guesses, "MOST_GROWN_TOKENS", 1)
+    sampling = SamplingParams(max_tokens=50, ignore_eos=True)
+    prompt = tuple(i % VOCAB for i in range(62))
+    requests = [
+        GenerateRequest(
+            request_id=str(i), prompt_token_ids=prompt, sampling=replace(sampling, seed=i), num_speculative_tokens=2
+        )
+        for i in range(12)
+    ]
+    target = ScriptedTarget(describe("target", SCRIPT, num_blocks=1500, block_size=1), SCRIPT)
+    harness = EngineHarness(target, None, SchedulerSettings(proposer=Proposer.LOOKUP), EOS)
+    for request in requests:
+        harness.add(request)
+    by_step: list[int] = []
+    harness.run(each_step=lambda _: by_step.append(len(grown)))
+    assert max(after - before for before, after in zip([0, *by_step], by_step, strict=False)) == 1
+    assert len(grown) == 12
+    expected = decode_plainly(SCRIPT, requests, eos_token_ids=EOS, max_model_len=128)
+    assert [outcome.token_ids for outcome in harness.outcomes] == expected
 
 
 Patch = pytest.MonkeyPatch

@@ -141,7 +141,10 @@ def test_few_rows_of_logits_stand_at_once(
     assert most == 7
 
 
-def test_a_prompt_whose_logits_are_not_finite_fails_alone(target: OwnedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_tokens", [5, 0])
+def test_a_prompt_whose_logits_are_not_finite_fails_alone(
+    target: OwnedRunner, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compute = target.runner._model.compute_logits
 
     def spoilt(hidden: torch.Tensor) -> torch.Tensor:
@@ -152,7 +155,8 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(target: OwnedRunner, m
         return logits
 
     monkeypatch.setattr(target.runner._model, "compute_logits", spoilt)
-    bad, other = generate(target.runner, None, [scored(), scored("other", PROMPT[:5])], SchedulerSettings())
+    asked = [scored(max_tokens=max_tokens), scored("other", PROMPT[:5])]
+    bad, other = generate(target.runner, None, asked, SchedulerSettings())
     assert (bad.finishes[0].reason, bad.finishes[0].cause) == (FinishReason.ERROR, EndCause.BAD_LOGITS)
     assert other.finishes[0].reason is FinishReason.LENGTH
     assert len(scores_of(other)) == 4

@@ -7,6 +7,8 @@ from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.scheduler.waiting_queue import MOST_FINISHED
+from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
 from kimi_backend.types.request import FinishReason
 from support.sequences import make_sequence
 
@@ -113,6 +115,25 @@ def test_a_finished_waiting_sequence_is_skipped() -> None:
     assert len(scheduler.waiting) == 1
     assert rows_of(scheduler.schedule()) == {1: 3}
     assert not len(scheduler.waiting)
+
+
+def test_those_who_leave_a_queue_in_which_nobody_comes_up_leave_no_memory_behind() -> None:
+    scheduler, memory = make_scheduler(), LookupMemory(1 << 20)
+    scheduler.waiting.push(make_sequence(uid=0))
+    kept = []
+    for uid in range(1, 400):
+        sequence = make_sequence(uid=uid)
+        sequence.lookup = SequenceLookup.of(sequence.token_ids, 4, memory)
+        scheduler.waiting.push(sequence)
+        if uid % 40 == 0:
+            kept.append(sequence)
+            continue
+        sequence.finish = Finish(FinishReason.CANCELLED)
+        scheduler.finish(sequence)
+    assert len(scheduler.waiting) == 1 + len(kept)
+    assert len(scheduler.waiting._heap) <= 2 * len(scheduler.waiting) + MOST_FINISHED
+    assert memory.num_bytes == sum(sequence.lookup.held_bytes for sequence in kept if sequence.lookup is not None)
+    assert [sequence.uid for sequence in scheduler.waiting.snapshot()] == [0, *(sequence.uid for sequence in kept)]
 
 
 def grow_until_preemption(scheduler: Scheduler, sequences: list[Sequence]) -> list[int]:

@@ -1,5 +1,7 @@
 """Whose tokens are verified, and how many: what is likely to be kept, against what the rows cost."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -61,3 +63,19 @@ def test_rows_are_taken_by_what_they_cost(row_us: float, num_kept: int, least: i
     policy: SpeculationPolicy = AdaptivePolicy(linear_costs(3000, row_us), None)
     chosen = taught(LONG, num_kept).choose([a_candidate(LONG, num_proposed=0)], policy, Batch(1, 0, 100))
     assert least <= chosen[0] <= most
+
+
+def test_a_collector_that_runs_while_memory_is_counted_waits_for_nobody() -> None:
+    """It may come to an index anywhere, so also in the thread that holds the lock."""
+    memory = LookupMemory(1 << 20)
+    assert memory.take(500)
+
+    def collect() -> None:
+        with memory._lock:
+            memory.give_back(500)
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert memory.num_bytes == 0
