@@ -4,6 +4,8 @@ Costs are measured once (`types.step_costs`) and followed (`round_times`), accep
 chosen is `row_choice`. No round is run to find anything out.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, chances
@@ -16,8 +18,10 @@ from kimi_backend.types.step_costs import StepCosts
 ROUNDS_A_CHOICE = 4
 """A choice stands so long while the same sequences run."""
 HOPE = 5.0
-"""Verified tokens, all of them kept, that are added to what was seen where that looks too bad to draft at all. One
-draft token a round is enough to find out then: a second one costs as much and is seldom verified."""
+"""Verified tokens, all of them kept, that are added to what was seen where that looks too bad to draft at all."""
+HOPED_DEPTH = 2
+"""Draft tokens a round that might pay then. One is drafted to find out: a second one costs as much and is seldom
+verified."""
 LEAVING_GAIN = 1.01
 """Running sequences leave the draft where the round is faster by this much without it."""
 RETURNING_SHARE = 0.8
@@ -110,10 +114,10 @@ class AdaptivePolicy:
         for hope in (0.0, HOPE):  # those that draft stop when they would lose even then
             factors = np.array([c.acceptance.factor(means[c.kind], hope) for c in controllers])
             rates = {kind: pool.rates(hope) for kind, pool in self._pools.items()}
-            limits = np.minimum(limits, 1) if hope else limits
+            limits = np.minimum(limits, HOPED_DEPTH) if hope else limits
             likely = chances(np.array([rates[c.kind] for c in controllers]), factors, limits)
             likely[is_away] *= RETURNING_SHARE
             choice = choose_rows(likely, num_sequences, num_context_tokens, self.times, least_gain=least_gain)
             if choice.num_draft_tokens.any() or all(is_away):
                 break
-        return choice
+        return replace(choice, num_draft_tokens=np.minimum(choice.num_draft_tokens, 1)) if hope else choice
