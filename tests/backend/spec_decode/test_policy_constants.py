@@ -1,0 +1,123 @@
+"""What each constant of the policy and of its round times does: a fourth of it, or four times as much, is seen."""
+
+import numpy as np
+import pytest
+
+from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
+from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.spec_decode.round_times import Round, RoundTimes
+from kimi_backend.spec_decode.step_times import StepShape
+from kimi_backend.types.step_costs import StepCosts
+from support.made_up_costs import linear_costs
+
+EVEN = linear_costs(1000, 0), linear_costs(600, 0, 0.001)
+"""A round with one draft token takes 1.6 times as long as one without."""
+
+
+def policy_of(rate: float, costs: tuple[StepCosts, StepCosts] = EVEN) -> AdaptivePolicy:
+    """One that has seen many draft tokens of greedy requests, one a round."""
+    policy = AdaptivePolicy(*costs)
+    for index in range(400):
+        policy._pools[0].record(1, int((index + 1) * rate) - int(index * rate))
+    return policy
+
+
+def sequence(policy: AdaptivePolicy, *, uses_draft: bool, limit: int = 1) -> SpeculationController:
+    controller = SpeculationController(limit, 0.0)
+    controller.pool, controller.uses_draft = policy._pools[0], uses_draft
+    return controller
+
+
+def choose(policy: AdaptivePolicy, *controllers: SpeculationController) -> None:
+    """The next choice."""
+    policy._chosen_for = ()
+    policy.begin_round(list(controllers), len(controllers), 64 * len(controllers))
+
+
+@pytest.mark.parametrize(("rate", "comes_back"), [(0.98, True), (0.7, False)])
+def test_who_comes_back_is_expected_to_be_right_less_often(rate: float, comes_back: bool) -> None:
+    policy = policy_of(rate)
+    away = sequence(policy, uses_draft=False)
+    choose(policy, away)
+    assert away.uses_draft is comes_back
+    staying = sequence(policy, uses_draft=True)
+    choose(policy, staying)
+    assert staying.uses_draft and staying.num_chosen_tokens == 1
+
+
+def test_who_came_back_is_not_judged_for_two_dozen_rounds() -> None:
+    policy = policy_of(0.98)
+    back = sequence(policy, uses_draft=False)
+    choose(policy, back)
+    for _ in range(12):
+        back.record(1, 0)
+    assert back.acceptance.tried == 0
+    for _ in range(36):
+        back.record(1, 0)
+    assert back.acceptance.tried > 10
+
+
+def test_who_is_never_taken_leaves_after_a_while() -> None:
+    policy = policy_of(0.98, (linear_costs(500, 500), linear_costs(100, 0, 0.001)))
+    busy, idle = (sequence(policy, uses_draft=True) for _ in range(2))
+    num_choices = 0
+    while idle.uses_draft:
+        for _ in range(20):
+            idle.acceptance.record(1, 0)
+        choose(policy, busy, idle)
+        assert busy.num_chosen_tokens == 1
+        num_choices += 1
+    assert 4 <= num_choices <= 16
+
+
+def test_what_is_known_of_a_kind_fades_with_requests_that_start_without_the_draft() -> None:
+    costs = linear_costs(1000, 0), linear_costs(400, 0, 0.001)
+    policy = AdaptivePolicy(*costs)
+    for _ in range(100):
+        policy._pools[0].record(1, 0)
+    num_requests = 0
+    while True:
+        asked = SpeculationController(1, 0.0)
+        policy.admit(asked, [], 1, 64)
+        if asked.uses_draft:
+            break
+        num_requests += 1
+    assert 40 <= num_requests <= 160
+
+
+def plain_round(times: RoundTimes, seconds: float) -> None:
+    shape = StepShape(1, 1, 1, 64)
+    done = {"target_s": seconds, "draft_s": 0.0, "draft_wait_s": 0.0, "total_s": seconds}
+    times.learn(Round(target=shape, draft=None, **done, is_overlapped=False))
+
+
+def test_a_first_round_that_is_held_up_turns_little() -> None:
+    times = RoundTimes(*EVEN)
+    plain_round(times, 0.03)
+    assert 1.03 < times.factors[0] < 1.11
+
+
+def test_a_round_that_is_held_up_counts_as_one_that_is_a_third_slower() -> None:
+    times = RoundTimes(*EVEN)
+    for _ in range(100):
+        plain_round(times, 0.001)
+    plain_round(times, 0.03)
+    assert 1.005 < times.factors[0] < 1.02
+
+
+def test_what_lasts_is_followed_within_some_thirty_rounds() -> None:
+    times = RoundTimes(*EVEN)
+    for _ in range(300):
+        plain_round(times, 0.001)
+    for _ in range(30):
+        plain_round(times, 0.0012)
+    assert 1.1 < times.factors[0] < 1.17
+
+
+def test_what_moves_one_step_moves_the_others_nearly_as_much() -> None:
+    """A clock is the likelier cause."""
+    times = RoundTimes(*EVEN)
+    for _ in range(20):
+        plain_round(times, 0.0012)
+    moved = np.array(times.factors) - 1
+    assert 0.8 < moved[2] / moved[0] < 0.93
