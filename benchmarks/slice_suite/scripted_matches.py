@@ -35,6 +35,7 @@ class ScriptedLookup:
     as any draft token of the slice is."""
 
     held_bytes = 0
+    is_crowded = False
 
     def __init__(self, script: MatchScript, seed: int) -> None:
         self._script, self._rng = script, random.Random(seed)
