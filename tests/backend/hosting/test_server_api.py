@@ -63,12 +63,13 @@ class Loads(grpc.GenericRpcHandler):
 def reload(http: ThreadingHTTPServer, handler: Loads | None) -> None:
     server = grpc.server(ThreadPoolExecutor(1), handlers=() if handler is None else (handler,))
     port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
     if handler is None:
-        server.stop(None).wait()  # nobody listens there any more
-    else:
-        server.start()
+        server.stop(None).wait()
+        del server  # nobody listens there any more
     ServerApi(f"127.0.0.1:{http.server_address[1]}", SECRET, f"127.0.0.1:{port}").reload("eagle3_draft")
-    server.stop(None).wait()
+    if handler is not None:
+        server.stop(None).wait()
 
 
 def test_it_is_unloaded_over_http_and_loaded_over_grpc(http: ThreadingHTTPServer) -> None:
