@@ -45,6 +45,8 @@ class TritonPythonModel:
     def finalize(self):
         self.server.close()
 """
+REPEATS = {"allowed_token_ids": [38, 383, 904]}
+"""Texts of three tokens, in which a match is found for certain."""
 REQUESTS = [
     {
         "text_input": "x" * (5 + 3 * index),
@@ -65,14 +67,14 @@ def completions(url: str, **fields: Any) -> list[Completion]:
     return sorted((r.completion for r in result.requests), key=lambda completion: completion.num_output_tokens)
 
 
-def texts(url: str) -> list[tuple[int, ...]]:
+def texts(url: str, **fields: Any) -> list[tuple[int, ...]]:
     """Token ids of each request."""
-    return [tuple(completion.token_ids) for completion in completions(url)]
+    return [tuple(completion.token_ids) for completion in completions(url, **fields)]
 
 
 def test_the_same_texts_as_in_lockstep(checkpoint: Path, url: str, tmp_path: Path) -> None:
     """In lockstep runs the common server, whose target has no captured steps."""
-    expected = texts(url)
+    expected, repeating = texts(url), texts(url, **REPEATS)
     repository, log = tmp_path / "models", tmp_path / "launched"
     shutil.copytree(find_model_repository(), repository)
     (repository / "kimi_target/1/model.py").write_text(MODEL.format(log=str(log)))
@@ -80,10 +82,11 @@ def test_the_same_texts_as_in_lockstep(checkpoint: Path, url: str, tmp_path: Pat
     with running_server(settings, tmp_path, model_repository=repository) as server:
         own_url = f"localhost:{server.ports.grpc}"
         assert texts(own_url) == expected
-        looked_up = completions(own_url, num_speculative_tokens=4, return_token_origins=True)
+        assert texts(own_url, num_speculative_tokens=4) == expected
+        looked_up = completions(own_url, **REPEATS, num_speculative_tokens=4, return_token_origins=True)
         with KimiClient(own_url) as client, pytest.raises(InvalidRequest, match="proposer: eagle3 given"):
             client.generate(text_input="x", max_tokens=1, proposer="eagle3")
-    assert [tuple(completion.token_ids) for completion in looked_up] == expected
+    assert [tuple(completion.token_ids) for completion in looked_up] == repeating
     check_looked_up(looked_up)
     assert all(expected)
     assert len(log.read_text().split()) > 15, "steps that were launched before the tokens of the step before were known"

@@ -37,7 +37,8 @@ from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.row_arrays import RowArrays
-from kimi_backend.types.plan import TargetPlan
+from kimi_backend.runners.sampled_rows import SampledRows
+from kimi_backend.types.plan import Int32Array, TargetPlan
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import SamplingRows
@@ -158,7 +159,7 @@ class TargetGraphs:
     def sample(self, bucket: Bucket, plan: TargetPlan) -> Callable[[], Arrays]:
         """Queue the draws and the verification after `forward`; what it returns waits for them."""
         if plan.logit_mask is not None or self._masks.num_masked:
-            self._masks.upload(plan.logit_mask, plan.masked_rows)
+            self._masks.upload(plan.logit_mask, _step_rows(plan))
         self._steps[bucket].sample()
         return partial(_results, bucket, plan, self._results.send(_num_words(bucket)))
 
@@ -214,6 +215,13 @@ class TargetGraphs:
 
 
 _ROW_FIELDS = ("sequence", "token_index", "window_len")
+
+
+def _step_rows(plan: TargetPlan) -> Int32Array | None:
+    """[M] the step's rows that have a mask. A plan counts sampled rows only; a captured step draws at every row."""
+    if plan.masked_rows is None or plan.num_sampled_rows.sum() == len(plan.rows.token_ids):
+        return plan.masked_rows
+    return SampledRows.of(plan).sampled_rows[plan.masked_rows].astype(np.int32)
 
 
 def _num_words(bucket: Bucket) -> int:

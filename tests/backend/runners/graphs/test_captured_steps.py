@@ -230,6 +230,30 @@ def test_masks_reach_the_captured_draws(monkeypatch: pytest.MonkeyPatch) -> None
     assert are_masked == {True, False}
 
 
+class OneTokenLoop(SpeculativeLoop):
+    """Every draw may be one token only: 40 and its row among the sampled ones."""
+
+    def _target_plan(self, rows: list[list[int]]) -> TargetPlan:
+        plan = super()._target_plan(rows)
+        masked = np.arange(plan.num_sampled_rows.sum(), dtype=np.int32)
+        masks = np.zeros((len(masked), -(-self._target.describe().vocab_size // 32)), np.int32)
+        masks[masked, (40 + masked) // 32] = 1 << (40 + masked) % 32
+        return replace(plan, logit_mask=masks, masked_rows=masked)
+
+
+@pytest.mark.parametrize("recorder", [None, EagerRecorder()])
+def test_masks_reach_the_last_row_of_a_short_prompt(
+    monkeypatch: pytest.MonkeyPatch, recorder: EagerRecorder | None
+) -> None:
+    """Prompts of a few rows run in captured steps too, and draw at the last row alone."""
+    texts = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+    loop = OneTokenLoop(*runner_pair(SETTING, "mla31", recorder), texts, [3, 0, 2, 1])
+    if recorder is not None:
+        monkeypatch.setattr(loop._target, "_launch_eagerly", None)
+    reply = loop.step().target_reply
+    assert reply.output_token_ids.tolist() == [[40], [41], [42], [43]]
+
+
 def step_in_order(loop: SpeculativeLoop, order: list[int]) -> Step:
     """A step of some sequences only, as they stand in `order`."""
     everyone = loop.sequences
