@@ -43,7 +43,7 @@ def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
     found = []
     by_shape: dict[tuple[int, int, int], dict[int, Case]] = {}
     for case in cases:
-        if "round_ms" in case:
+        if "round_ms" in case and "num_masked" not in case and "matches" not in case:
             shape = (case["batch_size"], case["prompt_len"], case["num_speculative_tokens"])
             by_shape.setdefault(shape, {})[case["num_layers"]] = case
     for (batch_size, prompt_len, k), depths in by_shape.items():
@@ -63,6 +63,33 @@ def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
             entry["kernels_a_layer"] = _split({n: case["gpu"]["num_kernels"] for n, case in depths.items()})[0]
         found.append(entry)
     return found
+
+
+MOST_BESIDE_ONE_MASKED = 1.1
+"""What a round may take when one of its sequences is masked, of what it takes without: the others wait with it."""
+
+
+def masked_verdicts(cases: list[Case]) -> list[str]:
+    """A line for each round with masked sequences: its time as a share of the same batch's without any."""
+    names = ("num_layers", "batch_size", "prompt_len", "num_speculative_tokens")
+    measured = [case for case in cases if "round_ms" in case and "matches" not in case]
+    plain = {tuple(case[name] for name in names): case["round_ms"] for case in measured if "num_masked" not in case}
+    lines = []
+    for case in measured:
+        shape = tuple(case[name] for name in names)
+        if "num_masked" not in case or shape not in plain:
+            continue
+        share = case["round_ms"] / plain[shape]
+        judged = ""
+        if case["num_masked"] == 1:
+            judged = f", at most {MOST_BESIDE_ONE_MASKED} wanted: " + (
+                "kept" if share <= MOST_BESIDE_ONE_MASKED else "missed"
+            )
+        lines.append(
+            f"{case['num_masked']} of {case['batch_size']} masked by {case['masked_by']}, k = {shape[-1]}:"
+            f" {share:.3f} of the round without{judged}"
+        )
+    return lines
 
 
 def _rate_of(depths: dict[int, Case]) -> float:

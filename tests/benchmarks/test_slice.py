@@ -21,7 +21,7 @@ from slice_suite.configs import write_slice  # noqa: E402
 from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
 from slice_suite.gpu_time import coverage, kind_of, last_rounds  # noqa: E402
 from slice_suite.judged import judged_table, on_an_h100  # noqa: E402
-from slice_suite.report import per_layer  # noqa: E402
+from slice_suite.report import masked_verdicts, per_layer  # noqa: E402
 from slice_suite.served import rounds_ms, server_share  # noqa: E402
 from slice_suite.tables import draft_of  # noqa: E402
 
@@ -114,6 +114,24 @@ def test_two_depths_give_a_layers_time_and_the_rest() -> None:
     assert per_layer(cases[:1]) == []
     counted = [case | {"gpu": {"num_kernels": 30.0 + 19 * case["num_layers"]}} for case in cases]
     assert per_layer(counted)[0]["kernels_a_layer"] == 19
+
+
+def test_masked_rounds_are_judged_beside_the_same_batch_without_and_left_out_of_layers() -> None:
+    shape = {"batch_size": 16, "prompt_len": 1024, "num_speculative_tokens": 3, "num_layers": 5}
+    plain = shape | {"round_ms": 10.0}
+    cases = [plain | {"num_layers": 3, "round_ms": 7.0}, plain]
+    cases += [
+        plain | {"round_ms": ms, "num_masked": count, "masked_by": "grammar"}
+        for count, ms in ((1, 11.0), (1, 11.1), (4, 12.0))
+    ]
+    verdicts = masked_verdicts(cases)
+    assert [line.split(": ", 1)[1] for line in verdicts] == [
+        "1.100 of the round without, at most 1.1 wanted: kept",
+        "1.110 of the round without, at most 1.1 wanted: missed",
+        "1.200 of the round without",
+    ]
+    assert masked_verdicts([case for case in cases if case["num_layers"] == 3]) == []
+    assert per_layer(cases)[0]["expert_layer_ms"] == 1.5
 
 
 @pytest.mark.parametrize(
