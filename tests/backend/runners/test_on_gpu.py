@@ -108,7 +108,7 @@ def score(target: TargetRunner) -> TokenScores:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_prompts_scores_are_those_of_a_cpu_and_wait_for_nothing(waits_only_at_the_end: None) -> None:
-    plain, _ = runners(KernelSet.reference(), torch.device("cpu"), torch.float32, DRAFTS[0])
+    plain, _ = runners(device_kernel_set(), torch.device("cpu"), torch.float32, DRAFTS[0])
     target, _ = runners(device_kernel_set(), torch.device("cuda"), torch.bfloat16, DRAFTS[0])
     expected = score(plain)
     score(target)  # compiles
