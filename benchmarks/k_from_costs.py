@@ -5,8 +5,9 @@
 
 First both models time their steps, as at a server's first start. Then rounds of every k and batch size run once, and
 the table's prediction stands beside each. Draft tokens are accepted at random with chances by position that do not
-depend on k, in four strengths; tokens a second of each k follow from its round, those of the adaptive policy are
-measured, from the first request of an engine that has seen nothing. Weights are random and routing is uniform.
+depend on k, in four strengths. Of the adaptive policy, what it drafts and the time are measured, from the first request
+of an engine that has seen nothing. Tokens are those that the chances give on the average, for what it drafted and for
+each k alike: luck of a few hundred rounds would hide what is looked for. Weights are random and routing is uniform.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kimi_backend.checkpoint.presets import Preset
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.spec_decode.round_times import RoundTimes
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_kernels.pretending import chances_of
 from slice_suite.configs import write_slice
 from slice_suite.in_process import run_batch
@@ -57,11 +59,9 @@ def main() -> None:
         "drafts": {},
     }
     for name in options.draft:
-        document["drafts"][name] = measure_draft(name, options)
-        if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-            path = options.out / f"k_from_costs_{'_'.join(options.draft)}.json"
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        for result in measure_draft(name, options):
+            document["drafts"][name] = result
+            save(options, document)
     print(verdict(document))
 
 
@@ -76,15 +76,23 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ks", type=numbers, default=list(range(8)), help="rounds that are measured; 0 among them")
     parser.add_argument("--lengths", type=lambda text: [float(part) for part in text.split(",")], default=list(LENGTHS))
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=80, help="of each fixed k")
+    parser.add_argument("--rounds", type=int, default=50, help="of each fixed k")
     parser.add_argument("--adaptive-rounds", type=int, default=150)
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     return parser.parse_args()
 
 
-def measure_draft(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything of one form of the draft."""
+def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """After every case, so that an interrupted run leaves what it has."""
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"k_from_costs_{'_'.join(options.draft)}.json"
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_draft(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Everything of one form of the draft, once more after each case."""
     with tempfile.TemporaryDirectory() as folder:
         settings = slice_settings(name, options, Path(folder))
         started = time.perf_counter()
@@ -98,11 +106,17 @@ def measure_draft(name: str, options: argparse.Namespace) -> dict[str, Any]:
         result["settings"] = {name: value for name, value in dataclasses.asdict(settings).items() if value}
         result["costs"] = {"target": dataclasses.asdict(target.measure_costs())}
         result["costs"]["draft"] = dataclasses.asdict(draft.measure_costs())
-        result["rounds"] = fixed_rounds(target, draft, settings, times, options)
-        result["adaptive"] = adaptive_runs(target, draft, settings, result["rounds"], options)
+        result |= {"rounds": [], "adaptive": []}
+        for found in fixed_rounds(target, draft, settings, times, options):
+            result["rounds"].append(found)
+            print(json.dumps(found), flush=True)
+            yield result
+        for found in adaptive_runs(target, draft, settings, result["rounds"], options):
+            result["adaptive"].append(found)
+            print(json.dumps(found), flush=True)
+            yield result
         for runner in (target, draft):
             runner.close()
-    return result
 
 
 def slice_settings(name: str, options: argparse.Namespace, folder: Path) -> ServingSettings:
@@ -151,9 +165,8 @@ def decode_rounds(rounds: Sequence[Round], batch: int, most: int) -> list[Round]
 
 def fixed_rounds(
     target: Any, draft: Any, settings: ServingSettings, times: RoundTimes, options: argparse.Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Each k with each batch size, and the prediction."""
-    found = []
     for batch in options.batches:
         for k in options.ks:
             rounds = run(target, draft if k else None, settings, "fixed", k, batch, options.rounds, options.prompt)
@@ -161,9 +174,7 @@ def fixed_rounds(
             round_ms = 1e3 * float(np.mean(np.diff(ends))) if len(ends) > 1 else float("nan")
             predicted_ms = 1e3 * predicted_s(times, batch, k, batch * (options.prompt + options.rounds))
             entry = {"batch": batch, "k": k, "round_ms": round(float(round_ms), 4)}
-            found.append(entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / round_ms - 1, 4)})
-            print(json.dumps(found[-1]), flush=True)
-    return found
+            yield entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / round_ms - 1, 4)}
 
 
 def predicted_s(times: RoundTimes, batch: int, k: int, num_context_tokens: int) -> float:
@@ -177,10 +188,9 @@ def predicted_s(times: RoundTimes, batch: int, k: int, num_context_tokens: int) 
 
 def adaptive_runs(
     target: Any, draft: Any, settings: ServingSettings, fixed: list[dict[str, Any]], options: argparse.Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The policy in each strength of the draft, beside what each fixed k would give."""
     chances_here = target._kernels.sample_tokens.chances
-    found = []
     for length in options.lengths:
         chances = scaled_chances(length)
         chances_here.copy_(chances_of(chances))
@@ -190,30 +200,28 @@ def adaptive_runs(
             most = options.adaptive_rounds * (FEW_ROUNDS_MORE if batch <= FEW else 1)
             rounds = run(target, draft, settings, "adaptive", 7, batch, most, options.prompt)
             counted = decode_rounds(rounds, batch, most)
-            rate, later = tokens_per_s(counted), tokens_per_s(counted[len(counted) // 3 :])
+            rate, later = (tokens_per_s(part, chances) for part in (counted, counted[len(counted) // 3 :]))
             best = max(rates, key=lambda k: rates[k])
             rows = statistics.mean(item.num_rows / batch - 1 for item in counted)
-            found.append(
-                {
-                    "length": length,
-                    "batch": batch,
-                    "fixed": {k: round(value) for k, value in rates.items()},
-                    "best_k": best,
-                    "adaptive": round(rate),
-                    "mean_k": round(rows, 2),
-                    "slow_rounds": slow_rounds(counted),
-                    "later_of_best": round(later / rates[best], 3),
-                    "of_best": round(rate / rates[best], 3),
-                    "of_plain": round(rate / rates[0], 3) if 0 in rates else None,
-                }
-            )
-            print(json.dumps(found[-1]), flush=True)
-    return found
+            yield {
+                "length": length,
+                "batch": batch,
+                "fixed": {k: round(value) for k, value in rates.items()},
+                "best_k": best,
+                "adaptive": round(rate),
+                "mean_k": round(rows, 2),
+                "slow_rounds": slow_rounds(counted),
+                "later_of_best": round(later / rates[best], 3),
+                "of_best": round(rate / rates[best], 3),
+                "of_plain": round(rate / rates[0], 3) if 0 in rates else None,
+            }
 
 
-def tokens_per_s(rounds: Sequence[Round]) -> float:
-    """Tokens a second of rounds one behind another."""
-    return sum(item.num_tokens for item in rounds[1:]) / (rounds[-1].target_end_s - rounds[0].target_end_s)
+def tokens_per_s(rounds: Sequence[Round], chances: Sequence[float]) -> float:
+    """Tokens a second of rounds one behind another, with as many as such draft tokens give on the average."""
+    by_k = [emitted(chances, k) for k in range(MAX_SPECULATIVE_TOKENS + 1)]
+    num_tokens = sum(by_k[k] for item in rounds[1:] for k in item.num_draft_tokens)
+    return num_tokens / (rounds[-1].target_end_s - rounds[0].target_end_s)
 
 
 def slow_rounds(rounds: Sequence[Round]) -> float:

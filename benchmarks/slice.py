@@ -64,7 +64,7 @@ def main() -> None:
     document["per_layer"] = report.per_layer(document["cases"])
     for entry in document["per_layer"]:
         print(json.dumps(entry))
-    for line in report.masked_verdicts(document["cases"]):
+    for line in report.beside_verdicts(document["cases"]):
         print(line)
     save(options, document)
 

@@ -24,6 +24,8 @@ class Round:
     """Every sequence sampled all its rows: no prompt rode along."""
     num_tokens: int
     """Tokens emitted."""
+    num_draft_tokens: tuple[int, ...] = ()
+    """Those that were verified, of each sequence, in a decode round."""
     target_plan: TargetPlan | None = None
     draft_plan: DraftPlan | None = None
     draft_start_s: float = 0.0
@@ -83,14 +85,16 @@ class RecordedTarget:
         return _RecordedPending(self._target.launch(plan), lambda reply: self._note(plan, reply, start))
 
     def _note(self, plan: TargetPlan, reply: TargetReply, start: float) -> None:
+        is_decode = bool((plan.num_sampled_rows == plan.rows.query_lens).all())
         self._recording.rounds.append(
             Round(
                 target_start_s=start,
                 target_end_s=perf_counter(),
                 num_seqs=len(plan.rows.query_lens),
                 num_rows=len(plan.rows.token_ids),
-                is_decode=bool((plan.num_sampled_rows == plan.rows.query_lens).all()),
+                is_decode=is_decode,
                 num_tokens=int(reply.num_accepted_tokens.sum()) + len(reply.num_accepted_tokens),
+                num_draft_tokens=tuple((plan.rows.query_lens - 1).tolist()) if is_decode else (),
                 target_plan=plan if self._recording.keeps_plans else None,
             )
         )

@@ -67,28 +67,33 @@ def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
 
 MOST_BESIDE_ONE_MASKED = 1.1
 """What a round may take when one of its sequences is masked, of what it takes without: the others wait with it."""
+MOST_WITH_MATCHES = 1.02
+"""What a round may take whose proposals are looked up, of the draft's with as many rows."""
 
 
-def masked_verdicts(cases: list[Case]) -> list[str]:
-    """A line for each round with masked sequences: its time as a share of the same batch's without any."""
+def beside_verdicts(cases: list[Case]) -> list[str]:
+    """A line for each round with masked sequences, or with looked-up proposals: its time as a share of the same batch's
+    without any."""
     names = ("num_layers", "batch_size", "prompt_len", "num_speculative_tokens")
-    measured = [case for case in cases if "round_ms" in case and "matches" not in case]
-    plain = {tuple(case[name] for name in names): case["round_ms"] for case in measured if "num_masked" not in case}
+    measured = [case for case in cases if "round_ms" in case]
+    plain = {
+        tuple(case[name] for name in names): case["round_ms"]
+        for case in measured
+        if "num_masked" not in case and "matches" not in case
+    }
     lines = []
     for case in measured:
         shape = tuple(case[name] for name in names)
-        if "num_masked" not in case or shape not in plain:
+        if ("num_masked" not in case and "matches" not in case) or shape not in plain:
             continue
-        share = case["round_ms"] / plain[shape]
-        judged = ""
-        if case["num_masked"] == 1:
-            judged = f", at most {MOST_BESIDE_ONE_MASKED} wanted: " + (
-                "kept" if share <= MOST_BESIDE_ONE_MASKED else "missed"
-            )
-        lines.append(
-            f"{case['num_masked']} of {case['batch_size']} masked by {case['masked_by']}, k = {shape[-1]}:"
-            f" {share:.3f} of the round without{judged}"
-        )
+        share, most = case["round_ms"] / plain[shape], None
+        if "matches" in case:
+            about, most = f"batch of {case['batch_size']}, matches {case['matches']}", MOST_WITH_MATCHES
+        else:
+            about = f"{case['num_masked']} of {case['batch_size']} masked by {case['masked_by']}"
+            most = MOST_BESIDE_ONE_MASKED if case["num_masked"] == 1 else None
+        judged = "" if most is None else f", at most {most} wanted: " + ("kept" if share <= most else "missed")
+        lines.append(f"{about}, k = {shape[-1]}: {share:.3f} of the round without{judged}")
     return lines
 
 

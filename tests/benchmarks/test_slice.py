@@ -21,7 +21,7 @@ from slice_suite.configs import write_slice  # noqa: E402
 from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
 from slice_suite.gpu_time import coverage, kind_of, last_rounds  # noqa: E402
 from slice_suite.judged import judged_table, on_an_h100  # noqa: E402
-from slice_suite.report import masked_verdicts, per_layer  # noqa: E402
+from slice_suite.report import beside_verdicts, per_layer  # noqa: E402
 from slice_suite.served import rounds_ms, server_share  # noqa: E402
 from slice_suite.tables import draft_of  # noqa: E402
 
@@ -124,13 +124,18 @@ def test_masked_rounds_are_judged_beside_the_same_batch_without_and_left_out_of_
         plain | {"round_ms": ms, "num_masked": count, "masked_by": "grammar"}
         for count, ms in ((1, 11.0), (1, 11.1), (4, 12.0))
     ]
-    verdicts = masked_verdicts(cases)
+    verdicts = beside_verdicts(cases)
     assert [line.split(": ", 1)[1] for line in verdicts] == [
         "1.100 of the round without, at most 1.1 wanted: kept",
         "1.110 of the round without, at most 1.1 wanted: missed",
         "1.200 of the round without",
     ]
-    assert masked_verdicts([case for case in cases if case["num_layers"] == 3]) == []
+    assert beside_verdicts([case for case in cases if case["num_layers"] == 3]) == []
+    looked_up = [plain | {"round_ms": ms, "matches": "0.5:24"} for ms in (9.0, 10.3)]
+    assert [line.split(": ", 1)[1] for line in beside_verdicts([*looked_up, *cases])[:2]] == [
+        "0.900 of the round without, at most 1.02 wanted: kept",
+        "1.030 of the round without, at most 1.02 wanted: missed",
+    ]
     assert per_layer(cases)[0]["expert_layer_ms"] == 1.5
 
 
