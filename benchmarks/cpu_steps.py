@@ -45,7 +45,7 @@ class RecordedTarget:
 
 
 class RecordedDraft:
-    """Likewise."""
+    """Notes what the draft is asked."""
 
     def __init__(self, runner: DraftRunner, plans: Plans) -> None:
         self._runner, self._plans = runner, plans

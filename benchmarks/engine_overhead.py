@@ -107,7 +107,7 @@ class InstantTarget:
 
 
 class InstantDraft:
-    """Likewise."""
+    """Proposes at random, at once."""
 
     depth = 0
 

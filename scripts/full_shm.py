@@ -21,7 +21,7 @@ SET_ASIDE_WITHIN_S = 30.0
 
 
 def are_set_aside(folder: Path) -> bool:
-    """Whether the file system holds every page of the regions: the watchdog asks for them."""
+    """Tell whether the file system holds every page of the regions: the watchdog asks for them."""
     sizes = [path.stat() for path in folder.glob("kimi_*")]
     return len(sizes) > 0 and all(size.st_blocks * 512 >= size.st_size for size in sizes)
 

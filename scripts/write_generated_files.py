@@ -84,7 +84,7 @@ JSON_TYPES = {
     "logit_bias": "Mapping[int, float] | Mapping[str, float] | str",
 }
 CLIENT_HEADER = '''\
-"""What a request may carry; written by `make generated` from the server's table.
+"""The fields that a request may carry; written by `make generated` from the server's table.
 
 A copy, because this package imports nothing of the server.
 """

@@ -66,9 +66,9 @@ def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 MOST_BESIDE_ONE_MASKED = 1.1
-"""What a round may take when one of its sequences is masked, of what it takes without: the others wait with it."""
+"""The most that a round may take when one of its sequences is masked, of what it takes without: the others wait too."""
 MOST_WITH_MATCHES = 1.02
-"""What a round may take whose proposals are looked up, of the draft's with as many rows."""
+"""The most that a round may take whose proposals are looked up, of the draft's with as many rows."""
 
 
 def beside_verdicts(cases: list[Case]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a request may carry; written by `make generated` from the server's table.
+"""The fields that a request may carry; written by `make generated` from the server's table.
 
 A copy, because this package imports nothing of the server.
 """
@@ -63,13 +63,13 @@ class RequestFields(TypedDict, total=False):
     num_speculative_tokens: int | None
     """Draft tokens a step, 0 to 7 (default: the setting of that name)."""
     proposer: str | None
-    """Who proposes tokens: none, eagle3, lookup or lookup+eagle3, as far as the server has them (default: all)."""
+    """Proposers of tokens: none, eagle3, lookup or lookup+eagle3, as far as the server has them (default: all)."""
     priority: int | None
     """Higher runs first and is preempted last (default 0)."""
     cache_salt: str | None
     """Requests share cached prefixes only with requests of the same salt."""
     response_format: Mapping[str, Any] | str | None
-    """What the reply is: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}} or "text"."""
+    """Form of the reply: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}} or "text"."""
     structured_outputs: Mapping[str, Any] | str | None
     """The same as vLLM says it: a JSON object with one of json, regex, choice, grammar, json_object."""
     tools: Sequence[Mapping[str, Any]] | str | None
@@ -77,7 +77,7 @@ class RequestFields(TypedDict, total=False):
     tool_choice: Mapping[str, Any] | str | None
     """auto (default), none, required, or {"type": "function", "function": {"name": …}}: the reply is calls then."""
     parallel_tool_calls: bool | None
-    """Whether forced calls may be several (default true)."""
+    """Forced calls may be several (default true)."""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """JSON object for the chat template, such as {"thinking": false}."""
     thinking_token_budget: int | None

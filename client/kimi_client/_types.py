@@ -1,4 +1,4 @@
-"""What comes back: chunks while a request runs, a completion when it ends."""
+"""The replies: chunks while a request runs, a completion when it ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ class Chunk:
     """With `return_token_origins=True`, for each token: 0 drawn by the target alone, 1 accepted from the
     draft, 2 from what stood in the text before."""
     token_offsets: tuple[int, ...] = ()
-    """Likewise: characters of the whole text before each token's own."""
+    """With it too, for each token: characters of the whole text before its own."""
     control_offsets: tuple[int, ...] = ()
     """With `return_control_offsets=True`: where control tokens show, counted in characters of the whole text."""
     begins_thinking: bool = False
@@ -84,7 +84,7 @@ class Completion:
     token_origins: tuple[int, ...] = ()
     """Empty unless `return_token_origins=True`; see `Chunk`."""
     token_offsets: tuple[int, ...] = ()
-    """Likewise."""
+    """Empty unless `return_token_origins=True`."""
     control_offsets: tuple[int, ...] = ()
     """Empty unless `return_control_offsets=True`: characters of the text before each control token that shows in it."""
     begins_thinking: bool = False

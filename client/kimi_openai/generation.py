@@ -77,12 +77,12 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        """What the server's log calls its first request."""
+        """The name of its first request in the server's log."""
         return self._streams[0].request_id
 
     @property
     def statistics(self) -> dict[str, Any]:
-        """What the server said of its first request at its end; empty before."""
+        """The server's statistics of its first request at its end; empty before."""
         chunks = self._streams[0].chunks
         return chunks[-1].statistics or {} if chunks else {}
 
@@ -165,7 +165,7 @@ class Generation:
 
 
 def _details(completion: Completion) -> dict[str, Any]:
-    """What the server says of one completion; beside the choices where there is only one, else in each."""
+    """The details that the server tells of one completion; beside the choices where there is only one, else in each."""
     ids = {"prompt_token_ids": list(completion.prompt_token_ids)} if completion.prompt_token_ids else {}
     return {"statistics": completion.statistics, **ids}
 

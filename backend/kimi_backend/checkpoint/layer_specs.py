@@ -30,7 +30,7 @@ def biased_norm_specs(name: str, dtype: str, size: int) -> Iterator[tuple[str, T
 
 
 class Bias(Enum):
-    """Of a linear layer in a file."""
+    """Says whether a linear layer in a file has a bias."""
 
     NONE = "there is none"
     OPTIONAL = "the file decides"
@@ -62,7 +62,7 @@ class LinearSpecs:
     dtype: str
     quantization: QuantizationConfig
     bias: Bias = Bias.NONE
-    """Of layers that say nothing else."""
+    """The bias of layers that say nothing else."""
 
     def specs(
         self, module: str, out_features: int, in_features: int, bias: Bias | None = None

@@ -57,7 +57,7 @@ class CanonicalTensors:
     def of_draft(
         cls, source: TensorSource, specs: Specs, subject: str, *, ties_head: bool = False
     ) -> "CanonicalTensors":
-        """As `of_target`.
+        """A draft's, with the arguments and errors of `of_target`.
 
         Args:
             ties_head: a head that is not in the file is the embedding.
@@ -113,7 +113,7 @@ def _find_parts(source: TensorSource, specs: Specs, subject: str, canonical: Cal
 
 
 def _split(source: TensorSource, specs: Specs, stored_name: str, name: str, problems: list[str]) -> dict[str, _Part]:
-    """What a stored tensor holds: itself, unless it is a fused one whose parts the specs name."""
+    """The tensors that a stored one holds: itself, unless it is a fused one whose parts the specs name."""
     module, _, suffix = name.rpartition(".")
     prefix, _, fused = module.rpartition(".")
     names = [f"{prefix}.{part}.{suffix}" for part in _FUSED.get(fused, ())]

@@ -1,4 +1,4 @@
-"""What a checkpoint file must hold under one name. `model_specs` lists it for whole models."""
+"""The tensor that a checkpoint file must hold under one name. `model_specs` lists it for whole models."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TensorRole(Enum):
-    """What a tensor is for, which says what sane values look like."""
+    """The purpose of a tensor, which says what sane values look like."""
 
     NORM = "norm weight"
     BIAS = "bias"
@@ -29,7 +29,7 @@ class TensorRole(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """What a file must hold under one name."""
+    """The tensor that a file must hold under one name."""
 
     role: TensorRole
     shape: tuple[int, ...]

@@ -42,7 +42,7 @@ def validate_draft(
     subject: str,
     overrides: DraftOverrides = NO_OVERRIDES,
 ) -> None:
-    """As `validate_target`, and the vocabulary maps.
+    """Does for a draft what `validate_target` does, and checks the vocabulary maps.
 
     Args:
         source: under canonical names (`stored_parts.CanonicalTensors`).

@@ -25,7 +25,7 @@ from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLoad:
-    """What every request of a run has in common."""
+    """The fields that every request of a run has in common."""
 
     sampling: SamplingParams
     num_speculative_tokens: int

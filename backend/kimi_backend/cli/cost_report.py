@@ -1,4 +1,4 @@
-"""What steps cost on this machine, and how many tokens `speculation_policy = adaptive` drafts for that."""
+"""The costs of steps on this machine, and how many tokens `speculation_policy = adaptive` drafts for that."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ BATCH_SIZES = (1, 4, 16, 64)
 TYPICAL_RATES = {"high": (0.85, 0.67, 0.48), "middling": (0.6, 0.5, 0.4), "low": (0.3, 0.2, 0.1)}
 """Share of draft tokens 1, 2, 3 that is accepted where those before were; further ones as the last."""
 NUM_CONTEXT_TOKENS = 1024
-"""Of each sequence."""
+"""The context of each sequence."""
 
 Report = dict[str, Any]
 
@@ -59,9 +59,9 @@ def _steps(costs: StepCosts) -> Report:
 
 
 def choices(target: StepCosts, draft: StepCosts) -> list[Report]:
-    """What the policy takes for equal sequences, with each of `TYPICAL_RATES`, as far as so many were timed.
+    """The numbers of tokens that the policy takes for equal sequences, with each of `TYPICAL_RATES`.
 
-    Times are those of the models alone: the host's is learned while serving.
+    Batches are those that were timed. Times are of the models alone: the host's is learned while serving.
     """
     times = RoundTimes(target, draft)
     if target.is_captured:

@@ -34,7 +34,7 @@ class GuessedText:
             start += num_chars
 
     def summary(self) -> str:
-        """What came so far in numbers, for a reader; a round is what came at once, the first token is of none."""
+        """Numbers of what came so far, for a reader; a round is what came at once, the first token is of none."""
         seconds = time.monotonic() - self._begun_s
         total, rounds = sum(self._num_tokens), self._num_tokens[1:]
         per_round = f", {sum(rounds) / len(rounds):.2f} a round" if rounds else ""

@@ -29,7 +29,7 @@ _STOP_SLACK_S = 25
 
 
 class UnknownFields(str, Enum):
-    """What the endpoint does with fields that nobody knows."""
+    """The endpoint's ways with fields that nobody knows."""
 
     REFUSE = "refuse"
     WARN = "warn"

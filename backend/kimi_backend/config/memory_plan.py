@@ -19,7 +19,7 @@ They took 1,124 MiB of an H200 with two ranks (`benchmarks/collectives.py`)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
-    """What the plan depends on besides the two models."""
+    """The values that the plan depends on besides the two models."""
 
     gpu_bytes: int
     """Memory of one GPU that the plan may use."""
@@ -29,9 +29,9 @@ class MemorySettings:
     weight_dtype: str = "bfloat16"
     """Compute dtype of linear layers; torch's name."""
     draft_format: LinearFormat = LinearFormat.NONE
-    """Of the draft's linear layers, where `keeps_quantized_experts`; the reference kernels widen every format."""
+    """The format of the draft's linear layers, where `keeps_quantized_experts`; the reference kernels widen each."""
     draft_head_format: LinearFormat | None = None
-    """Of its head; None takes `draft_format`."""
+    """The format of its head; None takes `draft_format`."""
     keeps_quantized_experts: bool = True
     max_model_len: int = 0
     """0 takes the target's max_position_embeddings."""

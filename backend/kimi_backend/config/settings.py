@@ -244,7 +244,7 @@ class ServingSettings:
 
     @property
     def pretences(self) -> tuple[str, ...]:
-        """What is not real in a server with these settings; every output repeats it. Empty in service."""
+        """The things that are not real in a server with these settings; every output repeats it. Empty in service."""
         said = []
         if self.load_format == "dummy":
             said.append("weights dummy")
@@ -283,7 +283,7 @@ class ServingSettings:
 
 
 def describe_allowed(field: "dataclasses.Field[Any]") -> str:
-    """What a setting may be, for a reader."""
+    """The values that a setting may have, for a reader."""
     bounds = field.metadata
     if "choices" in bounds:
         return ", ".join(f"`{c}`" if c else "empty" for c in map(str, bounds["choices"]))

@@ -17,7 +17,7 @@ _LOGIT_COPIES = 3
 SCORED_ROWS = 64
 """Rows of a prompt whose logits stand at once while its tokens are scored."""
 _SCORE_COPIES = 9
-"""What is made of them, in float32: logits, two of float64 and two keys of 64 bits; with ranks, the gathered ones."""
+"""Copies that are made of them, in float32: logits, two of float64, two keys of 64 bits; with ranks, those gathered."""
 _TARGET_AUX_COPIES = 2
 """Aux hidden states side by side, and in the buffer that the draft reads."""
 _DRAFT_AUX_COPIES = 3

@@ -21,20 +21,20 @@ LONGEST_LAG_WAIT_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTotals:
-    """What left the engine since it started."""
+    """Counts of what left the engine since it started."""
 
     num_finished: dict[FinishReason, int] = field(default_factory=dict)
     num_ended_by: dict[EndCause, int] = field(default_factory=dict)
-    """Of the cancelled and failed ones."""
+    """The causes of the cancelled and failed ones."""
     num_prompt_tokens: int = 0
-    """Of finished requests, cached ones included."""
+    """Prompt tokens of finished requests, cached ones included."""
     num_cached_tokens: int = 0
     num_looked_up_tokens: int = 0
     """Prompt tokens of finished requests that were looked up in the prefix cache: all but of those never started."""
     num_output_tokens: int = 0
     speculation: SpeculationStats | None = None
     speculation_by_proposer: dict[str, SpeculationStats] = field(default_factory=dict)
-    """As in `RequestStats`."""
+    """The sums of what `RequestStats` has under that name."""
     num_draft_tokens_histogram: tuple[int, ...] = (0,) * (MAX_SPECULATIVE_TOKENS + 1)
     """Verifies of all requests that carried 0, 1, … draft tokens; steps that drew a first token are none of them."""
 

@@ -24,7 +24,7 @@ from kimi_backend.text.tokenizer import Tokenizer
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
 
 SEED_BITS = 53
-"""Of a seed that the engine picks: it is reported in JSON, where larger integers lose their low bits."""
+"""The bits of a seed that the engine picks: it is reported in JSON, where larger integers lose their low bits."""
 DRAIN_POLL_S = 0.005
 READY_POLL_S = 0.25
 
@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def draft_process_id(self) -> int | None:
-        """Likewise of the draft."""
+        """The process of the draft, in the same way."""
         return None if self._loop.draft_link is None else self._loop.draft_link.process_id
 
     def report_dead_draft(self, process_id: int) -> None:

@@ -82,7 +82,7 @@ def _describe_proposers(now: dict[str, SpeculationStats], before: dict[str, Spec
 
 
 def _since(now: SpeculationStats, before: SpeculationStats) -> SpeculationStats:
-    """What came between two totals."""
+    """The difference of two totals."""
     return SpeculationStats(
         num_spec_steps=now.num_spec_steps - before.num_spec_steps,
         num_draft_tokens=now.num_draft_tokens - before.num_draft_tokens,

@@ -17,7 +17,7 @@ DeltaSink = Callable[[TokenDelta], None]
 
 
 class OutputText(Protocol):
-    """What turns token ids into text: `text.TextStream`, or nothing where there is no tokenizer."""
+    """A function from token ids to text: `text.TextStream`, or nothing where there is no tokenizer."""
 
     @property
     def num_chars(self) -> int:
@@ -55,7 +55,7 @@ class RequestOutput:
         speculation_policy: str = "",
         acceptance_problem: str | None = None,
     ) -> None:
-        """What the statistics say of the server: `RunnerDescription.pretences`, who chooses k, see `RequestStats`."""
+        """The last three are what the statistics say of the server: see `RequestStats`."""
         self.sequence = sequence
         self.sink = sink
         self.is_finished = False

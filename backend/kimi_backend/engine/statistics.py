@@ -1,4 +1,4 @@
-"""What an operator may ask an engine at any moment."""
+"""The numbers that an operator may ask an engine for at any moment."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -34,7 +34,7 @@ class EngineStatistics:
     step_seconds: dict[str, float]
     """Seconds by phase of the step; "target" and "draft" are the waits for the runners."""
     runner_seconds: dict[str, float]
-    """What the runners say they took of those two phases; 0 where they are in this process."""
+    """Seconds of those two phases that the runners say they took; 0 where they are in this process."""
     target_blocks_held: int
     target_blocks_total: int
     draft_blocks_held: int

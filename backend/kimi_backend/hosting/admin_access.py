@@ -39,7 +39,7 @@ def admin_headers(secret: str) -> dict[str, str]:
 
 
 def admin_metadata(secret: str) -> tuple[tuple[str, str], ...]:
-    """Likewise to a gRPC call."""
+    """Make the headers that open them to a gRPC call."""
     return ((f"triton-grpc-protocol-{ADMIN_HEADER}", secret),)
 
 

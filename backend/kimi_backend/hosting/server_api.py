@@ -15,7 +15,7 @@ _LOAD_S = 3600.0
 _POLL_S = 0.25
 _LOAD_CALL = "/inference.GRPCInferenceService/RepositoryModelLoad"
 _MODEL_NAME_FIELD = b"\x12"
-"""Of the call's message: field 2, a text of one byte's length."""
+"""The tag of the call's message: field 2, a text of one byte's length."""
 
 
 class ServerApi:

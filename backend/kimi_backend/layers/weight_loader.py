@@ -53,7 +53,7 @@ class WeightLoader:
         return self.source.read(self.prefix + name).to(self.device, dtype or self.dtype)
 
     def optional_vector(self, name: str, size: int) -> torch.Tensor | None:
-        """As `vector`; None where the file has no such tensor."""
+        """The same as `vector`; None where the file has no such tensor."""
         return self.vector(name, size) if self.has(name) else None
 
     def bias(self, name: str, size: int, shard: Shard = Shard.NONE) -> torch.Tensor | None:

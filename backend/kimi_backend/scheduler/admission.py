@@ -21,7 +21,7 @@ MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """What the models behind this engine can take."""
+    """The most that the models behind this engine can take."""
 
     vocab_size: int
     max_model_len: int

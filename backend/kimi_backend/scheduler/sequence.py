@@ -36,7 +36,7 @@ class Finish:
     matched_stop: int | None = None
     error: str | None = None
     cause: EndCause | None = None
-    """Where it was cancelled or failed."""
+    """The cause of a cancellation or a failure."""
 
 
 class DraftState(Enum):
@@ -160,7 +160,7 @@ class Sequence:
         self.grammar: SequenceGrammar | None = None
         """Its place in its grammar; set once that is compiled, before it is queued."""
         self.window: Window | None = None
-        """What the next verify checks of a decoding sequence with a grammar."""
+        """The tokens that the next verify checks of a decoding sequence with a grammar."""
 
     @property
     def token_ids(self) -> Int32Array:
@@ -169,19 +169,19 @@ class Sequence:
 
     @property
     def draws_plainly(self) -> bool:
-        """Whether a draw needs the logits, temperature, filters and seed alone, and gives a token alone."""
+        """A draw needs the logits, temperature, filters and seed alone, and gives a token alone."""
         return self._draws_plainly and not self.is_near_end_of_thoughts
 
     @property
     def is_near_end_of_thoughts(self) -> bool:
-        """Whether the budget of thoughts may be used up soon: the host must know each token, and each proposal, before
-        the next step is planned."""
+        """The budget of thoughts may be used up soon: the host must know each token, and each proposal, before the next
+        step is planned."""
         ends_at = self._thoughts_end_at
         return ends_at is not None and ends_at <= self.num_tokens + MOST_UNREAD_TOKENS
 
     @property
     def needs_proposals(self) -> bool:
-        """Whether the host must know the draft's proposals before the next step is planned."""
+        """The host must know the draft's proposals before the next step is planned."""
         return self.grammar is not None or self.is_near_end_of_thoughts
 
     def forced_row(self, draft_token_ids: Int32Array) -> int | None:
@@ -202,7 +202,7 @@ class Sequence:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether it may start with cached KV: not while prompt tokens are to be scored."""
+        """It may start with cached KV, but not while prompt tokens are to be scored."""
         return self.scores is None or self.scores.is_complete
 
     @property
@@ -221,11 +221,11 @@ class Sequence:
 
     @property
     def is_filling(self) -> bool:
-        """Whether KV of known tokens is still being written, in either pool."""
+        """KV of known tokens is still being written, in either pool."""
         return not self.is_decoding or (self.uses_draft and self.draft_len < self.target_len)
 
     def will_publish(self, end: int, *, with_draft: bool) -> bool:
-        """Whether its KV up to a position, in both pools where asked for, is not valid yet and will be."""
+        """Its KV up to a position, in both pools where asked for, is not valid yet and will be."""
         if with_draft and (not self.uses_draft or self.draft_start):
             return False
         return self.target_len < end or (with_draft and self.draft_len < end)
@@ -237,18 +237,18 @@ class Sequence:
 
     @property
     def uses_draft(self) -> bool:
-        """Whether the draft's KV follows this sequence now."""
+        """The draft's KV follows this sequence now."""
         return self.draft is DraftState.ON
 
     @property
     def wants_draft(self) -> bool:
-        """Whether the policy may choose it for the draft, once that is there."""
+        """The policy may choose it for the draft, once that is there."""
         may_draft = self.proposer.uses_draft and self.speculation.num_speculative_tokens > 0
         return may_draft and self.draft is not DraftState.NEVER
 
     @property
     def follows_a_match(self) -> bool:
-        """Whether the last verify checked what was looked up, and as far as the host knows the match goes on."""
+        """The last verify checked what was looked up, and as far as the host knows the match goes on."""
         return self.guess_origin is TokenOrigin.LOOKUP and self.lookup is not None and self.lookup.is_following
 
     @property
@@ -300,7 +300,7 @@ class Sequence:
             self.finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.BAD_GRAMMAR)
 
     def look_ahead(self, proposals: list[int]) -> list[int]:
-        """What the next verify of a decoding sequence with a grammar checks: `window`, made from its proposals."""
+        """The tokens of a decoding sequence with a grammar that the next verify checks: `window`, from proposals."""
         assert self.grammar is not None
         self.window = self.grammar.look_ahead(proposals, self.most_guesses)
         return self.window.guesses

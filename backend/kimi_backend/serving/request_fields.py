@@ -78,7 +78,7 @@ INPUT_FIELDS = (
     RequestField(
         "proposer",
         Kind.TEXT,
-        "Who proposes tokens: none, eagle3, lookup or lookup+eagle3, as far as the server has them (default: all).",
+        "Proposers of tokens: none, eagle3, lookup or lookup+eagle3, as far as the server has them (default: all).",
     ),
     RequestField("priority", Kind.INT, "Higher runs first and is preempted last (default 0)."),
     RequestField("timeout_s", Kind.FLOAT, "Seconds after which the request is cancelled."),
@@ -86,7 +86,7 @@ INPUT_FIELDS = (
     RequestField(
         "response_format",
         Kind.JSON,
-        'What the reply is: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}} or "text".',
+        'Form of the reply: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}} or "text".',
     ),
     RequestField(
         "structured_outputs",
@@ -99,7 +99,7 @@ INPUT_FIELDS = (
         Kind.JSON,
         'auto (default), none, required, or {"type": "function", "function": {"name": …}}: the reply is calls then.',
     ),
-    RequestField("parallel_tool_calls", Kind.BOOL, "Whether forced calls may be several (default true)."),
+    RequestField("parallel_tool_calls", Kind.BOOL, "Forced calls may be several (default true)."),
     RequestField("chat_template_kwargs", Kind.JSON, 'JSON object for the chat template, such as {"thinking": false}.'),
     RequestField(
         "thinking_token_budget",
@@ -133,7 +133,7 @@ IGNORED_PARAMETERS = frozenset(
 
 
 def is_servers_own(parameter: str) -> bool:
-    """Whether it is none of ours to read."""
+    """Tell whether it is none of ours to read."""
     return parameter in IGNORED_PARAMETERS or parameter.startswith("triton_")
 
 
@@ -161,7 +161,7 @@ ELSEWHERE = {
     "return_log_probs": "logprobs",
     "max_time": "timeout_s",
 }
-"""What other servers call a field -> its name here, for the message that refuses it."""
+"""The name that other servers give a field -> its name here, for the message that refuses it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class RequestParser:
         )
 
     def _ends_thinking(self, prompt: list[int]) -> bool:
-        """Whether the prompt's last control token opens a think block: what comes next are thoughts."""
+        """Tell whether the prompt's last control token opens a think block: what comes next are thoughts."""
         controls = frozenset(self._tokenizer.control_tokens.values())
         last = next((token_id for token_id in reversed(prompt) if token_id in controls), None)
         return last is not None and last == self._tokenizer.control_tokens.get(THINK_BEGIN)

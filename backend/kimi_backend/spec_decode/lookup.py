@@ -23,7 +23,7 @@ class LookupMemory:
         """Sequences that go on without an index, for want of memory."""
         self._num_bytes = 0
         self._given_back: SimpleQueue[int] = SimpleQueue()
-        """What was given back and is not subtracted yet."""
+        """Bytes that were given back and are not subtracted yet."""
         self._lock = threading.Lock()
 
     @property
@@ -113,7 +113,7 @@ class SequenceLookup:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether its index should grow, as soon as there is time for it."""
+        """Its index should grow, as soon as there is time for it."""
         return self._index is not None and self._index.is_crowded
 
     def grow(self, text: Int32Array) -> None:

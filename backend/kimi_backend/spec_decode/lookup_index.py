@@ -62,7 +62,7 @@ class LookupIndex:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether it holds more places than its table is made for, so that searches look at places in vain."""
+        """It holds more places than its table is made for, so that searches look at places in vain."""
         return len(self._links) > len(self._heads)
 
     @property

@@ -4,7 +4,7 @@ from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, SpeculationStats, TokenOrigin
 
 PROPOSER_NAMES = {TokenOrigin.DRAFT: Proposer.EAGLE3.value, TokenOrigin.LOOKUP: Proposer.LOOKUP.value}
-"""Who proposed what was accepted, as statistics, metrics and the log say it."""
+"""The proposer of what was accepted, as statistics, metrics and the log name it."""
 
 
 class SpeculationCounter:

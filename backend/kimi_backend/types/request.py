@@ -16,7 +16,7 @@ MAX_ROUND_TIMES = 64
 
 
 class TokenOrigin(IntEnum):
-    """Who said a token first. The target draws every token; a guess that equals what it drew is accepted."""
+    """The source of a token. The target draws every token; a guess that equals what it drew is accepted."""
 
     TARGET = 0
     """Nobody had guessed it."""
@@ -96,7 +96,7 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     ignore_eos: bool = False
     grammar: Grammar | None = None
-    """What the text must look like; it ends where the grammar does."""
+    """The grammar that the text follows; it ends where the grammar does."""
     logprobs: int | None = None
     """None: none; n: the drawn token's logprob and the n most likely."""
     prompt_logprobs: int | None = None
@@ -138,7 +138,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """What speculation did for one request. A round is a verify that carried at least one draft token.
+    """Counts of what speculation did for one request. A round is a verify that carried at least one draft token.
 
     Field names follow AIPerf's `speculative_decoding` object where it has one.
     """
@@ -208,22 +208,22 @@ class RequestStats:
     proposer: str = ""
     """See `Proposer`: the request's, or the server's default."""
     speculation_policy: str = ""
-    """Who chose the number of draft tokens: `adaptive` or `fixed`."""
+    """The policy that chose the number of draft tokens: `adaptive` or `fixed`."""
     is_draft_there: bool = False
-    """Whether a draft was there when the request started, used or not."""
+    """A draft was there when the request started, used or not."""
     num_draft_tokens_histogram: tuple[int, ...] = ()
     """[k + 1]: verifies that carried 0, 1, … k draft tokens; the step that drew the first token is none of them."""
     acceptance_problem: str | None = None
-    """What the server found wrong with its acceptance before the request came; None while all is well."""
+    """The fault that the server found with its acceptance before the request came; None while all is well."""
     pretences: tuple[str, ...] = ()
-    """What was not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
+    """The things that were not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
     round_times: tuple[RoundTime, ...] = ()
-    """Of up to `GenerateRequest.return_round_times` rounds, evenly spread over all of them."""
+    """Times of up to `GenerateRequest.return_round_times` rounds, evenly spread over all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """What one engine step adds to one request. The last one carries finish_reason and stats, exactly once."""
+    """The output that an engine step adds to a request. The last one carries finish_reason and stats, exactly once."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -240,7 +240,7 @@ class TokenDelta:
     """The stop string or token id that ended the request."""
     error: str | None = None
     cause: EndCause | None = None
-    """Of a cancelled or failed request."""
+    """The cause of a cancellation or a failure."""
     stats: RequestStats | None = None
     prompt_scores: "TokenScores | None" = None
-    """Of the prompt's tokens from the second on, where asked for: in the first delta."""
+    """Scores of the prompt's tokens from the second on, where asked for: in the first delta."""

@@ -119,7 +119,7 @@ def _math_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def _check_scale(kv_cache: Tensor, kv_scale: float) -> bool:
-    """Whether the cache is float8; another holds values as they are."""
+    """Tell whether the cache is float8, and refuse a scale of another: that holds values as they are."""
     is_float8 = kv_cache.dtype == torch.float8_e4m3fn
     require(kv_scale > 0 and (is_float8 or kv_scale == 1.0), "kv_scale", kv_scale, "1, or of a float8 cache above 0")
     return is_float8

@@ -36,7 +36,7 @@ _STEPS_IN_FLIGHT = 1
 
 
 class Role(str, enum.Enum):
-    """What a process loads."""
+    """The models that a process loads."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -120,7 +120,7 @@ def _load_target(
 def _aux_buffer(
     model: KimiTarget, aux_layer_ids: tuple[int, ...], limits: RunnerLimits, placement: Placement
 ) -> AuxBuffer | None:
-    """Where the target leaves aux hidden states on a GPU; None without a draft, and on a CPU, where tensors do."""
+    """The target's buffer of aux hidden states on a GPU; None without a draft, and on a CPU, where tensors do."""
     if not aux_layer_ids or placement.device.type != "cuda":
         return None
     width = len(aux_layer_ids) * model.config.hidden_size

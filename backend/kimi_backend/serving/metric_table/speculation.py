@@ -1,4 +1,4 @@
-"""What speculation does: rounds, drafted and accepted tokens, the number of draft tokens in force."""
+"""Metrics of speculation: rounds, drafted and accepted tokens, the number of draft tokens in force."""
 
 from collections.abc import Iterable
 
