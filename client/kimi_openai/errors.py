@@ -20,6 +20,7 @@ CLIENT_CLOSED_REQUEST = 499
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -28,6 +29,8 @@ QUEUE_IS_FULL = "requests are waiting"
 """In the message of a server that has no room; it has no code of its own."""
 _IS_TOO_LONG = re.compile(r"\w+: \d+ (?:tokens|characters) given, ")
 _RETRY_LATER = {"Retry-After": "1"}
+_NO_RETRY = {"X-Should-Retry": "false"}
+"""For what would end the same way again, though clients repeat a request that gets its status."""
 _FIELD = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*")
 
 
@@ -79,15 +82,15 @@ def from_client_error(error: KimiClientError, names: Mapping[str, str]) -> ApiEr
     if isinstance(error, ServerUnreachable):
         return ApiError(503, "the model server does not answer; try again later", headers=_RETRY_LATER)
     if isinstance(error, RequestTimedOut):
-        return timed_out(message)
+        return ApiError(504, message, code="timeout", headers=_NO_RETRY)
     if isinstance(error, RequestCancelled):
         return ApiError(503, message, code="cancelled", headers=_RETRY_LATER)
     return ApiError(500, message)
 
 
-def timed_out(message: str) -> ApiError:
-    """The caller's own deadline has passed: sending the same again would end the same way."""
-    return ApiError(504, message, code="timeout", headers={"X-Should-Retry": "false"})
+def deadline_passed(message: str) -> ApiError:
+    """The request's own `timeout_s` is over: its caller's limit, and so no failure of the server's."""
+    return ApiError(408, message, param="timeout_s", code="timeout", headers=_NO_RETRY)
 
 
 def _from_invalid_request(message: str, names: Mapping[str, str]) -> ApiError:

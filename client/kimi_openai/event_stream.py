@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kimi_client import Chunk
-from kimi_openai.errors import ApiError, timed_out
+from kimi_openai.errors import ApiError, deadline_passed
 from kimi_openai.replies import Envelope, ReplyWriter, usage
 
 logger = logging.getLogger("kimi_openai")
@@ -163,7 +163,7 @@ def check_end(finish_reason: str | None, why: str | int | None) -> None:
     """Pass silently unless the server cut the reply off, as it does at the request's deadline.
 
     Raises:
-        ApiError: 504, with the server's reason.
+        ApiError: 408, with the server's reason.
     """
     if finish_reason == "cancelled":
-        raise timed_out(str(why or "cancelled by the server"))
+        raise deadline_passed(str(why or "cancelled by the server"))

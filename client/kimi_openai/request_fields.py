@@ -120,7 +120,7 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = _extension("Cached prefixes are shared only with requests of the same salt.")
     priority: Int | None = _extension("Higher runs first (default 0).")
     timeout_s: Number | None = _extension(
-        "Seconds after which the request ends with an error (504).", exclusiveMinimum=0
+        "Seconds after which the request ends with an error (408).", exclusiveMinimum=0
     )
     prompt_logprobs: Int | None = _extension(
         "Log-probabilities of the prompt's tokens and of this many most likely ones; not in a stream.",
