@@ -1,8 +1,9 @@
 """Sequences that wait for their grammars to be compiled. Nobody else waits for them."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.grammar.matcher import CompiledGrammar
@@ -11,6 +12,8 @@ from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.types.request import EndCause, FinishReason
 
 Compiled = Future[CompiledGrammar]
+
+logger = logging.getLogger("kimi_backend.engine")
 
 
 class CompilingSequences:
@@ -35,8 +38,12 @@ class CompilingSequences:
         compiled.add_done_callback(lambda _: self._note(sequence.uid))
 
     def remove(self, sequence: Sequence) -> bool:
-        """Wait no longer; False if it does not wait here."""
-        return self._waiting.pop(sequence.uid, None) is not None
+        """Wait no longer, so that nothing is compiled for nobody; False if it does not wait here."""
+        waiting = self._waiting.pop(sequence.uid, None)
+        if waiting is None:
+            return False
+        waiting[1].cancel()
+        return True
 
     def take(self) -> list[Sequence]:
         """Those that wait no longer: each has its grammar, or a `finish` where that is none."""
@@ -58,5 +65,9 @@ def _begin(sequence: Sequence, compiled: Compiled) -> None:
     assert grammar is not None
     try:
         sequence.grammar = SequenceGrammar.of(grammar, compiled.result(), sequence.stop_token_ids)
-    except (InvalidRequestError, CancelledError) as error:
+    except InvalidRequestError as error:
         sequence.finish = Finish(FinishReason.ERROR, error=str(error), cause=EndCause.BAD_GRAMMAR)
+    except Exception as error:  # such as a process that cannot be started: this request's end, nobody else's
+        logger.exception("a grammar could not be compiled")
+        message = f"its grammar could not be compiled: {type(error).__name__}: {error}"
+        sequence.finish = Finish(FinishReason.ERROR, error=message, cause=EndCause.ENGINE_FAILED)

@@ -99,7 +99,7 @@ class Engine:
         """
         geometry = self._loop.require_ready().geometry
         self.check(request)
-        compiled = self._compiled(request, geometry)
+        self._check_compiler(request)
         sequence = self._make_sequence(request, geometry)
         output = RequestOutput(
             sequence,
@@ -116,6 +116,8 @@ class Engine:
                 raise CapacityError(
                     f"{num_waiting} requests are waiting, at most {self._settings.max_queue_size} may; try later"
                 )
+            # Not before it has a place in the queue: what is refused leaves nothing to compile.
+            compiled = self._compiled(request, geometry)
             self._loop.emitter.register(output)
             self._loop.add(sequence, compiled)
         return RequestHandle(request.request_id, sequence.seed, lambda reason: self._loop.cancel(sequence, reason))
@@ -188,13 +190,16 @@ class Engine:
             num_lookups_refused=memory.num_refused,
         )
 
-    def _compiled(self, request: GenerateRequest, geometry: Geometry) -> "Future[CompiledGrammar] | None":
+    def _check_compiler(self, request: GenerateRequest) -> None:
         grammar = request.sampling.grammar
-        if grammar is None:
-            return None
-        if self._grammars is None or not self._eos_token_ids:
+        if grammar is not None and (self._grammars is None or not self._eos_token_ids):
             missing = "compiler of grammars" if self._grammars is None else "end-of-sequence token"
             raise InvalidRequestError(f"{grammar.field}: not supported here: there is no {missing}")
+
+    def _compiled(self, request: GenerateRequest, geometry: Geometry) -> "Future[CompiledGrammar] | None":
+        grammar = request.sampling.grammar
+        if grammar is None or self._grammars is None:
+            return None
         return self._grammars.request(grammar, geometry.vocab_size)
 
     def _make_sequence(self, request: GenerateRequest, geometry: Geometry) -> Sequence:

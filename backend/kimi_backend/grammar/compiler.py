@@ -1,18 +1,12 @@
 """`GrammarSource` by xgrammar: a cache, and processes that compile what is not in it."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
-from kimi_backend.errors import InvalidRequestError
-from kimi_backend.grammar.compile_process import COMPILED, EXHAUSTED, Job, Setup
+from kimi_backend.errors import CapacityError, InvalidRequestError
+from kimi_backend.grammar.compiling_process import CompilingProcess, NotCompiledError, TooSlowError
 from kimi_backend.grammar.matcher import CompiledGrammar
 from kimi_backend.grammar.xgrammar_matcher import NO_TEXT, XgrammarVocabulary
 from kimi_backend.text.tokenizer import Tokenizer
@@ -25,6 +19,8 @@ MIB = 2**20
 class CompileLimits:
     """Limits of what grammars may take."""
 
+    first_try_s: float = 1.0
+    """The time of one at first: what takes longer makes room, and begins anew where only such are compiled."""
     timeout_s: float = 10.0
     """The time of one, from the moment that it is compiled; those before it are waited for."""
     most_bytes: int = 2048 * MIB
@@ -34,6 +30,19 @@ class CompileLimits:
     most_cached_bytes: int = 256 * MIB
     """The size of all that are kept, counted likewise."""
     num_processes: int = 2
+    """The processes of first tries; second ones share another."""
+
+
+@dataclass(slots=True)
+class _Job:
+    form: Form
+    vocab_size: int
+    waiting: list[tuple[str, Future[CompiledGrammar]]] = field(default_factory=list)
+    """The field of each request that wants it, and what tells that request."""
+
+    @property
+    def is_wanted(self) -> bool:
+        return not all(future.cancelled() for _, future in self.waiting)
 
 
 class GrammarCompiler:
@@ -41,55 +50,81 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, limits: CompileLimits | None = None) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits or CompileLimits()
+        self._limits = limits = limits or CompileLimits()
         self._lock = threading.Lock()
         self._vocabulary: XgrammarVocabulary | None = None
         self._vocabulary_lock = threading.Lock()
         self._compiled: OrderedDict[Form, tuple[CompiledGrammar, int]] = OrderedDict()
         self._num_cached_bytes = 0
-        self._under_way: dict[Form, Future[CompiledGrammar]] = {}
-        self._pool = ThreadPoolExecutor(self._limits.num_processes, "kimi-grammar")
-        self._processes = [_CompileProcess() for _ in range(self._limits.num_processes)]
-        self._idle = list(self._processes)
+        self._under_way: dict[Form, _Job] = {}
+        self._is_closed = False
+        self._first_tries = _Lane("kimi-grammar", limits.num_processes, limits.first_try_s, limits)
+        self._second_tries = _Lane("kimi-slow-grammar", 1, limits.timeout_s, limits)
 
     def request(self, grammar: Grammar, vocab_size: int) -> "Future[CompiledGrammar]":
         """See `GrammarSource.request`."""
-        form = grammar.form
+        form, asked = grammar.form, Future[CompiledGrammar]()
         with self._lock:
+            if self._is_closed:
+                raise CapacityError("the server is shutting down and compiles no more grammars; send it again")
             if form in self._compiled:
                 self._compiled.move_to_end(form)
-                done: Future[CompiledGrammar] = Future()
-                done.set_result(self._compiled[form][0])
-                return done
-            if form not in self._under_way:
-                self._under_way[form] = self._pool.submit(self._compile, grammar, vocab_size)
-            return self._under_way[form]
+                asked.set_result(self._compiled[form][0])
+                return asked
+            job = self._under_way.get(form)
+            if job is None:
+                job = self._under_way[form] = _Job(form, vocab_size)
+                self._first_tries.pool.submit(self._compile, job, self._first_tries)
+            job.waiting.append((grammar.field, asked))
+            return asked
 
     def close(self) -> None:
         """See `GrammarSource.close`."""
-        for process in self._processes:
-            process.kill()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for process in self._processes:
-            process.kill()
+        with self._lock:
+            self._is_closed = True
+        lanes = (self._first_tries, self._second_tries)  # in this order: first tries hand on to second ones
+        for lane in lanes:
+            lane.kill()
+        for lane in lanes:
+            lane.pool.shutdown(wait=True, cancel_futures=True)
+        for job in list(self._under_way.values()):
+            self._settle(job, NotCompiledError("the server is shutting down"))
 
-    def _compile(self, grammar: Grammar, vocab_size: int) -> CompiledGrammar:
+    def _compile(self, job: _Job, lane: "_Lane") -> None:
+        """A job's turn; what nobody waits for any more takes none."""
+        with self._lock:
+            if not job.is_wanted:
+                del self._under_way[job.form]
+                return
         try:
-            with self._lock:
-                process = self._idle.pop()
-            try:
-                vocabulary = self._vocabulary_of(vocab_size)
-                packed = process.compile(grammar, vocabulary, self._limits)
-            finally:
-                with self._lock:
-                    self._idle.append(process)
+            vocabulary = self._vocabulary_of(job.vocab_size)
+            packed = lane.compile(job.form, vocabulary)
             compiled = vocabulary.compiled(packed)
-            with self._lock:
-                self._keep(grammar.form, compiled, len(packed))
-            return compiled
-        finally:
-            with self._lock:
-                del self._under_way[grammar.form]
+        except TooSlowError as error:
+            if lane is self._first_tries:
+                self._second_tries.pool.submit(self._compile, job, self._second_tries)
+            else:
+                self._settle(job, error)
+        except Exception as error:
+            self._settle(job, error)
+        else:
+            self._settle(job, compiled, len(packed))
+
+    def _settle(self, job: _Job, outcome: CompiledGrammar | Exception, num_bytes: int = 0) -> None:
+        """Tell all who wait. Afterwards the form is compiled already, or is asked for anew."""
+        with self._lock:
+            del self._under_way[job.form]
+            if not isinstance(outcome, Exception):
+                self._keep(job.form, outcome, num_bytes)
+        for name, future in job.waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(outcome, NotCompiledError):
+                future.set_exception(InvalidRequestError(f"{name}: {outcome}"))
+            elif isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
 
     def _keep(self, form: Form, compiled: CompiledGrammar, num_bytes: int) -> None:
         self._compiled[form] = (compiled, num_bytes)
@@ -110,70 +145,25 @@ class GrammarCompiler:
             return self._vocabulary
 
 
-@dataclass(slots=True)
-class _CompileProcess:
-    """A process that compiles, started when it is needed and again when it has died. One thread at a time compiles."""
+class _Lane:
+    """Processes that compile jobs in the order of their coming, each for so long."""
 
-    _process: "subprocess.Popen[bytes] | None" = None
-    _pipe: "Connection[object, bytes] | None" = None
-    _is_closed: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, name: str, num_processes: int, timeout_s: float, limits: CompileLimits) -> None:
+        self.pool = ThreadPoolExecutor(num_processes, name)
+        self._timeout_s = timeout_s
+        bounds = (limits.most_bytes, limits.most_compiled_bytes)
+        self._processes = [CompilingProcess(*bounds) for _ in range(num_processes)]
+        self._idle = list(self._processes)
 
-    def compile(self, grammar: Grammar, vocabulary: XgrammarVocabulary, limits: CompileLimits) -> str:
-        """
-        Returns:
-            The grammar as it is sent.
-
-        Raises:
-            InvalidRequestError: it is none, or takes more than it may.
-        """
-        self._start(vocabulary, limits)
-        assert self._pipe is not None
+    def compile(self, form: Form, vocabulary: XgrammarVocabulary) -> str:
+        """See `CompilingProcess.compile`. On a thread of the pool, of which there are as many as processes."""
+        process = self._idle.pop()
         try:
-            self._pipe.send(Job(grammar.form, limits.timeout_s))
-            reply = self._pipe.recv_bytes()
-        except (EOFError, OSError):
-            raise InvalidRequestError(f"{grammar.field}: {self._cause_of_death(limits)}") from None
-        if reply == EXHAUSTED:
-            raise InvalidRequestError(f"{grammar.field}: {_too_much_memory(limits)}")
-        if reply[:1] != COMPILED:
-            raise InvalidRequestError(f"{grammar.field}: {reply[1:].decode('utf-8', 'replace')}")
-        return reply[1:].decode()
+            return process.compile(form, vocabulary, self._timeout_s)
+        finally:
+            self._idle.append(process)
 
     def kill(self) -> None:
-        """End it; nothing starts it again."""
-        with self._lock:
-            self._is_closed = True
-            process = self._process
-        if process is not None:
+        """End the processes; nothing starts them again."""
+        for process in self._processes:
             process.kill()
-            process.wait()
-
-    def _start(self, vocabulary: XgrammarVocabulary, limits: CompileLimits) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        ours, theirs = socket.socketpair()
-        command = [sys.executable or "python3", "-m", "kimi_backend.grammar.compile_process", str(theirs.fileno())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with self._lock, theirs:
-            self._pipe = Connection(ours.detach())
-            if self._is_closed:
-                raise InvalidRequestError("the server is shutting down")
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
-            )
-        num_threads = max(1, min(4, (os.cpu_count() or 1) // 2))
-        self._pipe.send(
-            Setup(str(vocabulary.info.serialize_json()), num_threads, limits.most_bytes, limits.most_compiled_bytes)
-        )
-
-    def _cause_of_death(self, limits: CompileLimits) -> str:
-        assert self._process is not None
-        status, self._process = self._process.wait(), None
-        if status == -signal.SIGALRM:
-            return f"compiling it takes longer than the {limits.timeout_s:g} s that are allowed"
-        return _too_much_memory(limits)
-
-
-def _too_much_memory(limits: CompileLimits) -> str:
-    return f"compiling it takes more than the {limits.most_bytes // MIB} MiB of memory that are allowed"

@@ -50,6 +50,9 @@ class GrammarSource(Protocol):
     def request(self, grammar: Grammar, vocab_size: int) -> "Future[CompiledGrammar]":
         """Compile, on other threads, what is not compiled yet.
 
+        Each call has a future of its own: one that is cancelled waits no longer, and what nobody waits for is not
+        compiled.
+
         The future's error is an InvalidRequestError, that names the request's field, where the grammar is none or takes
         more time or memory than it may.
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kimi_backend.engine.engine import Engine
-from kimi_backend.errors import InvalidRequestError
+from kimi_backend.errors import CapacityError, InvalidRequestError
 from kimi_backend.grammar.matcher import CompiledGrammar
+from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.grammar import Choice, Grammar
 from kimi_backend.types.plan import Int32Array
 from kimi_backend.types.request import EndCause, FinishReason
@@ -115,10 +116,37 @@ def test_it_may_end_before(start: Callable[..., Engine], way: str) -> None:
         assert source.is_closed
     client.wait()
     assert client.deltas[-1].finish_reason is FinishReason.CANCELLED
-    source.asked[0].set_result(OnlyToken())
+    if way == "stop":
+        source.asked[0].set_result(OnlyToken())
+    else:
+        assert source.asked[0].cancelled(), "nothing is compiled for nobody"
+        assert engine.statistics().num_waiting == 0
     time.sleep(0.1)
     assert len(client.deltas) == 1
-    assert way == "stop" or engine.statistics().num_waiting == 0
+
+
+def test_a_compiler_that_fails_ends_its_request_alone(start: Callable[..., Engine]) -> None:
+    engine, source = started(start)
+    client, other = Client(), Client()
+    engine.submit(request(grammar=GRAMMAR), client)
+    source.asked[0].set_exception(OSError("no process"))
+    client.wait()
+    last = client.deltas[-1]
+    assert (last.finish_reason, last.cause) == (FinishReason.ERROR, EndCause.ENGINE_FAILED)
+    assert last.error == "its grammar could not be compiled: OSError: no process"
+    engine.submit(request(request_id="other"), other)
+    other.wait()
+    assert other.deltas[-1].finish_reason is not FinishReason.ERROR
+
+
+def test_a_request_that_finds_the_queue_full_leaves_nothing_to_compile(start: Callable[..., Engine]) -> None:
+    source = SlowSource()
+    settings = SchedulerSettings(max_queue_size=1)
+    engine = ready(start(make_target(), make_draft(), settings=settings, grammars=source, eos_token_ids=(5,)))
+    engine.submit(request(grammar=GRAMMAR), Client())
+    with pytest.raises(CapacityError):
+        engine.submit(request(request_id="other", grammar=GRAMMAR), Client())
+    assert len(source.asked) == 1
 
 
 def test_a_request_with_one_needs_what_compiles_and_an_end(start: Callable[..., Engine]) -> None:

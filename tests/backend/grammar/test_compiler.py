@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kimi_backend.errors import InvalidRequestError
+from kimi_backend.errors import CapacityError, InvalidRequestError
 from kimi_backend.grammar.compiler import MIB, CompileLimits, GrammarCompiler
 from kimi_backend.grammar.matcher import CompiledGrammar, Matcher
 from kimi_backend.grammar.window import SequenceGrammar
@@ -224,19 +225,65 @@ def test_a_grammar_is_ended_that_takes_too_much() -> None:
         compiler.close()
 
 
+def ask(compiler: GrammarCompiler, form: Form, tokenizer: Tokenizer, name: str = "f") -> "Future[CompiledGrammar]":
+    return compiler.request(Grammar(form, name), tokenizer.vocab_size)
+
+
 def test_a_grammar_is_ended_that_takes_too_long() -> None:
-    """Others go on meanwhile, and the process that ended is replaced."""
+    """Others go on meanwhile, the process that ended is replaced, and each request hears of its own field."""
     tokenizer = load_tokenizer(NANO)
-    compiler = GrammarCompiler(tokenizer, CompileLimits(timeout_s=1.5))
+    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.5, timeout_s=1.5))
     try:
-        endless = compiler.request(Grammar(ENDLESS, "f"), tokenizer.vocab_size)
-        again = compiler.request(Grammar(ENDLESS, "f"), tokenizer.vocab_size)
-        assert again is endless
-        compiler.request(Grammar(Choice(("a",)), "f"), tokenizer.vocab_size).result(60)
-        with pytest.raises(InvalidRequestError, match=r"^f: compiling it takes longer than the 1.5 s"):
-            endless.result(60)
+        endless, again = ask(compiler, ENDLESS, tokenizer), ask(compiler, ENDLESS, tokenizer, "g")
+        ask(compiler, Choice(("a",)), tokenizer).result(60)
+        for asked, name in ((endless, "f"), (again, "g")):
+            with pytest.raises(InvalidRequestError, match=f"^{name}: compiling it takes longer than the 1.5 s"):
+                asked.result(60)
         for text in ("b", "c", "d"):
-            compiler.request(Grammar(Choice((text,)), "f"), tokenizer.vocab_size).result(60)
+            ask(compiler, Choice((text,)), tokenizer).result(60)
+    finally:
+        compiler.close()
+
+
+def test_grammars_that_take_long_make_room_for_others() -> None:
+    """As many of them as there are processes, and more: what is quick waits for their first tries only."""
+    tokenizer = load_tokenizer(NANO)
+    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.5, timeout_s=120))
+    try:
+        endless = [ask(compiler, Regex("((a{1,999}){1,999}b){1,999}" + "c" * i), tokenizer) for i in range(3)]
+        ask(compiler, Choice(("a",)), tokenizer).result(60)
+        assert not any(future.done() for future in endless)
+    finally:
+        compiler.close()
+    assert all(isinstance(future.exception(0), InvalidRequestError) for future in endless)
+
+
+def test_what_takes_longer_than_a_first_try_is_compiled() -> None:
+    tokenizer = load_tokenizer(NANO)
+    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.01, timeout_s=60))
+    try:
+        words = Choice(tuple(f"k{i}" for i in range(2000)))
+        assert ask(compiler, words, tokenizer).result(60) is ask(compiler, words, tokenizer).result(0)
+    finally:
+        compiler.close()
+
+
+def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that leave before their turn take none; one of several who stays is enough."""
+    tokenizer = load_tokenizer(NANO)
+    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=1, timeout_s=1, num_processes=1))
+    lane, tried = compiler._first_tries, []
+    compile_form = lane.compile
+    monkeypatch.setattr(lane, "compile", lambda form, vocabulary: tried.append(form) or compile_form(form, vocabulary))
+    left, kept = Choice(("left",)), Choice(("kept",))
+    try:
+        ask(compiler, ENDLESS, tokenizer)
+        for form in (left, kept):
+            assert ask(compiler, form, tokenizer).cancel()
+        stays = ask(compiler, kept, tokenizer)
+        stays.result(60)
+        assert tried == [ENDLESS, kept]
+        ask(compiler, left, tokenizer).result(60)
     finally:
         compiler.close()
 
@@ -251,6 +298,8 @@ def test_closing_ends_what_compiles() -> None:
     assert time.monotonic() - start < 5
     with pytest.raises(InvalidRequestError):
         endless.result(0)
+    with pytest.raises(CapacityError):
+        compiler.request(Grammar(Choice(("a",)), "f"), tokenizer.vocab_size)
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
