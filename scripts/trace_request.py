@@ -41,6 +41,7 @@ OF_A_STEP = (
     "runners/graphs/draft_graphs.py", "runners/graphs/draft_inputs.py", "runners/graphs/follow_inputs.py",
     "runners/graphs/target_graphs.py", "runners/graphs/target_inputs.py",
     "runners/ranks/peers.py", "runners/ranks/messages.py", "runners/ranks/follower.py", "rank_worker/follower.py",
+    "rank_worker/tensor_parallel_worker.py",
 )  # fmt: skip
 """The files that run a step and hand it over, before and after; one that a commit lacks counts there as empty."""
 

@@ -1,4 +1,4 @@
-"""Another rank in the same process: every step crosses the wire's format and is run by a `Follower`."""
+"""Another rank in the same process: every step crosses the wire's format and is run by a `TensorParallelWorker`."""
 
 import pickle
 from collections import Counter
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from kimi_backend.rank_worker.follower import Follower
+from kimi_backend.rank_worker.tensor_parallel_worker import TensorParallelWorker
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.ranks.messages import Step, unpacked
 from kimi_backend.runners.target_runner import TargetRunner
@@ -20,7 +20,7 @@ class LoopbackPeers:
     count = 1
 
     def __init__(self, target: TargetRunner | None, draft: DraftRunner | None) -> None:
-        self._follower = Follower(target, draft)
+        self._worker = TensorParallelWorker(target, draft)
         self._runners = target, draft
         self.rank_0: TargetRunner | DraftRunner | None = None
         """Whose half of a split table is shared."""
@@ -35,7 +35,7 @@ class LoopbackPeers:
         step = unpacked(pickle.loads(pickle.dumps(Step(plan, aux).packed())))
         assert isinstance(step, Step)
         try:
-            self._follower.run(step)
+            self._worker.run(step)
         except Exception as error:
             self.problems.append(error)
             raise
@@ -53,7 +53,7 @@ class LoopbackPeers:
         """On a CPU rank 0 has waited."""
 
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
-        return [self._follower.answer(question, content) for content in contents]
+        return [self._worker.answer(question, content) for content in contents]
 
     def close(self) -> None:
         pass

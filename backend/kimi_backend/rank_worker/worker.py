@@ -20,7 +20,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.parallel import TensorParallelGroup
 from kimi_backend.processes import end_with_starter
-from kimi_backend.rank_worker.follower import Follower
+from kimi_backend.rank_worker.tensor_parallel_worker import TensorParallelWorker
 from kimi_backend.runners.load.loading import Role, load_rank
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints
 from kimi_backend.runners.load.placement import place
@@ -41,17 +41,17 @@ from kimi_backend.runners.ranks.messages import (
 logger = logging.getLogger("kimi_backend.runners")
 
 
-def _load(assignment: Assignment) -> tuple[Follower, TensorParallelGroup]:
+def _load(assignment: Assignment) -> tuple[TensorParallelWorker, TensorParallelGroup]:
     role = Role(assignment.role)
     settings = ServingSettings(**assignment.settings)
     placement = place(settings, assignment.rank)
     group = join_ranks(assignment.rank, assignment.size, assignment.address, placement.device, **TIMEOUTS)
     checkpoints = Checkpoints.open(settings, placement)
     target, draft = load_rank(settings, role, placement, checkpoints, group)
-    return Follower(target, draft), group
+    return TensorParallelWorker(target, draft), group
 
 
-def follow(pipe: Pipe, follower: Follower) -> None:
+def serve(pipe: Pipe, worker: TensorParallelWorker) -> None:
     """Run what comes until the pipe says that it is over. Ends the process with the pipe."""
     while True:
         try:
@@ -62,10 +62,10 @@ def follow(pipe: Pipe, follower: Follower) -> None:
             return
         told = unpacked(message)
         if not isinstance(told, Question):
-            follower.run(told)
+            worker.run(told)
             continue
         try:
-            pipe.send((ANSWER, follower.answer(told.name, told.content)))
+            pipe.send((ANSWER, worker.answer(told.name, told.content)))
         except KimiError as error:
             pipe.send((FAILED, str(error)))
 
@@ -84,15 +84,15 @@ def main(arguments: list[str]) -> None:
         os._exit(1)
 
     try:
-        follower, group = _load(assignment)
+        worker, group = _load(assignment)
         gc.collect()
         gc.freeze()  # a look at all that is loaded would hold every rank's step up
-        watch_device(follower.device, fail)
+        watch_device(worker.device, fail)
         pipe.send((READY, b""))
-        follow(pipe, follower)
+        serve(pipe, worker)
     except BaseException as error:
         fail(error)
-    _leave(follower, group)
+    _leave(worker, group)
     os._exit(0)
 
 
@@ -104,8 +104,8 @@ def _report(pipe: Pipe, assignment: Assignment, error: BaseException) -> None:
         pipe.send((FAILED, str(error) if isinstance(error, KimiError) else repr(error)))
 
 
-def _leave(follower: Follower, group: TensorParallelGroup) -> None:
-    follower.drop_captures()
+def _leave(worker: TensorParallelWorker, group: TensorParallelGroup) -> None:
+    worker.drop_captures()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     gc.unfreeze()

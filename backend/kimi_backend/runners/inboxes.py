@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one host write into one another's, for `kimi_kernels.rank_exchange`."""
+"""Inboxes, the IPC receive buffers of `kimi_kernels.rank_exchange`: the GPUs of one host write into each other's."""
 
 import json
 import logging

@@ -46,7 +46,7 @@ class RunnerLimits:
     max_num_seqs: int
     max_model_len: int
     max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
-    """Most draft tokens of a sequence in a step that is captured; more run as they come."""
+    """Most draft tokens of a sequence in a step that is captured; more run eagerly."""
     capture_batch_sizes: tuple[int, ...] = ()
     """Numbers of sequences that steps are captured for, besides max_num_seqs; empty: `buckets.batch_sizes`."""
 

@@ -23,13 +23,13 @@ from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.bytes_inputs import limit_decoding
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.drain_file import DrainFile
+from kimi_backend.serving.engine_lock import EngineLock, lock_of_this_server
 from kimi_backend.serving.incoming import parameters_text, read_parameters, request_name
 from kimi_backend.serving.metrics import MetricsPublisher
 from kimi_backend.serving.request_lanes import Arrival, RequestLanes
 from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.serving.runner_secret import read_secret
-from kimi_backend.serving.seat import Seat, seat_of_this_server
 from kimi_backend.serving.start_probe import warn_of_wrong_draft
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.chat_template import load_chat_template
@@ -103,8 +103,8 @@ def _of_the_prompt(request: GenerateRequest) -> TokenDelta:
 class SpecEnsembleServer:
     """Takes the server's requests and answers each with one or more responses, the last of them final."""
 
-    def __init__(self, settings: ServingSettings, pb_utils: Any, seat: Seat, runner_secret: bytes) -> None:
-        self._seat = seat
+    def __init__(self, settings: ServingSettings, pb_utils: Any, engine_lock: EngineLock, runner_secret: bytes) -> None:
+        self._engine_lock = engine_lock
         self._pb = pb_utils
         self._settings = settings
         self._parser, self._tokenizer = make_parser(settings)
@@ -141,7 +141,7 @@ class SpecEnsembleServer:
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
         limit_decoding(pb_utils)
-        server = cls(settings, pb_utils, seat_of_this_server(), read_secret(os.environ))
+        server = cls(settings, pb_utils, lock_of_this_server(), read_secret(os.environ))
         freeze_what_is_loaded()
         return server
 
@@ -177,11 +177,11 @@ class SpecEnsembleServer:
         """Hand over to another engine. The metrics go first: they have the same names there, and one that is deleted
         after another of its name was made takes that one with it, which ends the server (24.10)."""
         self._metrics.close()
-        self._seat.leave()
+        self._engine_lock.release()
 
     def _begin(self) -> None:
         if not self._has_started:
-            self._seat.take(HANDSHAKE_PATIENCE_S)
+            self._engine_lock.acquire(HANDSHAKE_PATIENCE_S)
             self._has_started = True
             self._engine.start()
             self._probe_at_start()
@@ -245,16 +245,16 @@ class SpecEnsembleServer:
             handle.add_done_callback(lambda submitted: submitted.result().cancel())
 
     def _watch(self) -> None:
-        """Look for the drain file, for another engine that wants the seat, and whether the runners' processes live.
+        """Look for the drain file, for another engine that wants the lock, and whether the runners' processes live.
 
         The server itself takes a second to answer a call to a stub that has died; clients need not wait for that. And
         the draft may not be called for long, where drafting does not pay.
         """
         dead_target: int | None = None
         while not self._closed.wait(WATCH_S):
-            if self._seat.is_wanted:
+            if self._engine_lock.is_wanted:
                 logger.info("another spec_ensemble takes over: live requests are cancelled, new ones refused")
-            if self._seat.is_wanted or self._has_drained():
+            if self._engine_lock.is_wanted or self._has_drained():
                 self._end()
                 return
             target, draft = self._engine.target_process_id, self._engine.draft_process_id

@@ -208,7 +208,7 @@ def test_a_draft_in_another_process_follows_its_verify(make_pair: Callable[..., 
     assert following.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) == 0
 
 
-def test_a_follower_that_is_there_before_its_verify_waits_for_it(
+def test_a_worker_that_is_there_before_its_verify_waits_for_it(
     make_pair: Callable[..., Pair], lockstep: Lockstep
 ) -> None:
     """And its verify does not wait for it: the two are sent side by side."""
@@ -284,7 +284,7 @@ def test_runners_on_several_ranks_follow_too(
     other_target.table.is_split = other_draft.table.is_split = True  # type: ignore[union-attr]
     peers = LoopbackPeers(other_target, None), LoopbackPeers(None, other_draft)
     peers[0].rank_0 = pair.start("kimi_target", peers=peers[0])
-    peers[1]._follower._opened = FoundBuffer(pair._buffers, max(pair._buffers))  # type: ignore[assignment]
+    peers[1]._worker._opened = FoundBuffer(pair._buffers, max(pair._buffers))  # type: ignore[assignment]
     peers[1].rank_0 = pair.start("eagle3_draft", peers=peers[1] if draft_has_ranks else NO_PEERS)
     assert outcomes(pair.engine()) == expected
     assert not peers[0].problems and not peers[1].problems

@@ -123,7 +123,7 @@ class DraftGraphs:
                 advance(1)
 
     def extension_bucket(self, plan: DraftPlan) -> Bucket | None:
-        """The bucket of a checked plan's rows; None where they must run as they come."""
+        """The bucket of a checked plan's rows; None where they must run eagerly."""
         lengths = plan.rows.query_lens
         bucket = self._extension_choice.smallest(len(lengths), int(lengths.max()), len(plan.rows.token_ids))
         return bucket if bucket in self._extensions else None

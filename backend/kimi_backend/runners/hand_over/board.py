@@ -1,5 +1,5 @@
-"""The board: memory of the host that the draft's process and the target's have both mapped, for what a step of one
-tells the other while the hosts know nothing of it yet (docs/decisions/0016).
+"""The board, shared semaphores beside the token table: memory of the host that the draft's process and the target's
+have both mapped, for what a step of one tells the other while the hosts know nothing of it yet (docs/decisions/0016).
 
 It has words, which only grow and are step ids, and both halves of the token table. Each process writes its own words
 and its own half, by the stream that computes them, and the stream of the other process waits for a word. The memory is

@@ -1,4 +1,4 @@
-"""`TokenTable`: tokens that target and draft hand to each other on the device (layout: `kimi_kernels.token_table`)."""
+"""`TokenTable`: the device-side tokens of draft and target (layout: `kimi_kernels.token_table`)."""
 
 import torch
 

@@ -18,7 +18,7 @@ class OutOfStep(Exception):
     """This rank cannot run what rank 0 runs."""
 
 
-class Follower:
+class TensorParallelWorker:
     """The runners of one rank. Puts its own device's tensors in place of those that a plan of rank 0's spoke of."""
 
     def __init__(self, target: TargetRunner | None, draft: DraftRunner | None) -> None:
@@ -28,7 +28,7 @@ class Follower:
 
     @property
     def device(self) -> torch.device:
-        """That both compute on."""
+        """The device that both compute on."""
         runner = self._target or self._draft
         assert runner is not None
         return runner.device
