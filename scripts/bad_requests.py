@@ -1,29 +1,37 @@
-"""Measure what a bad request costs a new one beside it, and whether memory goes back after many.
+"""Measure what a bad request costs the others beside it, and whether memory goes back after many.
 
     python scripts/bad_requests.py [--checkpoint demo/kimi-nano] [--repeats 100] [--seconds 3] [--only NAME ...]
 
-It starts `kimi serve` on free ports of 127.0.0.1. For each kind of bad request another client sends one after the other
-for some seconds, while a new request for one token is timed again and again; then so many more are sent, and the memory
-of the server's processes and its shared-memory regions are compared. Kinds whose name ends with "as large as may be"
-are within the limits of docs/protocol.md, and so are parsed, rendered or tokenised before they are refused.
+It starts `kimi serve` on free ports of 127.0.0.1. For each kind of bad request another process sends one after the
+other, while new requests for one token are timed over HTTP and over gRPC, and the longest gap of running streams:
+alone, beside it, and beside the same request with one more field of a wrong type, which Triton Server refuses itself,
+before any code of this project. Then so many more are sent, twice: the memory of the server's processes and its
+shared-memory regions after the second time are compared with those after the first.
+
+Kinds whose name ends with "as large as may be" are within the limits of docs/protocol.md, and so are parsed, rendered
+or tokenised before they are refused.
 """
 
 import argparse
-import http.client
+import functools
+import itertools
 import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from kimi_backend.hosting.stubs import find_stubs
+from beside import MB, Question, ask_in_turns, json_post, regions_mb, resident_mb, seconds_of, sending
+from kimi_client import KimiClient
 from served_load import Served, serving
 
 ROOT = Path(__file__).resolve().parent.parent
-MB = 10**6
+GENERATE = "/v2/models/spec_ensemble/generate"
+NEW = {"text_input": "hi", "max_tokens": 1}
+REFUSED_BY_TRITON = {"top_k": "a word"}
+STREAM = {"text_input": "tell", "max_tokens": 40, "ignore_eos": True}
 
 
 def _chat(*contents: str, **more: Any) -> dict[str, Any]:
@@ -58,67 +66,36 @@ def bad_requests() -> dict[str, dict[str, Any]]:
     }
 
 
-def post(port: int, body: bytes) -> tuple[int, float]:
-    """(status, seconds) of a `generate`."""
-    begin = time.perf_counter()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        connection.request("POST", "/v2/models/spec_ensemble/generate", body)
-        reply = connection.getresponse()
-        reply.read()
-        return reply.status, time.perf_counter() - begin
-    finally:
-        connection.close()
-
-
-GOOD = json.dumps({"text_input": "hi", "max_tokens": 1}).encode()
-
-
-def time_good(port: int, until: float) -> list[float]:
-    times = []
-    while time.perf_counter() < until or len(times) < 3:
-        status, seconds = post(port, GOOD)
-        assert status == 200, status
-        times.append(seconds)
-    return times
-
-
-def resident_mb(served: Served) -> float:
-    """Memory of all processes of the server."""
-    pids = [stub.pid for stub in find_stubs(served.prefix)] + [served.pid_of("tritonserver")]
-    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-    return pages * 4096 / MB
-
-
-def regions_mb(served: Served) -> float:
-    return sum(path.stat().st_size for path in Path("/dev/shm").glob(f"{served.prefix}*")) / MB
+def longest_gap(client: KimiClient) -> float:
+    """Seconds between two responses of a stream."""
+    times = [time.perf_counter() for _ in client.stream(**STREAM)]
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def measure(served: Served, name: str, fields: dict[str, Any], seconds: float, repeats: int) -> dict[str, Any]:
-    port, body, is_over, bad = served.ports["http"], json.dumps(fields).encode(), threading.Event(), []
-
-    def disturb() -> None:
-        while not is_over.is_set():
-            bad.append(post(port, body))
-
-    alone = time_good(port, time.perf_counter() + seconds / 2)
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    beside = time_good(port, time.perf_counter() + seconds)
-    is_over.set()
-    thread.join()
+    post_fields = functools.partial(json_post, served.ports["http"], GENERATE)
+    bad, refused, new = post_fields(fields), post_fields({**fields, **REFUSED_BY_TRITON}), post_fields(NEW)
+    with KimiClient(f"127.0.0.1:{served.ports['grpc']}") as client:
+        questions = [
+            Question(lambda: new.send()[1]),
+            Question(lambda: seconds_of(lambda: client.generate(**NEW))),
+            Question(lambda: longest_gap(client), max),
+        ]
+        disturbances = [functools.partial(sending, post) for post in (None, bad, refused)]
+        alone, beside, floor = ask_in_turns(questions, disturbances, seconds)
+    replies = [bad.send() for _ in range(repeats)]
     before = resident_mb(served), regions_mb(served)
-    for _ in range(repeats):
-        bad.append(post(port, body))
-    time.sleep(1)
+    replies += [bad.send() for _ in range(repeats)]
+    grown = {model: round(mb - before[0][model], 1) for model, mb in resident_mb(served).items()}
+    rows = {"alone": alone, "beside": beside, "beside, refused by Triton": floor}
     return {
         "bad request": name,
-        "status": sorted({status for status, _ in bad}),
-        "answered in ms": round(1e3 * statistics.median(took for _, took in bad), 1),
-        "new request alone ms": round(1e3 * statistics.median(alone), 1),
-        "beside ms": round(1e3 * statistics.median(beside), 1),
-        "beside, worst ms": round(1e3 * max(beside), 1),
-        "memory grew MB": round(resident_mb(served) - before[0], 1),
+        "status": sorted({status for status, _ in replies}),
+        "answered in ms": round(1e3 * statistics.median(took for _, took in replies), 1),
+        "new request over HTTP ms": {row: values[0] for row, values in rows.items()},
+        "new request over gRPC ms": {row: values[1] for row, values in rows.items()},
+        "longest gap of a stream ms": {row: values[2] for row, values in rows.items()},
+        "memory grew MB": grown,
         "regions grew MB": round(regions_mb(served) - before[1], 1),
     }
 

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from kimi_client.aio import AsyncKimiClient
 from kimi_client.replies import DeclaredTools, ReplyReader
 from kimi_openai.api_keys import ApiKey, KeyRing
+from kimi_openai.body_values import check_values
 from kimi_openai.chat_page import show_chat_page
 from kimi_openai.chat_replies import ChatWriter
 from kimi_openai.connection import ClientLeft, read_body, while_connected
@@ -220,6 +221,7 @@ class Endpoint:
 
     async def _parse(self, request: Request, kind: type[RequestT]) -> RequestT:
         body = await read_body(request, self._settings.limits, self._bodies)
+        await check_values(body)
         return parse_body(body, kind, refuses_unknown=self._settings.refuses_unknown_fields)
 
     async def _reply(

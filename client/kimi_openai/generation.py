@@ -12,28 +12,19 @@ from starlette.responses import Response
 from kimi_client import Completion, KimiClientError
 from kimi_client.aio import AsyncKimiClient, AsyncStream
 from kimi_openai.connection import while_connected
-from kimi_openai.errors import ApiError, bad_field, from_client_error
+from kimi_openai.errors import ApiError, from_client_error
 from kimi_openai.event_stream import ChoiceChunk, EventStream, UsageMode, check_end, chunk_events, whole_reply
 from kimi_openai.merging import merged
 from kimi_openai.replies import Envelope, ReplyWriter, usage
 from kimi_openai.server_fields import ServerRequest
 
 REQUEST_ID_HEADER = "X-Request-Id"
-MOST_CHOICES = 256
-"""The most choices of one call: each is a request of its own on the server, whose queue others need too."""
 
 MakeWriter = Callable[[], ReplyWriter]
 
 
 def spread(prompts: Sequence[ServerRequest], n: int) -> list[ServerRequest]:
-    """n choices of each prompt. Choice i draws with the request's seed + i: it is what a request with that seed gets.
-
-    Raises:
-        ApiError: too many in all.
-    """
-    if len(prompts) * n > MOST_CHOICES:
-        given = f"{len(prompts)} prompts of {n} choices each given" if n > 1 else f"{len(prompts)} given"
-        raise bad_field("prompt", f"{given}, at most {MOST_CHOICES} choices a request are allowed")
+    """n choices of each prompt. Choice i draws with the request's seed + i: what a request with that seed gets."""
     return [_choice(prompt, index) for prompt in prompts for index in range(n)]
 
 
@@ -63,7 +54,7 @@ class Generation:
             more: arguments of `AsyncKimiClient.stream` beside each prompt's own.
 
         Raises:
-            ApiError: too many, or a value that the client library cannot send.
+            ApiError: a value that the client library cannot send.
         """
         self._n = n
         self._asked = spread(prompts, n)

@@ -12,7 +12,8 @@ Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Choices = Annotated[int, Field(ge=1, le=16)]
-Number = Annotated[float, Field(ge=-3e38, le=3e38)]
+MOST_NUMBER = 3e38
+Number = Annotated[float, Field(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 
 
 # What /openapi.json says where errors are better told by ourselves.
@@ -46,7 +47,21 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[str], BeforeValidator(_listed)]
+def _up_to_the_first_wrong(value: Any) -> Any:
+    """An object whose values are numbers as it is; else an entry that is wrong, so that one error is made and not
+    100,000."""
+    entries = value.items() if isinstance(value, dict) else ()
+    wrong = next(((key, number) for key, number in entries if not _is_small_number(number)), None)
+    return value if wrong is None else dict([wrong])
+
+
+def _is_small_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MOST_NUMBER
+
+
+Texts = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)]
+Ints = Annotated[list[Int], Field(fail_fast=True)]
+Biases = Annotated[dict[str, Number], BeforeValidator(_up_to_the_first_wrong)]
 
 
 def _taken(meaning: str, **schema: Any) -> Any:
@@ -92,7 +107,7 @@ class GenerationRequest(BaseModel):
     stop: Texts | None = _taken("Up to 16 texts that end the output; not part of it.", maxItems=16)
     presence_penalty: Number | None = _taken("-2 to 2 (default 0).", minimum=-2, maximum=2)
     frequency_penalty: Number | None = _taken("-2 to 2 (default 0).", minimum=-2, maximum=2)
-    logit_bias: dict[str, Number] | None = _taken("Token id -> number from -100 to 100.")
+    logit_bias: Biases | None = _taken("Token id -> number from -100 to 100.")
     response_format: dict[str, Any] | None = _taken(
         '{"type": "json_object"}, or "json_schema" with a schema that the reply then fits; "text" is anything.'
     )
@@ -106,8 +121,8 @@ class GenerationRequest(BaseModel):
     min_p: Number | None = _extension("Keep tokens at least this likely, relative to the best.", minimum=0, maximum=1)
     repetition_penalty: Number | None = _extension("0.01 to 100 (default 1).", minimum=0.01, maximum=100)
     min_tokens: Int | None = _extension("No stop token before this many.", minimum=0)
-    stop_token_ids: list[Int] | None = _extension("Tokens that end the output.")
-    allowed_token_ids: list[Int] | None = _extension("Only these tokens may come.", minItems=1)
+    stop_token_ids: Ints | None = _extension("Tokens that end the output.")
+    allowed_token_ids: Ints | None = _extension("Only these tokens may come.", minItems=1)
     bad_words: Texts | None = _extension("Texts that may not appear.")
     ignore_eos: bool | None = _extension("Do not stop at the end-of-sequence token.")
     include_stop_str_in_output: bool | None = _extension("Keep the stop text.")
@@ -179,7 +194,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = _taken("As elsewhere.")
-    tokens: list[TokenId] = Field(description="Token ids, at least one.", min_length=1)
+    tokens: list[TokenId] = Field(description="Token ids, at least one.", min_length=1, fail_fast=True)
 
 
 class CompletionRequest(GenerationRequest):

@@ -3,7 +3,7 @@
 import difflib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import pydantic
@@ -13,6 +13,7 @@ from kimi_openai.errors import ApiError, bad_field
 from kimi_openai.request_fields import IGNORED, INSTEAD, NO_VALUE, REFUSED
 
 logger = logging.getLogger("kimi_openai")
+LONGEST_SHOWN = 80
 RequestT = TypeVar("RequestT", bound=pydantic.BaseModel)
 
 
@@ -69,11 +70,31 @@ def _from_validation(error: pydantic.ValidationError) -> ApiError:
 
 
 def shown(value: Any) -> str:
-    """The value as an error quotes it."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """The value as an error quotes it; of a long one only the beginning is looked at."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > LONGEST_SHOWN:
+            return text[: LONGEST_SHOWN - 3] + "..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """The text of `repr`, in pieces; what comes behind LONGEST_SHOWN characters may be wrong."""
+    if isinstance(value, (list, dict)):
+        begin, end = "[]" if isinstance(value, list) else "{}"
+        yield begin
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(item)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _pieces(value[item])
+        yield end
+    else:
+        yield repr(value[: LONGEST_SHOWN + 1] if isinstance(value, str) else value)
 
 
 def shown_name(name: str) -> str:
     """A name that a client chose, cut to a length that a message can carry."""
-    return name if len(name) <= 80 else name[:77] + "..."
+    return name if len(name) <= LONGEST_SHOWN else name[: LONGEST_SHOWN - 3] + "..."

@@ -12,6 +12,8 @@ EFFORT_TOKENS: dict[str | None, int] = {"low": 1024, "medium": 8192}
 CALL_END = "<|tool_call_end|>"
 MOST_PROMPT_LOGPROBS = 2**19
 """Log-probabilities of all prompts of a call, some 100 MB here: their tokens and the most likely ones beside each."""
+MOST_CHOICES = 256
+"""The most choices of one call: each is a request of its own on the server, whose queue others need too."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats have none."""
 
@@ -120,8 +122,12 @@ def completion_fields(request: CompletionRequest) -> list[ServerRequest]:
     """One for each prompt, in their order.
 
     Raises:
-        ApiError: a prompt that is none.
+        ApiError: a prompt that is none, or too many of them.
     """
+    prompts, n = _prompts(request.prompt), request.n or 1
+    if len(prompts) * n > MOST_CHOICES:
+        given = f"{len(prompts)} prompts of {n} choices each given" if n > 1 else f"{len(prompts)} given"
+        raise bad_field("prompt", f"{given}, at most {MOST_CHOICES} choices a request are allowed")
     fields = _common_fields(request)
     fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
     if request.logprobs is not None:
@@ -132,7 +138,6 @@ def completion_fields(request: CompletionRequest) -> list[ServerRequest]:
         if request.logprobs is not None and request.logprobs > fields.get("prompt_logprobs", -1):
             fields["prompt_logprobs"] = request.logprobs
             names["prompt_logprobs"] = "logprobs"
-    prompts = _prompts(request.prompt)
     if len(prompts) == 1:
         field, value = _prompt("prompt", prompts[0])
         asked = [ServerRequest({**fields, field: value}, {**names, field: "prompt"})]
@@ -143,7 +148,7 @@ def completion_fields(request: CompletionRequest) -> list[ServerRequest]:
             field, value = _prompt(name, prompt)
             asked.append(ServerRequest({**fields, field: value}, {**names, field: name, "prompt": name}, name))
     if (num_top := fields.get("prompt_logprobs")) is not None:
-        _check_scores(names.get("prompt_logprobs", "prompt_logprobs"), num_top, prompts, request.n or 1)
+        _check_scores(names.get("prompt_logprobs", "prompt_logprobs"), num_top, prompts, n)
     return asked
 
 

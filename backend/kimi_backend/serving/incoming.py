@@ -5,7 +5,7 @@ from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.bounded_json import parse_json
-from kimi_backend.serving.request_limits import check_items
+from kimi_backend.serving.request_limits import check_bytes, check_elements
 
 MOST_PARAMETERS = 1024
 
@@ -25,12 +25,14 @@ def copied_tensors(inputs: Iterable[Any]) -> dict[str, Any]:
         inputs: the server's tensors, whose memory may be gone when its thread goes on.
 
     Raises:
-        InvalidRequestError: one has more elements than its field may have.
+        InvalidRequestError: one has more elements or bytes than its field may have.
     """
     tensors = {}
     for tensor in inputs:
         name, array = tensor.name(), tensor.as_numpy()
-        check_items(name, array.size)
+        check_elements(name, array.size)
+        if array.dtype.hasobject:
+            check_bytes(name, array.reshape(-1))
         tensors[name] = array.copy()
     return tensors
 

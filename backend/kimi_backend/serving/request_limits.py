@@ -3,11 +3,11 @@
 Otherwise what is refused later for its length costs Triton Server's thread, and with it every new request, seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.serving.request_fields import ALIASES
+from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS
 
 KIB, MIB = 2**10, 2**20
 
@@ -44,12 +44,15 @@ LIMITS = {
 """Fields that may be long; an alias has its field's."""
 
 
+_LISTS = frozenset(field.name for field in INPUT_FIELDS if field.kind.is_list)
+
+
 def limit_of(name: str) -> FieldLimit:
     """The limit of a field, by any of its names."""
     return LIMITS.get(ALIASES.get(name, name), FieldLimit())
 
 
-def check_bytes(name: str, texts: Sequence[str | bytes]) -> None:
+def check_bytes(name: str, texts: Iterable[Sized]) -> None:
     """
     Raises:
         InvalidRequestError: they are longer together than the field may be. Characters count as a byte each.
@@ -57,6 +60,17 @@ def check_bytes(name: str, texts: Sequence[str | bytes]) -> None:
     most = limit_of(name).num_bytes
     if most is not None and (num_bytes := sum(map(len, texts))) > most:
         raise InvalidRequestError(f"{name}: {num_bytes} bytes given, at most {most} are allowed")
+
+
+def check_elements(name: str, count: int) -> None:
+    """
+    Raises:
+        InvalidRequestError: an input tensor of the field may not have so many elements.
+    """
+    if name in _LISTS:
+        check_items(name, count)
+    elif count != 1:
+        raise InvalidRequestError(f"{name}: {count} elements given, exactly 1 is allowed")
 
 
 def check_items(name: str, count: int) -> None:

@@ -17,7 +17,7 @@ from kimi_backend.serving.request_fields import (
     Kind,
     is_servers_own,
 )
-from kimi_backend.serving.request_limits import check_bytes, check_items
+from kimi_backend.serving.request_limits import check_bytes, check_elements, check_items
 from kimi_backend.text.unicode_text import require_valid_unicode
 
 FIELDS = {field.name: field for field in INPUT_FIELDS}
@@ -44,10 +44,7 @@ def tensor_value(name: str, array: Any) -> Any:
         array: numpy array of any shape; strings as bytes objects.
     """
     kind, flat = FIELDS[name].kind, array.reshape(-1)
-    if kind.is_list:
-        check_items(name, len(flat))
-    elif len(flat) != 1:
-        raise InvalidRequestError(f"{name}: {len(flat)} elements given, exactly 1 is allowed")
+    check_elements(name, len(flat))
     if kind is Kind.FLOAT:
         # What the client wrote, 0.01, and not what float32 made of it, 0.009999999776482582.
         return float(str(flat[0]))

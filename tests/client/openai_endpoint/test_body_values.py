@@ -1,0 +1,115 @@
+"""What a body holds is counted as a parser would, wherever its text is cut; many errors cost as much as one."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pydantic
+import pytest
+
+from kimi_openai import body_values
+from kimi_openai.body_values import MOST_ELEMENTS, MOST_ENTRIES, check_values
+from kimi_openai.errors import ApiError
+from kimi_openai.request_fields import CompletionRequest, DetokenizeRequest
+from kimi_openai.request_parsing import parse_body, shown
+from kimi_openai.server_fields import completion_fields
+
+TEXTS = ["", "a, b: [c] {d}", 'say "hi", ', "\\", '\\\\"', 'back\\slash\\"', "é, ü", "\\" * 9]
+
+
+def made_value(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.choice(["text", "number", "list", "object"] if depth < 5 else ["text", "number"])
+    if kind == "text":
+        return "".join(draw.choices(TEXTS, k=3))
+    if kind == "number":
+        return draw.choice([1, -2.5, True, None])
+    values = [made_value(draw, depth + 1) for _ in range(draw.randrange(5))]
+    return values if kind == "list" else {f"{draw.choice(TEXTS)}{i}": value for i, value in enumerate(values)}
+
+
+def counts(value: Any) -> tuple[int, int]:
+    """Lists, objects and entries; and the commas between values."""
+    if not isinstance(value, (list, dict)):
+        return 0, 0
+    inside = [counts(item) for item in (value.values() if isinstance(value, dict) else value)]
+    entries = 1 + (len(value) if isinstance(value, dict) else 0)
+    return entries + sum(one for one, _ in inside), max(0, len(value) - 1) + sum(other for _, other in inside)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 7, 2**18])
+def test_bodies_are_counted_as_they_are_parsed(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_values, "SHORT_BYTES", 0)
+    draw = random.Random(piece_bytes)
+    for _ in range(60):
+        value = made_value(draw)
+        body = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode()
+        for name, count in zip(("MOST_ENTRIES", "MOST_ELEMENTS"), counts(value), strict=True):
+            for most in (count, count - 1):
+                monkeypatch.setattr(body_values, "MOST_ENTRIES", most if name == "MOST_ENTRIES" else 10**9)
+                monkeypatch.setattr(body_values, "MOST_ELEMENTS", most if name == "MOST_ELEMENTS" else 10**9)
+                assert is_taken(body, piece_bytes) == (most == count), (value, name, count)
+
+
+def is_taken(body: bytes, piece_bytes: int = body_values.PIECE_BYTES) -> bool:
+    try:
+        asyncio.run(check_values(body, piece_bytes))
+    except ApiError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("value", "passes"),
+    [
+        (b"[" + b",".join([b"1"] * MOST_ELEMENTS) + b"]", True),
+        (b"[" + b",".join([b"1"] * (MOST_ELEMENTS + 2)) + b"]", False),
+        (b"[" + b",".join([b"[]"] * (MOST_ENTRIES - 1)) + b"]", True),
+        (b"[" + b",".join([b"[]"] * MOST_ENTRIES) + b"]", False),
+        (json.dumps("a, b: [c], " * 10**5).encode(), True),
+    ],
+)
+def test_so_many_values_may_be(value: bytes, passes: bool) -> None:
+    assert is_taken(value) == passes
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (CompletionRequest, {"stop": [1] * 9}, r"stop\[0\]: 1 given, input should be a valid string"),
+        (CompletionRequest, {"bad_words": ["a"] + [None] * 9}, r"bad_words\[1\]: None given, .*"),
+        (CompletionRequest, {"stop_token_ids": ["a"] * 9}, r"stop_token_ids\[0\]: 'a' given, .*"),
+        (CompletionRequest, {"allowed_token_ids": [2**40] * 9}, r"allowed_token_ids\[0\]: 1099511627776 given, .*"),
+        (CompletionRequest, {"logit_bias": {"1": 2, "3": "a", "5": None}}, r"logit_bias\.3: 'a' given, .*"),
+        (CompletionRequest, {"logit_bias": {"1": 1e39, "3": True}}, r"logit_bias\.1: 1e\+39 given, .*"),
+        (DetokenizeRequest, {"tokens": [-1] * 9}, r"tokens\[0\]: -1 given, .*"),
+    ],
+)
+def test_the_first_wrong_value_is_told_and_the_others_are_not_looked_at(
+    kind: type[pydantic.BaseModel], fields: dict[str, Any], message: str
+) -> None:
+    whole = {"prompt": "x", **fields} if kind is CompletionRequest else fields
+    with pytest.raises(pydantic.ValidationError) as found:
+        kind.model_validate(whole)
+    assert found.value.error_count() == 1
+    with pytest.raises(ApiError, match=f"^{message}$"):
+        parse_body(json.dumps(whole).encode(), kind)
+
+
+def test_a_long_value_is_quoted_by_its_beginning() -> None:
+    class Unread(list[Any]):
+        def __iter__(self) -> Any:
+            yield from range(40)
+            raise AssertionError("it is read on")
+
+    for value in ([], {}, "a'b", [1, [None, {"a": "b"}], {}], {"k": [1.5, True]}, list(range(20)), "x" * 78):
+        assert shown(value) == repr(value)
+    for value in (list(range(99)), "x" * 79, {str(i): [i] for i in range(99)}, [["y" * 99]]):
+        assert shown(value) == repr(value)[:77] + "..."
+    assert len(shown(Unread([0]))) == 80
+
+
+def test_too_many_prompts_are_refused_before_a_request_is_made_of_each() -> None:
+    request = CompletionRequest(prompt=["a"] * 129, n=2)
+    with pytest.raises(ApiError, match="129 prompts of 2 choices each given, at most 256 choices"):
+        completion_fields(request)
