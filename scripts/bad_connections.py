@@ -32,6 +32,7 @@ COMPLETIONS = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 NEW = {"prompt": "hi", "max_tokens": 1}
 READY_WITHIN_S = 60.0
+ENDED_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,35 +105,39 @@ def running_endpoint(served: Served, folder: Path, max_descriptors: int) -> Iter
 
 
 @contextlib.contextmanager
-def holding(port: int, held: Held | None, told: collections.Counter[str]) -> Iterator[None]:
+def holding(port: int, held: Held | None) -> Iterator[list[socket.socket]]:
     """Hold the connections open; a client that is cut off comes back only with the next turn."""
-    connections = []
-    for _ in range(held.count if held else 0):
-        connection = socket.create_connection(("127.0.0.1", port), timeout=10)
-        connections.append(connection)
-        with contextlib.suppress(OSError):
-            connection.sendall(held.sent if held else b"")
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as opened:
+        connections = []
+        for _ in range(held.count if held else 0):
+            connections.append(opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)))
+            with contextlib.suppress(OSError):
+                connections[-1].sendall(held.sent if held else b"")
+        yield connections
+
+
+def how_they_end(port: int, held: Held) -> dict[str, Any]:
+    """Hold them until the endpoint has ended all, and say what it told them and how long that took."""
+    told: collections.Counter[str] = collections.Counter()
+    begin = time.monotonic()
+    with holding(port, held) as connections:
         for connection in connections:
+            connection.settimeout(max(1.0, begin + ENDED_WITHIN_S - time.monotonic()))
             told[_told(connection)] += 1
-            connection.close()
+    return {"told": dict(told), "all ended after s": round(time.monotonic() - begin, 1)}
 
 
 def _told(connection: socket.socket) -> str:
     """The status that it was answered with; else whether it was closed, or is still held."""
-    connection.setblocking(False)
     try:
         return connection.recv(12).decode(errors="replace")[9:] or "closed"
-    except BlockingIOError:
+    except TimeoutError:
         return "held"
     except OSError:
         return "reset"
 
 
 def measure(served: Served, folder: Path, name: str, bad: Held | Sent, seconds: float) -> dict[str, Any]:
-    told: collections.Counter[str] = collections.Counter()
     with running_endpoint(served, folder, bad.max_descriptors) as endpoint:
         new = json_post(endpoint.port, COMPLETIONS, NEW)
         statuses: list[int] = []
@@ -146,16 +151,18 @@ def measure(served: Served, folder: Path, name: str, bad: Held | Sent, seconds: 
 
         disturbances: list[Callable[[], Any]]
         if isinstance(bad, Held):
-            disturbances = [functools.partial(holding, endpoint.port, held, told) for held in (None, bad)]
+            disturbances = [functools.partial(holding, endpoint.port, held) for held in (None, bad)]
         else:
             posts = (None, Post(endpoint.port, COMPLETIONS, bad.body))
             disturbances = [functools.partial(sending, post) for post in posts]
         start = time.monotonic()
         questions = [Question(ask), Question(ask, max)]
         alone, beside = ask_in_turns(questions, disturbances, seconds)
+        ends = how_they_end(endpoint.port, bad) if isinstance(bad, Held) else {}
+        ask()
         return {
             "bad client": name,
-            "told": dict(told),
+            **ends,
             "new request alone ms": alone[0],
             "beside ms": beside[0],
             "beside, worst ms": beside[1],
