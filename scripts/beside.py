@@ -1,4 +1,4 @@
-"""How long requests take alone and beside a client that misbehaves, in turns, so that other work meets both alike."""
+"""Times requests alone and beside a client that misbehaves, in turns, so that other work meets both alike."""
 
 import contextlib
 import http.client
@@ -74,7 +74,7 @@ def sending(post: Post | None) -> Iterator[list[tuple[int, float]]]:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked again and again, and what its many answers come to."""
+    """A question that is asked again and again, and the one number that its answers come to."""
 
     ask: Callable[[], float]
     """Returns seconds."""

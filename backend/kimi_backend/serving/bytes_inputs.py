@@ -17,7 +17,7 @@ from kimi_backend.serving.request_limits import limit_of
 MOST_ELEMENTS = max(limit_of(field.name).num_items or 1 for field in INPUT_FIELDS if field.kind is Kind.TEXTS)
 """A tensor of more is refused by its number of elements, whichever field it is."""
 MOST_BYTES = max(limit_of(field.name).num_bytes or 0 for field in INPUT_FIELDS)
-"""What is longer in all is refused by its size, and not copied."""
+"""A tensor of more is refused by its size, and not copied."""
 _LENGTH_BYTES = 4
 
 

@@ -109,7 +109,9 @@ def test_a_long_value_is_quoted_by_its_beginning() -> None:
     assert len(shown(Unread([0]))) == 80
 
 
-def test_too_many_prompts_are_refused_before_a_request_is_made_of_each() -> None:
-    request = CompletionRequest(prompt=["a"] * 129, n=2)
-    with pytest.raises(ApiError, match="129 prompts of 2 choices each given, at most 256 choices"):
-        completion_fields(request)
+def test_more_choices_than_a_call_may_have_are_refused_before_a_request_is_made_of_each() -> None:
+    with pytest.raises(ApiError, match=r"^prompt: 17 prompts of 16 choices each given, at most 256"):
+        completion_fields(CompletionRequest(prompt=["a"] * 17, n=16))
+    with pytest.raises(ApiError, match=r"^prompt: 257 given, at most 256"):
+        completion_fields(CompletionRequest(prompt=["a"] * 257))
+    assert len(completion_fields(CompletionRequest(prompt=["a"] * 128, n=2))) == 128

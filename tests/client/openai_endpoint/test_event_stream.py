@@ -12,7 +12,6 @@ from kimi_client.aio import AsyncStream
 from kimi_client.replies.declared_tools import DeclaredTools
 from kimi_client.replies.reader import ReplyReader
 from kimi_openai.chat_replies import ChatWriter
-from kimi_openai.errors import ApiError
 from kimi_openai.event_stream import EventStream, UsageMode
 from kimi_openai.generation import Generation
 from kimi_openai.replies import CompletionWriter, Envelope
@@ -308,13 +307,6 @@ def test_one_that_fails_ends_all_and_is_named():
     found, _ = several(endless, [Chunk("b", 1), ServerFailed("oops")], endless, n=1, prompts=prompts)
     assert found[-1]["error"]["message"] == "prompt[1]: oops"
     assert len(found) < 20
-
-
-def test_more_choices_than_a_call_may_have_start_nothing():
-    client = ScriptedClient()
-    with pytest.raises(ApiError, match=r"^prompt: 17 prompts of 16 choices each given, at most 256"):
-        Generation(client, [PROMPT] * 17, 16, is_streamed=False)
-    assert not client.streams
 
 
 def test_usage_may_come_with_every_chunk():
