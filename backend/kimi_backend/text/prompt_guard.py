@@ -13,11 +13,12 @@ around it, as it was in training. A template that itself rewrites the client's t
 middle) works around this; Kimi's does not.
 """
 
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.text.special_tokens import compile_alternatives
+from kimi_backend.text.special_tokens import Finder, pieces_of
 
 _PRIVATE_USE_PLANES = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -26,7 +27,7 @@ class PromptGuard:
     """Knows where a string touches a control token. Immutable."""
 
     def __init__(self, control_tokens: Collection[str]) -> None:
-        self._pattern = compile_alternatives(control_tokens)
+        self._finder = Finder(control_tokens)
         self._beginnings = {token[:size] for token in control_tokens for size in range(1, len(token))}
         self._endings = {token[-size:] for token in control_tokens for size in range(1, len(token))}
         self._longest = max(map(len, control_tokens), default=0)
@@ -35,11 +36,11 @@ class PromptGuard:
 
     def is_harmless(self, text: str, alone: bool = False) -> bool:
         """Tell whether `text` needs no stand-in. `alone`: nothing of the client's holds it inside a larger string."""
-        if not text or self._pattern is None:
+        if not text:
             return True
         sizes = range(1, min(len(text), self._longest) + 1)
         return not (
-            self._pattern.search(text)
+            self._finder.find(text)
             or any(text[-size:] in self._beginnings or text[:size] in self._endings for size in sizes)
             or (alone and self.is_part_of_token(text))
         )
@@ -54,7 +55,11 @@ class PromptGuard:
         Raises:
             InvalidRequestError: the texts use up the private-use planes.
         """
-        used = set().union(*taken)
+        used: set[str] = set()
+        for text in taken:
+            if not text.isascii():
+                for piece in pieces_of(text):
+                    used.update(piece)
         free = (chr(code) for plane in _PRIVATE_USE_PLANES for code in plane if chr(code) not in used)
         table = dict(zip(self._alphabet, free, strict=False))
         if len(table) < len(self._alphabet):
@@ -72,17 +77,20 @@ class StandIns:
 
     def restore(self, text: str) -> str:
         """The text with every stand-in turned back."""
-        return text.translate(self._back)
+        return text if text.isascii() else "".join(piece.translate(self._back) for piece in pieces_of(text))
 
     def protect(self, text: str, alone: bool = False) -> str:
         """The text, disarmed."""
         guard = self._guard
-        if guard.is_harmless(text, alone) or guard._pattern is None:
+        if guard.is_harmless(text, alone):
             return text
         result = text
         # A second round finds tokens that overlapped one of the first.
-        while guard._pattern.search(result):
-            result = guard._pattern.sub(lambda match: self._table[match[0][0]] + match[0][1:], result)
+        while starts := [match.start() for match in guard._finder.find_all(result)]:
+            begins = zip([0, *(start + 1 for start in starts)], [*starts, len(result)], strict=True)
+            kept = [result[begin:end] for begin, end in begins]
+            replaced = [self._table[result[start]] for start in starts]
+            result = "".join(itertools.chain.from_iterable(zip(kept, [*replaced, ""], strict=True)))
         sizes = range(1, min(len(result), guard._longest) + 1)
         if any(result[-size:] in guard._beginnings for size in sizes):
             result = result[:-1] + self._table[result[-1]]

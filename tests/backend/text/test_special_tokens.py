@@ -1,11 +1,23 @@
 """Finding control tokens in text."""
 
+import sys
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kimi_backend.text.special_tokens import ControlTokenSplitter, compile_alternatives
+from kimi_backend.text.prompt_guard import PromptGuard
+from kimi_backend.text.special_tokens import (
+    SCANNED_AT_ONCE,
+    ControlTokenSplitter,
+    Finder,
+    compile_alternatives,
+    pieces_of,
+)
 from support.tiny_tokenizers import tempting_tokenizer
 
 tokens = st.lists(st.text(alphabet="ab<|.*", min_size=1, max_size=5), max_size=8, unique=True)
@@ -33,6 +45,56 @@ def split_naively(text: str, ids: dict[str, int]) -> list[str | int]:
 def test_leftmost_then_longest(text: str, contents: list[str]) -> None:
     ids = {content: index for index, content in enumerate(contents)}
     assert ControlTokenSplitter(ids).split(text) == split_naively(text, ids)
+
+
+@given(text=st.text(alphabet="ab<|.*c", max_size=30), contents=tokens, step=st.integers(1, 9))
+def test_the_step_in_which_a_text_is_looked_through_changes_nothing(text: str, contents: list[str], step: int) -> None:
+    ids = {content: index for index, content in enumerate(contents)}
+    found = [ids[match[0]] for match in Finder(contents, step).find_all(text)]
+    assert found == [piece for piece in split_naively(text, ids) if isinstance(piece, int)]
+    pattern = compile_alternatives(contents)
+    first = None if pattern is None else pattern.search(text)
+    match = Finder(contents, step).find(text)
+    assert (match and match.span()) == (first and first.span())
+
+
+def test_pieces_are_the_text() -> None:
+    for size in (0, 1, SCANNED_AT_ONCE, 2 * SCANNED_AT_ONCE + 1):
+        assert "".join(pieces_of("ab" * size)) == "ab" * size
+
+
+TOKENS = tempting_tokenizer().control_tokens
+LONG = "word " * 10**6
+FOREIGN = LONG + chr(0xF0000)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: ControlTokenSplitter(TOKENS).split(LONG),
+        lambda: PromptGuard(TOKENS).is_harmless(LONG),
+        lambda: PromptGuard(TOKENS).choose_stand_ins([FOREIGN]).restore(FOREIGN),
+    ],
+    ids=["split", "guard", "stand-ins"],
+)
+def test_other_threads_run_while_a_long_text_is_looked_through(work: Callable[[], Any]) -> None:
+    turns, is_over, interval_s = 0, threading.Event(), sys.getswitchinterval()
+
+    def run() -> None:
+        work()
+        is_over.set()
+
+    thread = threading.Thread(target=run)
+    sys.setswitchinterval(1e-4)
+    try:
+        thread.start()
+        while not is_over.is_set():
+            is_over.wait(1e-5)
+            turns += 1
+    finally:
+        sys.setswitchinterval(interval_s)
+        thread.join()
+    assert turns > 20, "a call in C allows one or two"
 
 
 def test_a_very_long_token_compiles() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.text.tiktoken_tokenizer import slice_for_encoding
+from kimi_backend.text.tiktoken_tokenizer import MAX_RUN_CHARS, _may_have_long_run, slice_for_encoding
 from support.tiny_tokenizers import (
     REGRESSION_CORPUS,
     tempting_ranks,
@@ -163,6 +163,14 @@ def slice_by_counting(text: str, max_slice: int, max_run: int) -> list[str]:
             run = 1
         parts[-1] += char
     return parts
+
+
+@pytest.mark.parametrize("char", ["a", " ", "\u4e00", "\u3000"])
+def test_only_texts_with_a_long_run_are_looked_through_for_it(char: str) -> None:
+    words, most = "word " * 20_000, MAX_RUN_CHARS
+    assert not _may_have_long_run(words, most)
+    for place in range(most, most + 20_000, 997):
+        assert _may_have_long_run(words[:place] + char * (most + 1) + words, most)
 
 
 @given(text=st.text(alphabet="ab \n", max_size=60), max_slice=st.integers(1, 20), max_run=st.integers(1, 6))
