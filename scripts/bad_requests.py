@@ -8,11 +8,12 @@ alone, beside it, and beside the same request with one more field of a wrong typ
 before any code of this project. Then so many more are sent, twice: the memory of the server's processes and its
 shared-memory regions after the second time are compared with those after the first.
 
-Kinds whose name ends with "as large as may be" are within the limits of docs/protocol.md, and so are parsed, rendered
-or tokenised before they are refused.
+Kinds whose name ends with "as large as may be" are within the limits of docs/protocol.md, and the checkpoint is served
+with a context so long that their text is parsed, rendered and tokenised before they are refused.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATE = "/v2/models/spec_ensemble/generate"
 NEW = {"text_input": "hi", "max_tokens": 1}
 REFUSED_BY_TRITON = {"top_k": "a word"}
+MAX_MODEL_LEN = 2**18
 STREAM = {"text_input": "tell", "max_tokens": 40, "ignore_eos": True}
 
 
@@ -64,6 +66,18 @@ def bad_requests() -> dict[str, dict[str, Any]]:
         "tools as large as may be": _chat("x", tools=_tools(MB - 1000)),
         "logit bias as large as may be": {"text_input": "x", "logit_bias": _bias(16_000)},
     }
+
+
+def with_long_context(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint, said to take as long a prompt as the largest models."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config.get("text_config", config)["max_position_embeddings"] = MAX_MODEL_LEN
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def longest_gap(client: KimiClient) -> float:
@@ -109,7 +123,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as folder, serving(options.checkpoint.resolve(), Path(folder)) as served:
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        checkpoint = with_long_context(options.checkpoint.resolve(), folder / "checkpoint")
+        served = opened.enter_context(serving(checkpoint, folder, max_model_len=MAX_MODEL_LEN))
         for name, fields in bad_requests().items():
             if options.only is None or name in options.only:
                 rows.append(measure(served, name, fields, options.seconds, options.repeats))

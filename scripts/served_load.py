@@ -83,7 +83,12 @@ def commands() -> Iterator[tuple[int, bytes]]:
 
 @contextlib.contextmanager
 def serving(
-    checkpoint: Path, folder: Path, *, ports: dict[str, int] | None = None, variables: Mapping[str, str] | None = None
+    checkpoint: Path,
+    folder: Path,
+    *,
+    ports: dict[str, int] | None = None,
+    variables: Mapping[str, str] | None = None,
+    max_model_len: int = 512,
 ) -> Iterator[Served]:
     """A server that is ready; nothing of it is left afterwards.
 
@@ -93,7 +98,8 @@ def serving(
     """
     ports = ports or {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
     command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={checkpoint}"]
-    command += [f"--draft={checkpoint / 'draft'}", "--kv-tokens=16384", "--max-model-len=512", "--device=cpu"]
+    command += [f"--draft={checkpoint / 'draft'}", "--device=cpu", f"--max-model-len={max_model_len}"]
+    command += [f"--kv-tokens={max(16384, max_model_len + 64)}"]
     command += [*(f"--{name}-port={port}" for name, port in ports.items()), "--speculation-policy=fixed"]
     log = folder / "log"
     with log.open("wb") as sink:

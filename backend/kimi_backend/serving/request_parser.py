@@ -65,6 +65,8 @@ class RequestParser:
         if values.get("exclude_input_in_output", True) is not True:
             raise InvalidRequestError("exclude_input_in_output: false given, only true is supported")
         prompt = self._prompt_token_ids(values, max_prompt_tokens)
+        if max_prompt_tokens is not None:
+            check_prompt_length(len(prompt), max_prompt_tokens)
         generate = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),

@@ -265,7 +265,9 @@ def test_a_text_of_too_many_tokens_is_refused_unread(parser, monkeypatch):
     def parse(num_chars, **limit):
         return parser.parse("r", {"text_input": strings("x" * num_chars)}, {}, **limit)
 
-    assert len(parse(40, max_prompt_tokens=10).generate.prompt_token_ids) == 40  # may be ten; the engine counts them
+    with pytest.raises(InvalidRequestError, match=r"^prompt: 40 tokens given, at most 10 are allowed"):
+        parse(40, max_prompt_tokens=10)  # it might have been ten
+    assert len(parse(40, max_prompt_tokens=40).generate.prompt_token_ids) == 40
     assert len(parse(41).generate.prompt_token_ids) == 41
     with monkeypatch.context() as patch:
         patch.setattr(CharacterTokenizer, "encode", lambda *_: pytest.fail("it was read"))
@@ -274,4 +276,5 @@ def test_a_text_of_too_many_tokens_is_refused_unread(parser, monkeypatch):
         ):
             parse(41, max_prompt_tokens=10)
     monkeypatch.setattr(CharacterTokenizer, "longest_token_bytes", None)
-    assert len(parse(41, max_prompt_tokens=10).generate.prompt_token_ids) == 41
+    with pytest.raises(InvalidRequestError, match=r"^prompt: 41 tokens given"):
+        parse(41, max_prompt_tokens=10)
