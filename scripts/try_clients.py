@@ -306,7 +306,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--only", action="append", help="may be given again")
     at = parser.parse_args(namespace=Addresses())
-    write_tokenizer(at.work / "tokenizer")
+    if not at.only or PROGRAMS.keys() & set(at.only):
+        write_tokenizer(at.work / "tokenizer")
     works = {name: (each[0], each[1], lambda each=each: each[2](at)) for name, each in LIBRARIES.items()}
     works |= {n: (v, f"`{shlex.join(c.split())}`", lambda c=c: run_program(c, at)) for n, (v, c) in PROGRAMS.items()}
     say("| client | version | what | result |\n| --- | --- | --- | --- |")
