@@ -19,6 +19,8 @@ from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 ENVIRONMENT_PREFIX = "KIMI_"
+MOST_UNARY_CALLS = 128
+"""The calls of `spec_ensemble_unary` that may be under way; Triton Server holds a thread for each."""
 
 
 def _setting(default: Any, effect: str, **bounds: Any) -> Any:

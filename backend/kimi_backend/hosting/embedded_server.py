@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kimi_backend.config.settings import MOST_UNARY_CALLS
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.hosting import with_parent
 from kimi_backend.hosting.admin_access import SECRET_VARIABLE, choose_secret, restricting_options
@@ -25,11 +26,10 @@ from kimi_backend.hosting.shared_memory import REGION_BYTES, check_shared_memory
 from kimi_backend.hosting.watchdog import watch_command
 from kimi_backend.serving.drain_file import DRAIN_FILE_VARIABLE, DrainFile
 from kimi_backend.serving.runner_secret import SECRET_FILE_VARIABLE, write_secret
-from kimi_backend.serving.unary_server import MOST_CALLS
 
 MODELS = ("kimi_target", "eagle3_draft", "spec_ensemble_unary", "spec_ensemble")
 """Unloaded from the last to the first: `spec_ensemble` ends the requests that its unary twin waits for."""
-CALL_THREADS = MOST_CALLS + 32
+CALL_THREADS = MOST_UNARY_CALLS + 32
 """Threads of each model for its calls of others and its responses; the server's own number is 32."""
 LOCAL_HOST = "127.0.0.1"
 EVERY_HOST = "0.0.0.0"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kimi_backend.config.settings import ServingSettings
+from kimi_backend.config.settings import MOST_UNARY_CALLS, ServingSettings
 from kimi_backend.errors import CapacityError, InvalidRequestError, KimiError, ModelUnavailableError
 from kimi_backend.serving.boundary import CODES, coded_error, error_response, forward_logs, triton_error
 from kimi_backend.serving.bytes_inputs import limit_decoding
@@ -27,8 +27,6 @@ from kimi_backend.serving.request_fields import is_servers_own
 logger = logging.getLogger("kimi_backend.serving")
 
 ORCHESTRATOR = "spec_ensemble"
-MOST_CALLS = 128
-"""Requests under way at once. The server holds a thread for each call until its first response."""
 _NOT_READY = "not ready"
 
 
@@ -78,8 +76,8 @@ class UnaryServer:
 
     def __init__(self, pb_utils: Any) -> None:
         self._pb = pb_utils
-        self._free = threading.Semaphore(MOST_CALLS)
-        self._threads = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="unary")
+        self._free = threading.Semaphore(MOST_UNARY_CALLS)
+        self._threads = ThreadPoolExecutor(MOST_UNARY_CALLS, thread_name_prefix="unary")
 
     @classmethod
     def from_model_args(cls, args: dict[str, str]) -> "UnaryServer":
@@ -107,7 +105,7 @@ class UnaryServer:
 
     def _start(self, sender: Any, request: Any) -> None:
         if not self._free.acquire(blocking=False):
-            raise CapacityError(f"{MOST_CALLS} requests are under way, no more may be; try later")
+            raise CapacityError(f"{MOST_UNARY_CALLS} requests are under way, no more may be; try later")
         try:
             self._threads.submit(self._answer, sender, read_call(request))
         except BaseException:

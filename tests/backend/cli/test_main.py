@@ -24,8 +24,9 @@ def run_kimi(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_help_imports_nothing_heavy() -> None:
-    program = f"import sys, kimi_backend.cli.main; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
+@pytest.mark.parametrize("module", ["main", "serve"])
+def test_neither_help_nor_what_checks_before_a_start_imports_anything_heavy(module: str) -> None:
+    program = f"import sys, kimi_backend.cli.{module}; print([m for m in {HEAVY_MODULES} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
