@@ -20,8 +20,9 @@ import numpy as np
 
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
-from kimi_backend.spec_decode.lookup_choice import Batch, Candidate, LookupChooser
+from kimi_backend.spec_decode.lookup_choice import Candidate, LookupChooser
 from kimi_backend.spec_decode.policy import FixedPolicy
+from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.plan import Int32Array
 
@@ -66,7 +67,7 @@ def measure(texts: list[Int32Array], tokens_a_round: int, args: argparse.Namespa
     known = args.tokens - ROUNDS * tokens_a_round
     lookups = [SequenceLookup.of(text[:known], args.min_match, memory) for text in texts]
     controllers = [SpeculationController(K) for _ in texts]
-    batch, num_found, times = Batch(len(texts), 0, known * len(texts)), 0, []
+    batch, num_found, times = Batch(len(texts), 0, known * len(texts), runs_ahead=False), 0, []
     for _ in range(ROUNDS):
         start = time.process_time()
         candidates = []

@@ -12,12 +12,10 @@ PAGES = pages()
 MOST_CHARACTERS, MOST_LINES, MOST_LINES_OF_A_DECISION = 120, 250, 80
 TABLES_OF_THE_CODE = {"docs/protocol.md", "docs/settings.md", "docs/metrics.md", "docs/openai.md"}
 """As long as what they list."""
-OLDER = {"docs/decisions/0017-choosing-k.md"}
-"""Still as it was before there were limits."""
 FENCE = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - OLDER))
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_lines_fit_a_screen(page):
     """Tables may be wider, and commands that a shell would not take in two lines."""
     text = FENCE.sub("", (ROOT / page).read_text())
@@ -25,7 +23,7 @@ def test_lines_fit_a_screen(page):
     assert [line for line in prose if len(line) > MOST_CHARACTERS and not re.match(r" *\||    ", line)] == []
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - OLDER - TABLES_OF_THE_CODE))
+@pytest.mark.parametrize("page", sorted({*PAGES} - TABLES_OF_THE_CODE))
 def test_pages_can_be_read(page):
     most = MOST_LINES_OF_A_DECISION if page.startswith("docs/decisions/") else MOST_LINES
     assert len((ROOT / page).read_text().splitlines()) <= most

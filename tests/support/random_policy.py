@@ -6,6 +6,7 @@ import numpy as np
 
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round
+from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.spec_decode.step_times import Floats, Ints
 
 
@@ -39,8 +40,8 @@ class RandomPolicy:
                 self.num_begins += controller.uses_draft and not used
                 self.num_ends += used and not controller.uses_draft
 
-    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
-        assert len(likely) <= num_sequences
+    def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
+        assert len(likely) <= batch.num_sequences
         most = np.count_nonzero(likely, axis=1)
         return np.array([self._rng.randint(0, count) for count in most.tolist()], np.int64)
 

@@ -1,10 +1,13 @@
 """The guesses that the host makes for a sequence's next verify: of its own text, or of its grammar."""
 
+from collections.abc import Callable
+
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
-from kimi_backend.spec_decode.lookup_choice import Batch, Candidate, LookupChooser
+from kimi_backend.spec_decode.lookup_choice import Candidate, LookupChooser
 from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.spec_decode.lookup_pool import LookupPool
+from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.types.request import TokenOrigin
 
 MOST_GROWN_TOKENS = 2**14
@@ -29,11 +32,15 @@ class HostGuesses:
         if index is not None:
             self._texts.keep(sequence.request.cache_salt, sequence.token_ids, index)
 
-    def make(self) -> None:
+    def make(self, runs_ahead: Callable[[], bool]) -> None:
         """Before a verify is planned that is behind nothing: what stood in the text before, then what the grammar lets
-        come."""
+        come.
+
+        Args:
+            runs_ahead: tells whether the next verify would be behind that one, had each sequence one row.
+        """
         table, running = self._scheduler.table, self._scheduler.running
-        for sequence, match, count in self._looked_up(running):
+        for sequence, match, count in self._looked_up(running, runs_ahead):
             assert sequence.lookup is not None
             guesses = sequence.lookup.guesses(sequence.token_ids, match, count)
             table.give_guesses(sequence, guesses, TokenOrigin.LOOKUP)
@@ -44,9 +51,11 @@ class HostGuesses:
 
     def are_worth_waiting_for(self, sequences: list[Sequence]) -> bool:
         """Tell whether the text of some, as far as the host knows it, has a match that a verify would check."""
-        return bool(self._looked_up(sequences))
+        return bool(self._looked_up(sequences, lambda: True))
 
-    def _looked_up(self, sequences: list[Sequence]) -> list[tuple[Sequence, Match, int]]:
+    def _looked_up(
+        self, sequences: list[Sequence], runs_ahead: Callable[[], bool]
+    ) -> list[tuple[Sequence, Match, int]]:
         """Those whose next guesses are looked up, where, and how many."""
         found, candidates, num_left = [], [], MOST_GROWN_TOKENS
         for sequence in sequences:
@@ -65,6 +74,7 @@ class HostGuesses:
         if not found:
             return []
         running = self._scheduler.running
-        batch = Batch(len(running), sum(s.num_draft_tokens for s in running), sum(s.num_tokens for s in running))
+        num_proposed, num_tokens = sum(s.num_draft_tokens for s in running), sum(s.num_tokens for s in running)
+        batch = Batch(len(running), num_proposed, num_tokens, runs_ahead())
         counts = self._chooser.choose(candidates, self._scheduler.policy, batch)
         return [(sequence, match, count) for (sequence, match), count in zip(found, counts, strict=True) if count]

@@ -124,7 +124,7 @@ class StepPlanner:
         """
         if last is not None:
             return self._plan_behind(last)
-        self.guesses.make()
+        self.guesses.make(self._runs_ahead)
         batch = self._scheduler.schedule()
         if not batch.sequences:
             return None
@@ -146,6 +146,12 @@ class StepPlanner:
         if not index or self._depth(batch) < 2 or not self._scheduler.take_next_blocks(sequences):
             return None
         return Step(batch, self._plans.next_plan(last.plan, sequences, index), 2, is_behind=True)
+
+    def _runs_ahead(self) -> bool:
+        """Tell whether a step in which each running sequence has one row would have the next one behind it."""
+        running = self._scheduler.running
+        is_decoding = all(sequence.is_decoding for sequence in running)
+        return is_decoding and self._depth(StepBatch(running, [1] * len(running), len(running))) == 2
 
     def _depth(self, batch: StepBatch) -> int:
         sequences = batch.sequences

@@ -4,6 +4,9 @@ A rate at position j is conditional: of the rounds that kept position j - 1, the
 rejection were compared with nothing and say nothing.
 """
 
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +25,10 @@ SEQUENCE_MEMORY = 150.0
 SEQUENCE_WEIGHT = 16.0
 """Verified tokens that its kind's rate counts for in a sequence's own."""
 HIGHEST_RATE = 0.99
+DEVIATIONS = 1.5
+"""How far above what was seen, in standard deviations of it, a rate may be: few rounds may have been bad luck."""
+
+Floats = npt.NDArray[np.float64]
 
 
 class AcceptancePool:
@@ -36,20 +43,26 @@ class AcceptancePool:
         """One verify. Cheap: it runs between the target's reply and the draft's call."""
         self._new.append((num_draft_tokens, num_accepted))
 
-    def rates(self, hope: float = 0.0) -> list[float]:
-        """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before.
+    def rates(self) -> list[float]:
+        """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before."""
+        return [rate for rate, _ in self._rates_and_weights()]
 
-        Args:
-            hope: verified tokens, all of them kept, to add to what was seen: few rounds may have been bad luck.
-        """
+    def highest_rates(self) -> list[float]:
+        """Those that may be, for all that was seen; a position is expected to be no better than the one before."""
+        found, highest = [], HIGHEST_RATE
+        for rate, weight in self._rates_and_weights():
+            highest = min(float(highest_rate(rate, weight)), highest)
+            found.append(highest)
+        return found
+
+    def _rates_and_weights(self) -> Iterator[tuple[float, float]]:
         self._fold()
-        rates, guess = [], FIRST_GUESS
+        guess = FIRST_GUESS
         for tried, kept in zip(self._tried, self._kept, strict=True):
-            guess = min((kept + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT), HIGHEST_RATE)
             weight = tried + GUESS_WEIGHT
-            rates.append(min((weight * guess + hope) / (weight + hope), HIGHEST_RATE))
+            guess = min((kept + GUESS_WEIGHT * guess) / weight, HIGHEST_RATE)
+            yield guess, weight
             guess *= LATER_SHARE
-        return rates
 
     @property
     def mean_rate(self) -> float:
@@ -94,20 +107,8 @@ class SequenceAcceptance:
         self.tried = decay * self.tried + verified
         self.kept = decay * self.kept + num_accepted
 
-    def factor(self, pool_mean: float, hope: float = 0.0) -> float:
-        """Return what to multiply the kind's rates by; 1 while nothing is known.
 
-        Args:
-            hope: as in `AcceptancePool.rates`; it makes a sequence no better than its kind.
-        """
-        kept, tried = self.kept + SEQUENCE_WEIGHT * pool_mean, self.tried + SEQUENCE_WEIGHT
-        found = kept / tried / pool_mean
-        return max(found, min((kept + hope) / (tried + hope) / pool_mean, 1.0))
-
-
-def chances(
-    rates: npt.NDArray[np.float64], factors: npt.NDArray[np.float64], limits: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
+def chances(rates: Floats, factors: Floats, limits: npt.NDArray[np.int64]) -> Floats:
     """[C, MAX_SPECULATIVE_TOKENS] how likely each draft token is kept, all before it being kept too.
 
     Args:
@@ -118,15 +119,31 @@ def chances(
     return np.where(np.arange(rates.shape[1]) < limits[:, None], kept_chances(rates, factors), 0.0)
 
 
-def kept_chances(rates: npt.NDArray[np.float64], factors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def kept_chances(rates: Floats, factors: Floats) -> Floats:
     """`chances` without limits."""
-    kept: npt.NDArray[np.float64] = np.minimum(rates * factors[:, None], HIGHEST_RATE).cumprod(axis=1)
+    kept: Floats = np.minimum(rates * factors[:, None], HIGHEST_RATE).cumprod(axis=1)
     return kept
 
 
-def factors(
-    tried: npt.NDArray[np.float64], kept: npt.NDArray[np.float64], pool_means: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """[C] `SequenceAcceptance.factor` of many at once, without hope."""
-    found: npt.NDArray[np.float64] = (kept + SEQUENCE_WEIGHT * pool_means) / (tried + SEQUENCE_WEIGHT) / pool_means
+def factors(own: Sequence[SequenceAcceptance], pool_means: Floats, *, highest: bool = False) -> Floats:
+    """[C] what to multiply the rates of each sequence's kind by; 1 while nothing is known.
+
+    Args:
+        pool_means: [C] `AcceptancePool.mean_rate` of their kinds.
+        highest: what may be, as in `AcceptancePool.highest_rates`; it makes a sequence no better than its kind.
+    """
+    tried, kept = np.array([(acceptance.tried, acceptance.kept) for acceptance in own]).reshape(-1, 2).T
+    weights = tried + SEQUENCE_WEIGHT
+    rates = (kept + SEQUENCE_WEIGHT * pool_means) / weights
+    if highest:
+        rates = np.maximum(rates, np.minimum(highest_rate(rates, weights), pool_means))
+    found: Floats = rates / pool_means
     return found
+
+
+Rates = TypeVar("Rates", float, Floats)
+
+
+def highest_rate(rate: Rates, weight: Rates) -> Rates:
+    """DEVIATIONS above a rate that so many verified tokens have shown."""
+    return rate + DEVIATIONS * np.sqrt(rate * (1 - rate) / (weight + 1))  # type: ignore[no-any-return]

@@ -4,24 +4,17 @@ Costs are measured once (`types.step_costs`) and followed (`round_times`), accep
 chosen is `row_choice`. No round is run to find anything out.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
-from kimi_backend.spec_decode.acceptance import AcceptancePool, chances
+from kimi_backend.spec_decode.acceptance import AcceptancePool, chances, factors
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
-from kimi_backend.spec_decode.row_choice import RowChoice, choose_more_rows, choose_rows
+from kimi_backend.spec_decode.row_choice import Batch, RowChoice, choose_more_rows, choose_rows
 from kimi_backend.spec_decode.step_times import Floats, Ints
 from kimi_backend.types.step_costs import StepCosts
 
 ROUNDS_A_CHOICE = 4
 """A choice stands so long while the same sequences run."""
-HOPE = 5.0
-"""Verified tokens, all of them kept, that are added to what was seen where that looks too bad to draft at all."""
-HOPED_DEPTH = 2
-"""Draft tokens a round that might pay then. One is drafted to find out: a second one costs as much and is seldom
-verified."""
 LEAVING_GAIN = 1.01
 """Running sequences leave the draft where the round is faster by this much without it."""
 RETURNING_SHARE = 0.8
@@ -42,6 +35,8 @@ class AdaptivePolicy:
         self._pools = {kind: AcceptancePool() for kind in range(3)}
         self._chosen_for: tuple[int, ...] = ()
         self._num_rounds = 0
+        self._finds_out = False
+        """The last choice is to find out whether the draft pays after all: the next round chooses again."""
         self.num_chosen_tokens = 0
 
     def admit(
@@ -69,7 +64,7 @@ class AdaptivePolicy:
         """See `SpeculationPolicy`."""
         self._num_rounds += 1
         present = (num_sequences, *map(id, controllers))
-        if present == self._chosen_for and self._num_rounds % ROUNDS_A_CHOICE:
+        if present == self._chosen_for and self._num_rounds % ROUNDS_A_CHOICE and not self._finds_out:
             return
         self._chosen_for = present
         self.num_chosen_tokens = 0
@@ -82,9 +77,9 @@ class AdaptivePolicy:
             self._take(controller, count, leaves_now=not any(counts))
         self.num_chosen_tokens = max(counts)
 
-    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
+    def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """See `SpeculationPolicy`."""
-        return choose_more_rows(likely, num_sequences, num_proposed, num_context_tokens, self.times)
+        return choose_more_rows(likely, batch, self.times)
 
     def end_round(self, done: Round) -> None:
         """See `SpeculationPolicy`."""
@@ -109,15 +104,29 @@ class AdaptivePolicy:
         least_gain: float = 1.0,
     ) -> RowChoice:
         is_away = [not c.uses_draft for c in controllers]
-        means = {kind: pool.mean_rate for kind, pool in self._pools.items()}
-        limits = np.array([c.num_speculative_tokens for c in controllers])
-        for hope in (0.0, HOPE):  # those that draft stop when they would lose even then
-            factors = np.array([c.acceptance.factor(means[c.kind], hope) for c in controllers])
-            rates = {kind: pool.rates(hope) for kind, pool in self._pools.items()}
-            limits = np.minimum(limits, HOPED_DEPTH) if hope else limits
-            likely = chances(np.array([rates[c.kind] for c in controllers]), factors, limits)
+
+        def choose(highest: bool = False, of: Ints | None = None) -> RowChoice:
+            likely = self._likely(controllers, highest=highest)
             likely[is_away] *= RETURNING_SHARE
-            choice = choose_rows(likely, num_sequences, num_context_tokens, self.times, least_gain=least_gain)
-            if choice.num_draft_tokens.any() or all(is_away):
-                break
-        return replace(choice, num_draft_tokens=np.minimum(choice.num_draft_tokens, 1)) if hope else choice
+            if of is not None:
+                likely[of == 0] = 0.0
+            batch = (num_sequences, num_context_tokens, self.times)
+            return choose_rows(likely, *batch, least_gain=least_gain, finds_out=of is not None)
+
+        choice, self._finds_out = choose(), False
+        if choice.num_draft_tokens.any() or all(is_away):
+            return choice
+        # Those that draft stop when they would lose even if all that was seen was bad luck.
+        hoped = choose(highest=True).num_draft_tokens
+        self._finds_out = bool(hoped.any())
+        return choose(of=hoped) if self._finds_out else choice
+
+    def _likely(self, controllers: list[SpeculationController], *, highest: bool) -> Floats:
+        """[C, MAX_SPECULATIVE_TOKENS] chances of each, or the highest that they may be."""
+        rates = {kind: pool.highest_rates() if highest else pool.rates() for kind, pool in self._pools.items()}
+        means = {kind: pool.mean_rate for kind, pool in self._pools.items()}
+        own = factors(
+            [c.acceptance for c in controllers], np.array([means[c.kind] for c in controllers]), highest=highest
+        )
+        limits = np.array([c.num_speculative_tokens for c in controllers])
+        return chances(np.array([rates[c.kind] for c in controllers]), own, limits)

@@ -119,7 +119,7 @@ class SequenceLookup:
     def grow(self, text: Int32Array) -> None:
         """Make a crowded index larger; it is given up if there is no memory for that. Work grows with the text."""
         assert self._index is not None
-        self._index.grow(text)
+        self._index.index_all(text)
         self._count_bytes(self._index)
 
     def find(

@@ -1,6 +1,6 @@
 """Which sequences check what their text proposes instead of what the draft does, and how many tokens of it."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.lookup import LookupPools, SequenceLookup
 from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.spec_decode.policy import SpeculationPolicy
+from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.spec_decode.step_times import Floats
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
@@ -24,16 +25,6 @@ class Candidate(NamedTuple):
     """Tokens that the draft has proposed."""
     most: int
     """Tokens that may be looked up for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """All sequences that run."""
-
-    num_sequences: int
-    num_proposed: int
-    """Tokens that the draft has proposed."""
-    num_context_tokens: int
 
 
 class LookupChooser:
@@ -60,10 +51,8 @@ class LookupChooser:
         is_better = found.sum(axis=1) > proposed.sum(axis=1)
         found[~is_better] = 0.0
         num_replaced = sum(c.num_proposed for c, better in zip(candidates, is_better.tolist(), strict=True) if better)
-        num_others = batch.num_proposed - num_replaced
-        counts: list[int] = policy.choose_looked_up(
-            found, batch.num_sequences, num_others, batch.num_context_tokens
-        ).tolist()
+        others = replace(batch, num_proposed=batch.num_proposed - num_replaced)
+        counts: list[int] = policy.choose_looked_up(found, others).tolist()
         return counts
 
 
@@ -78,5 +67,4 @@ def _chances(pools: list[AcceptancePool], own: list[SequenceAcceptance]) -> Floa
     which = [place[id(pool)] for pool in pools]
     rates = np.array([pool.rates() for pool in distinct.values()])[which]
     means = np.array([pool.mean_rate for pool in distinct.values()])[which]
-    counts = np.array([(acceptance.tried, acceptance.kept) for acceptance in own])
-    return kept_chances(rates, factors(counts[:, 0], counts[:, 1], means))
+    return kept_chances(rates, factors(own, means))

@@ -36,6 +36,11 @@ class LookupIndex:
 
     __slots__ = ("_bits", "_hash", "_heads", "_links", "_match", "_min_match", "_tail", "_top")
 
+    _links: "array[int]"
+    _heads: "array[int]"
+    _tail: list[int]
+    _hash: int
+
     def __init__(self, token_ids: Int32Array, min_match: int) -> None:
         """
         Args:
@@ -44,10 +49,8 @@ class LookupIndex:
         """
         self._min_match = min_match
         self._top = pow(_FACTOR, min_match - 1, _MASK + 1)
-        self._tail = [0] * max(min_match - len(token_ids), 0) + token_ids[-min_match:].tolist()
         self._match: Match | None = None
-        self._hash = 0
-        self._index_all(token_ids)
+        self.index_all(token_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +84,9 @@ class LookupIndex:
             How many of the tokens the last match foretold, one after the other.
         """
         num_foretold = self._follow(token_ids, text)
+        if len(self._links) + len(token_ids) > _MOST_CROWDED * len(self._heads):
+            self.index_all(text)
+            return num_foretold
         min_match, top, links, heads, shift = self._min_match, self._top, self._links, self._heads, 32 - self._bits
         window, value, place = self._tail + token_ids, self._hash, len(self._links)
         for first, token_id in zip(window, token_ids, strict=False):
@@ -90,13 +96,26 @@ class LookupIndex:
             heads[bucket] = place
             place += 1
         self._tail, self._hash = window[-min_match:], value
-        if place > _MOST_CROWDED * len(heads):
-            self.grow(text)
         return num_foretold
 
-    def grow(self, text: Int32Array) -> None:
-        """Make the table as large as the text asks for: 0.1 µs a token."""
-        self._index_all(text)
+    def index_all(self, text: Int32Array) -> None:
+        """Make the table, as large as the text asks for, and all links at once: 0.1 µs a token."""
+        count, min_match = len(text), self._min_match
+        self._bits = _bits_of(count)
+        self._tail = [0] * max(min_match - count, 0) + text[-min_match:].tolist()
+        padded = np.concatenate([np.zeros(min_match - 1, np.uint32), text.astype(np.uint32)])
+        values = np.zeros(count, np.uint32)
+        for first in range(min_match):
+            values = values * np.uint32(_FACTOR) + padded[first : first + count]
+        buckets = (values * np.uint32(_SPREAD)) >> np.uint32(32 - self._bits)
+        keys = np.sort((buckets.astype(np.int64) << 32) | np.arange(count))
+        places, order = (keys & _MASK).astype(np.int32), keys >> 32
+        is_linked = order[1:] == order[:-1]
+        links, heads = np.full(count, NOWHERE, np.int32), np.full(1 << self._bits, NOWHERE, np.int32)
+        links[places[1:][is_linked]] = places[:-1][is_linked]
+        heads[order] = places  # rising within a bucket, so that the last one stays
+        self._links, self._heads = array("i", links.tobytes()), array("i", heads.tobytes())
+        self._hash = int(values[-1])
 
     def find(self, text: Int32Array) -> Match | None:
         """The longest match, of several the latest; among the MOST_CANDIDATES latest places, unless it goes on."""
@@ -147,24 +166,6 @@ class LookupIndex:
             place = links[place]
             num_left -= 1
         return None if end == NOWHERE else Match(best, end)
-
-    def _index_all(self, token_ids: Int32Array) -> None:
-        """Make the table and all links at once, with room for as many tokens again."""
-        count = len(token_ids)
-        self._bits = _bits_of(count)
-        padded = np.concatenate([np.zeros(self._min_match - 1, np.uint32), token_ids.astype(np.uint32)])
-        values = np.zeros(count, np.uint32)
-        for first in range(self._min_match):
-            values = values * np.uint32(_FACTOR) + padded[first : first + count]
-        buckets = (values * np.uint32(_SPREAD)) >> np.uint32(32 - self._bits)
-        keys = np.sort((buckets.astype(np.int64) << 32) | np.arange(count))
-        places, order = (keys & _MASK).astype(np.int32), keys >> 32
-        is_linked = order[1:] == order[:-1]
-        links, heads = np.full(count, NOWHERE, np.int32), np.full(1 << self._bits, NOWHERE, np.int32)
-        links[places[1:][is_linked]] = places[:-1][is_linked]
-        heads[order] = places  # rising within a bucket, so that the last one stays
-        self._links, self._heads = array("i", links.tobytes()), array("i", heads.tobytes())
-        self._hash = int(values[-1])
 
 
 def _bits_of(num_tokens: int) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 from kimi_backend.spec_decode.acceptance import AcceptancePool
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round
+from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.spec_decode.step_times import Floats, Ints
 
 
@@ -59,14 +60,11 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
-    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
+    def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """[C] how many of the tokens that the host proposes for some sequences the next verify checks.
 
         Args:
             likely: [C, MAX_SPECULATIVE_TOKENS] how likely each is kept, 0 where there is none.
-            num_sequences: all that run.
-            num_proposed: draft tokens that the verify checks besides.
-            num_context_tokens: of all that run.
         """
         ...
 
@@ -97,7 +95,7 @@ class FixedPolicy:
     ) -> None:
         self.num_chosen_tokens = max((c.num_speculative_tokens for c in controllers), default=0)
 
-    def choose_looked_up(self, likely: Floats, num_sequences: int, num_proposed: int, num_context_tokens: int) -> Ints:
+    def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """All."""
         counts: Ints = np.count_nonzero(likely, axis=1)
         return counts

@@ -12,7 +12,9 @@ FEWEST_ROUNDS_LEARNED_FROM = 30
 FIRST_WEIGHT = 4
 """Rounds that what was measured before counts for: one that is held up must not turn all."""
 LARGEST_SURPRISE = 0.3
-"""A round counts as at most so far from what was expected, whatever held it up."""
+"""A round counts as at most so far from what was expected, whatever held it up, and so does each part of it."""
+FIRST_WAY = 0.5
+"""The way to the draft until it has been seen, of the rest of the host's time."""
 OWN_SHARE = 0.2
 """How far each factor moves alone, beside what moves all: a clock is the likelier cause."""
 LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0
@@ -53,8 +55,10 @@ class RoundTimes:
         those of random tokens, and on the draft's steps. The card's clock moves all."""
         self._is_overlapped = False
         self._host_s = 0.0
-        self._draft_way_s: float | None = None
-        self._num_rounds = 0
+        self._way_share = FIRST_WAY
+        """The way to the draft, of the rest of the host's time: what slows one slows the other, and only that one is
+        seen while nobody drafts."""
+        self._num_rounds = self._num_ways = 0
 
     @property
     def factors(self) -> list[float]:
@@ -71,16 +75,26 @@ class RoundTimes:
         target_s = float(base[0]) * float(self._factors[BASE])
         return max(target_s, self._host_s) if self._is_overlapped else target_s + self._host_s
 
-    def verifying(self, num_seqs: int, num_rows: Ints, longest: Ints, num_context_tokens: int) -> Floats:
-        """[J] rounds like the last one, but with so many rows of the target, [J], at most `longest` of a sequence."""
+    def verifying(
+        self, num_seqs: int, num_rows: Ints, longest: Ints, num_context_tokens: int, *, runs_ahead: bool
+    ) -> Floats:
+        """[J] rounds like the last one, but with so many rows of the target, [J], at most `longest` of a sequence.
+
+        Args:
+            runs_ahead: the host's time is hidden where each sequence has one row: what it looks up further ones by is
+                the reply to the step before.
+        """
         base, more = self._target.parts(num_seqs, num_rows, longest, num_context_tokens)
         target_s = base * self._factors[BASE] + more * self._factors[ROWS]
-        beside_s = max(self._last_draft_s, self._host_s) if self._last_draft_s else self._host_s
+        if not self._last_draft_s:
+            is_hidden = runs_ahead & (num_rows == num_seqs)
+            alone: Floats = np.where(is_hidden, np.maximum(target_s, self._host_s), target_s + self._host_s)
+            return alone
+        beside_s = self._last_draft_s + self._host_s * (1 + self._way_share)
         if self._is_overlapped:
-            overlapped: Floats = target_s + beside_s if self._last_draft_s else np.maximum(target_s, beside_s)
-            return overlapped
-        in_turns: Floats = target_s + self._last_draft_s + self._host_s + (self._draft_way_s or 0.0)
-        return in_turns
+            beside_s = max(self._last_draft_s, self._host_s)
+        found: Floats = target_s + beside_s
+        return found
 
     def drafting(
         self, num_seqs: int, num_drafting: Ints, depth: Ints, rows: Ints, kept: Floats, num_context_tokens: int
@@ -101,9 +115,7 @@ class RoundTimes:
         if self._is_overlapped:
             overlapped: Floats = target_s + np.maximum(draft_s, self._host_s)
             return overlapped
-        # The way to the draft is guessed to be as long as all the rest until it has been seen.
-        way_s = self._host_s / 2 if self._draft_way_s is None else self._draft_way_s
-        in_turns: Floats = target_s + draft_s + self._host_s + way_s
+        in_turns: Floats = target_s + draft_s + self._host_s * (1 + self._way_share)
         return in_turns
 
     def _draft_step(self, num_seqs: int | Ints, rows: Numbers, depth: int | Ints, context: Numbers) -> Floats:
@@ -114,7 +126,7 @@ class RoundTimes:
     def learn(self, done: Round) -> None:
         """Move the factors towards one round."""
         self._num_rounds += 1
-        rate = max(1 / (self._num_rounds + FIRST_WEIGHT), 1 / FEWEST_ROUNDS_LEARNED_FROM)
+        rate = _rate_of(self._num_rounds)
         self._is_overlapped = done.is_overlapped
         target, draft = done.target, done.draft
         base, more = self._target.parts(target.num_seqs, target.num_rows, target.longest, target.num_context_tokens)
@@ -126,18 +138,26 @@ class RoundTimes:
         if done.is_overlapped:
             self._learn_overlapped(parts, done, rate)
             return
-        self._host_s += rate * (done.total_s - done.target_s - done.draft_wait_s - self._host_s)
+        steps_s = float(parts @ self._factors)
+        self._learn_host(done.total_s - done.target_s - done.draft_wait_s, steps_s, rate)
         self._fit(parts * _OF_TARGET, done.target_s, rate)
         if draft is None:
             return
         self._fit(parts * (1 - _OF_TARGET), done.draft_s, rate)
-        way_s = done.draft_wait_s - done.draft_s
-        before_s = way_s if self._draft_way_s is None else self._draft_way_s
-        self._draft_way_s = before_s + rate * (way_s - before_s)
+        self._num_ways += 1
+        way_s = self._way_share * self._host_s
+        surprise = _bounded(done.draft_wait_s - done.draft_s - way_s, steps_s + self._host_s)
+        moved_s = way_s + _rate_of(self._num_ways) * surprise
+        self._way_share = max(moved_s, 0.0) / self._host_s if self._host_s > 0 else FIRST_WAY
+
+    def _learn_host(self, seconds: float, steps_s: float, rate: float) -> None:
+        """steps_s: what both models' steps were expected to take in the round."""
+        surprise = _bounded(seconds - self._host_s, steps_s + self._host_s)
+        self._host_s = max(self._host_s + (rate if self._host_s else 1.0) * surprise, 0.0)
 
     def _learn_overlapped(self, parts: Floats, done: Round, rate: float) -> None:
         """Only what the host waits for tells of the device."""
-        self._host_s += rate * (done.total_s - done.target_s - self._host_s)
+        self._learn_host(done.total_s - done.target_s, float(parts @ self._factors), rate)
         of_target, of_draft = parts[:DRAFT] @ self._factors[:DRAFT], parts[DRAFT] * self._factors[DRAFT]
         if self._host_s < of_draft or (done.draft is None and self._host_s < of_target):
             self._fit(parts, done.total_s, rate)
@@ -151,7 +171,16 @@ class RoundTimes:
         expected = float(weights.sum())
         if expected <= 0:
             return
-        surprise = min(max(seconds - expected, -LARGEST_SURPRISE * expected), LARGEST_SURPRISE * expected)
+        surprise = _bounded(seconds - expected, expected)
         direction = expected + OWN_SHARE * weights
         self._factors *= 1 + rate * surprise * direction / float(weights @ direction)
         np.clip(self._factors, LEAST_FACTOR, MOST_FACTOR, out=self._factors)
+
+
+def _rate_of(num_rounds: int) -> float:
+    """The share by which the last of so many rounds counts."""
+    return max(1 / (num_rounds + FIRST_WEIGHT), 1 / FEWEST_ROUNDS_LEARNED_FROM)
+
+
+def _bounded(surprise_s: float, expected_s: float) -> float:
+    return min(max(surprise_s, -LARGEST_SURPRISE * expected_s), LARGEST_SURPRISE * expected_s)

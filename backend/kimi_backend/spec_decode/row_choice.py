@@ -22,29 +22,44 @@ class RowChoice:
     """If nobody drafted."""
 
 
-def choose_more_rows(
-    chances: Floats, num_seqs: int, num_others: int, num_context_tokens: int, times: RoundTimes
-) -> Ints:
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All sequences of the next verify."""
+
+    num_sequences: int
+    num_proposed: int
+    """Draft tokens that it checks in any case."""
+    num_context_tokens: int
+    runs_ahead: bool
+    """With one row a sequence it would be launched before the reply to the one before is there."""
+
+
+def choose_more_rows(chances: Floats, batch: Batch, times: RoundTimes) -> Ints:
     """[C] how many of the tokens that cost a verify's rows and no draft's step are worth it.
 
     Args:
-        chances: [C, K] of each to be kept, falling along a row.
-        num_seqs: all that run, C or more.
-        num_others: draft tokens that the same verify checks besides.
+        chances: [C, K] of each to be kept, falling along a row; of C of the sequences.
     """
+    num_seqs, num_others = batch.num_sequences, batch.num_proposed
     flat, most = chances.ravel(), chances.shape[1]
     order = np.argsort(-flat, kind="stable")[: int(np.count_nonzero(flat))]
     kept = np.concatenate([[0.0], flat[order].cumsum()])
     longest = np.concatenate([[0], np.maximum.accumulate(order % most) + 1])
     num_rows = num_seqs + num_others + np.arange(len(kept))
     longest = np.maximum(longest, -(-num_others // num_seqs)) + 1
-    seconds = times.verifying(num_seqs, num_rows, longest, num_context_tokens)
+    seconds = times.verifying(num_seqs, num_rows, longest, batch.num_context_tokens, runs_ahead=batch.runs_ahead)
     best = int(((num_seqs + OTHERS_KEPT * num_others + kept) / seconds).argmax())
     return np.bincount(order[:best] // most, minlength=len(chances))
 
 
 def choose_rows(
-    chances: Floats, num_seqs: int, num_context_tokens: int, times: RoundTimes, *, least_gain: float = 1.0
+    chances: Floats,
+    num_seqs: int,
+    num_context_tokens: int,
+    times: RoundTimes,
+    *,
+    least_gain: float = 1.0,
+    finds_out: bool = False,
 ) -> RowChoice:
     """Take draft tokens by their chance to be kept, as long as the round's rate grows, for each depth of the draft.
 
@@ -54,6 +69,8 @@ def choose_rows(
         chances: [C, K] see `acceptance.chances`, of the sequences that may draft.
         num_seqs: all that run, C or more.
         least_gain: times as fast a round without a draft as one with it must be to be chosen.
+        finds_out: rather than what is fastest, something in any case: that of which a token that is verified, and so
+            tells how good the draft is, loses the fewest tokens beside a round without.
     """
     num_candidates, most = chances.shape
     plain = num_seqs / times.plain(num_seqs, num_context_tokens)
@@ -71,9 +88,14 @@ def choose_rows(
     depths, places = is_within.nonzero()
     seconds = times.drafting(num_seqs, num_drafting, depths + 1, num_rows, kept, num_context_tokens)
     rates = (num_seqs + kept) / seconds
-    best = int(rates.argmax())
-    if rates[best] <= plain / least_gain:
-        return nothing
+    if finds_out:
+        reached = np.concatenate([np.ones((num_candidates, 1)), chances[:, :-1]], axis=1).ravel()
+        verified = np.where(is_within, reached[order], 0.0).cumsum(axis=1)[is_within]
+        best = int(((num_seqs + kept - plain * seconds) / verified).argmax())
+    else:
+        best = int(rates.argmax())
+        if rates[best] <= plain / least_gain:
+            return nothing
     taken = order[: places[best] + 1]
     taken = taken[taken % most <= depths[best]]
     return RowChoice(np.bincount(taken // most, minlength=num_candidates), float(rates[best]), plain)

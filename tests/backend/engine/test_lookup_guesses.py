@@ -13,7 +13,8 @@ from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode import lookup
-from kimi_backend.spec_decode.lookup_index import LookupIndex, Match
+from kimi_backend.spec_decode.lookup import SequenceLookup
+from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.types.plan import Int32Array
 from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenOrigin
@@ -142,13 +143,13 @@ def test_one_without_memory_for_its_index_goes_on_without() -> None:
 def test_indexes_that_fill_up_in_the_same_step_grow_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a long prompt's choices would stand everybody else still."""
     grown: list[int] = []
-    grow = LookupIndex.grow
+    grow = SequenceLookup.grow
 
-    def counted(self: LookupIndex, text: Int32Array) -> None:
+    def counted(self: SequenceLookup, text: Int32Array) -> None:
         grown.append(len(text))
         grow(self, text)
 
-    monkeypatch.setattr(LookupIndex, "grow", counted)
+    monkeypatch.setattr(SequenceLookup, "grow", counted)
     monkeypatch.setattr(guesses, "MOST_GROWN_TOKENS", 1)
     sampling = SamplingParams(max_tokens=50, ignore_eos=True)
     prompt = tuple(i % VOCAB for i in range(62))

@@ -3,7 +3,14 @@ import random
 import numpy as np
 import pytest
 
-from kimi_backend.spec_decode.acceptance import FIRST_GUESS, LATER_SHARE, AcceptancePool, SequenceAcceptance, chances
+from kimi_backend.spec_decode.acceptance import (
+    FIRST_GUESS,
+    LATER_SHARE,
+    AcceptancePool,
+    SequenceAcceptance,
+    chances,
+    factors,
+)
 
 
 def accepted(rng: random.Random, rates: list[float]) -> int:
@@ -53,11 +60,41 @@ def test_what_fades_falls_back_to_the_first_guess() -> None:
 
 
 def test_a_sequence_starts_as_its_kind_and_becomes_itself() -> None:
-    own = SequenceAcceptance()
-    assert own.factor(0.8) == pytest.approx(1)
+    fresh, own = SequenceAcceptance(), SequenceAcceptance()
     for _ in range(40):
         own.record(3, 0)
-    assert own.factor(0.8) < 0.35
+    found = factors([fresh, own], np.array([0.8, 0.8]))
+    assert found[0] == pytest.approx(1)
+    assert found[1] < 0.35
+
+
+def test_what_may_be_lies_above_what_was_seen_the_less_was_seen_the_more() -> None:
+    """1.5 standard deviations of the share of so many tokens; a later position may be no better than one before."""
+    pool = AcceptancePool()
+    first, second, *_ = pool.highest_rates()
+    assert first == pytest.approx(0.6 + 1.5 * (0.6 * 0.4 / 5) ** 0.5)
+    assert second == pytest.approx(0.54 + 1.5 * (0.54 * 0.46 / 5) ** 0.5)
+    for _ in range(12):
+        pool.record(1, 0)
+    seen = 0.6 * 4 / 16
+    first, second, *_ = pool.highest_rates()
+    assert first == pytest.approx(seen + 1.5 * (seen * (1 - seen) / 17) ** 0.5, abs=0.01)
+    assert second == first
+
+
+def test_a_sequence_may_be_no_better_than_its_kind_unless_it_was() -> None:
+    worse, better = SequenceAcceptance(), SequenceAcceptance()
+    for _ in range(4):
+        worse.record(1, 0)
+        better.record(1, 1)
+    means = np.array([0.5, 0.5])
+    seen, highest = factors([worse, better], means), factors([worse, better], means, highest=True)
+    assert seen.tolist() == pytest.approx([0.8, 1.2], abs=0.02)
+    assert highest.tolist() == pytest.approx([1.0, 1.2], abs=0.02)
+    for _ in range(40):
+        worse.record(1, 0)
+    (highest_of_many,) = factors([worse], np.array([0.5]), highest=True)
+    assert 0.4 < highest_of_many < 0.6
 
 
 def test_chances_fall_by_position_and_end_with_the_limit() -> None:

@@ -1,6 +1,7 @@
 """Whose tokens are verified, and how many: what is likely to be kept, against what the rows cost."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,14 +9,17 @@ import pytest
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
-from kimi_backend.spec_decode.lookup_choice import Batch, Candidate, LookupChooser
+from kimi_backend.spec_decode.lookup_choice import Candidate, LookupChooser
 from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.spec_decode.policy import FixedPolicy, SpeculationPolicy
+from kimi_backend.spec_decode.round_times import Round
+from kimi_backend.spec_decode.row_choice import Batch
+from kimi_backend.spec_decode.step_times import StepShape
 from support.made_up_costs import linear_costs
 
 TEXT = np.arange(20, dtype=np.int32)
 LONG, SHORT = Match(40, 5), Match(4, 5)
-ALONE = Batch(1, 3, 100)
+ALONE = Batch(1, 3, 100, runs_ahead=False)
 
 
 def a_candidate(match: Match, num_proposed: int = 3, most: int = 7) -> Candidate:
@@ -42,11 +46,12 @@ def test_matches_are_judged_by_their_length() -> None:
     for _ in range(40):
         chooser.pools.of(SHORT).record(7, 0)
     both = [a_candidate(SHORT), a_candidate(LONG)]
-    assert chooser.choose(both, FixedPolicy(), Batch(2, 6, 100)) == [0, 7]
+    assert chooser.choose(both, FixedPolicy(), replace(ALONE, num_sequences=2, num_proposed=6)) == [0, 7]
 
 
 def test_a_bad_match_is_better_than_no_draft() -> None:
-    assert taught(SHORT, 0).choose([a_candidate(SHORT, num_proposed=0)], FixedPolicy(), Batch(1, 0, 100)) == [7]
+    undrafted = replace(ALONE, num_proposed=0)
+    assert taught(SHORT, 0).choose([a_candidate(SHORT, num_proposed=0)], FixedPolicy(), undrafted) == [7]
 
 
 def test_no_more_than_a_request_may_have() -> None:
@@ -61,8 +66,32 @@ def test_no_more_than_a_request_may_have() -> None:
 def test_rows_are_taken_by_what_they_cost(row_us: float, num_kept: int, least: int, most: int) -> None:
     """Without a draft, so that only the target's steps have costs."""
     policy: SpeculationPolicy = AdaptivePolicy(linear_costs(3000, row_us), None)
-    chosen = taught(LONG, num_kept).choose([a_candidate(LONG, num_proposed=0)], policy, Batch(1, 0, 100))
+    chosen = taught(LONG, num_kept).choose([a_candidate(LONG, num_proposed=0)], policy, replace(ALONE, num_proposed=0))
     assert least <= chosen[0] <= most
+
+
+@pytest.mark.parametrize(("runs_ahead", "num_kept"), [(True, 0), (False, 1)])
+def test_a_row_that_costs_the_overlap_must_be_worth_it(runs_ahead: bool, num_kept: int) -> None:
+    """3 ms of the target, 1 of the host, rows for nothing. A third of a token more gains while both take turns, and
+    makes a round of 3 ms one of 4 while the host's time is hidden."""
+    policy = AdaptivePolicy(linear_costs(3000, 0), None)
+    shape = StepShape(1, 1, 1, 64)
+    for _ in range(200):
+        policy.end_round(
+            Round(
+                target=shape,
+                draft=None,
+                total_s=0.004,
+                target_s=0.003,
+                draft_s=0.0,
+                draft_wait_s=0.0,
+                is_overlapped=False,
+            )
+        )
+    batch = replace(ALONE, num_proposed=0, runs_ahead=runs_ahead)
+    for chance, expected in ((0.3, num_kept), (0.4, 1)):
+        likely = np.array([[chance, 0.0]])
+        assert policy.choose_looked_up(likely, batch).tolist() == [expected]
 
 
 def test_a_collector_that_runs_while_memory_is_counted_waits_for_nobody() -> None:

@@ -57,6 +57,40 @@ def test_who_came_back_is_not_judged_for_two_dozen_rounds() -> None:
     assert back.acceptance.tried > 10
 
 
+DEAR_CALL = linear_costs(5000, 400), linear_costs(4000, 0)
+DEAR_ROWS = linear_costs(1500, 300), linear_costs(700, 10, 30)
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_kept", "num_rounds", "num_chosen"),
+    [(DEAR_CALL, 14, 25, 3), (DEAR_CALL, 6, 60, 0), (DEAR_ROWS, 1, 4, 1), (DEAR_ROWS, 1, 20, 0)],
+)
+def test_a_draft_is_found_out_with_as_many_tokens_as_cost_least(
+    costs: tuple[StepCosts, StepCosts], num_kept: int, num_rounds: int, num_chosen: int
+) -> None:
+    """What little was seen does not pay. Where the draft's call is dear and further tokens are not, three may."""
+    policy = AdaptivePolicy(*costs)
+    for index in range(num_rounds):
+        policy._pools[0].record(1, int(index < num_kept))
+    asked = sequence(policy, uses_draft=True, limit=3)
+    choose(policy, asked)
+    assert asked.num_chosen_tokens == num_chosen
+    assert asked.uses_draft is (num_chosen > 0)
+
+
+def test_each_round_of_finding_out_is_chosen_again() -> None:
+    """A choice else stands for four rounds, which is dear where the draft does not pay."""
+    policy = AdaptivePolicy(*EVEN)
+    asked = SpeculationController(1, 0.0)
+    policy.admit(asked, [], 1, 64)
+    num_rounds = 0
+    while asked.uses_draft:
+        policy.begin_round([asked], 1, 64)
+        asked.record(1, 0)
+        num_rounds += asked.uses_draft
+    assert num_rounds == 4
+
+
 def test_who_is_never_taken_leaves_after_a_while() -> None:
     policy = policy_of(0.98, (linear_costs(500, 500), linear_costs(100, 0, 0.001)))
     busy, idle = (sequence(policy, uses_draft=True) for _ in range(2))
@@ -85,9 +119,9 @@ def test_what_is_known_of_a_kind_fades_with_requests_that_start_without_the_draf
     assert 40 <= num_requests <= 160
 
 
-def plain_round(times: RoundTimes, seconds: float) -> None:
+def plain_round(times: RoundTimes, seconds: float, host_s: float = 0.0) -> None:
     shape = StepShape(1, 1, 1, 64)
-    done = {"target_s": seconds, "draft_s": 0.0, "draft_wait_s": 0.0, "total_s": seconds}
+    done = {"target_s": seconds, "draft_s": 0.0, "draft_wait_s": 0.0, "total_s": seconds + host_s}
     times.learn(Round(target=shape, draft=None, **done, is_overlapped=False))
 
 
@@ -103,6 +137,57 @@ def test_a_round_that_is_held_up_counts_as_one_that_is_a_third_slower() -> None:
         plain_round(times, 0.001)
     plain_round(times, 0.03)
     assert 1.005 < times.factors[0] < 1.02
+
+
+def a_round_with_a_draft(times: RoundTimes, host_s: float, way_s: float) -> None:
+    """1 ms of the target, 0.6 ms of the draft."""
+    shape, behind = StepShape(1, 1, 1, 64), StepShape(1, 1, 1, 64, 1)
+    times.learn(
+        Round(
+            target=shape,
+            draft=behind,
+            total_s=0.0016 + host_s + way_s,
+            target_s=0.001,
+            draft_s=0.0006,
+            draft_wait_s=0.0006 + way_s,
+            is_overlapped=False,
+        )
+    )
+
+
+def beyond_the_steps_ms(times: RoundTimes) -> float:
+    """The milliseconds that a round of one draft token is expected to take beside both steps."""
+    one = np.array([1])
+    return 1e3 * float(times.drafting(1, one, one, one, one * 1.0, 64)[0]) - 1.6
+
+
+def test_a_first_call_of_the_draft_that_takes_long_is_not_taken_for_its_way() -> None:
+    """A server's first call opens memory, here 60 ms: who then does not draft would never see that it was once."""
+    times = RoundTimes(*EVEN)
+    a_round_with_a_draft(times, 0.0004, 0.06)
+    assert 0.6 < beyond_the_steps_ms(times) < 0.8
+    for _ in range(40):
+        a_round_with_a_draft(times, 0.0004, 0.0008)
+    assert beyond_the_steps_ms(times) == pytest.approx(1.2, rel=0.05)
+
+
+def test_the_way_to_a_draft_that_nobody_uses_is_followed_by_the_hosts_time() -> None:
+    """A machine that was busy when a sequence drafted last is not taken for busy for ever."""
+    times = RoundTimes(*EVEN)
+    assert beyond_the_steps_ms(times) == pytest.approx(0, abs=1e-6)
+    for _ in range(60):
+        a_round_with_a_draft(times, 0.0008, 0.0016)
+    assert beyond_the_steps_ms(times) == pytest.approx(2.4, rel=0.05)
+    for _ in range(200):
+        plain_round(times, 0.001, host_s=0.0004)
+    assert beyond_the_steps_ms(times) == pytest.approx(1.2, rel=0.05)
+
+
+def test_the_way_that_nobody_has_seen_is_half_of_the_hosts_time() -> None:
+    times = RoundTimes(*EVEN)
+    for _ in range(60):
+        plain_round(times, 0.001, host_s=0.0004)
+    assert beyond_the_steps_ms(times) == pytest.approx(0.6, rel=0.05)
 
 
 def test_what_lasts_is_followed_within_some_thirty_rounds() -> None:

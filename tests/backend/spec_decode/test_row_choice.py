@@ -41,6 +41,32 @@ def test_no_other_choice_is_faster(row_us: int, num_seqs: int) -> None:
         assert choice.plain_tokens_per_s == pytest.approx(rate_of((0, 0, 0), chances, num_seqs, times))
 
 
+@pytest.mark.parametrize("row_us", [1, 400, 2000])
+def test_finding_out_costs_no_other_choice_less_a_verified_token(row_us: int) -> None:
+    rng = np.random.default_rng(row_us)
+    times = RoundTimes(linear_costs(1000, row_us), linear_costs(800, row_us / 10, 200))
+
+    def lost(counts: tuple[int, ...], chances: np.ndarray) -> float:
+        """Tokens that a round without a draft would have given in the same time, beyond this one's."""
+        kept = sum(float(row[:count].sum()) for row, count in zip(chances, counts, strict=True))
+        reached = sum(count > 0 for count in counts)
+        reached += sum(float(row[: count - 1].sum()) for row, count in zip(chances, counts, strict=True) if count)
+        seconds = (3 + kept) / rate_of(counts, chances, 3, times)
+        return float((seconds * rate_of((0, 0, 0), chances, 3, times) - 3 - kept) / reached)
+
+    for _ in range(10):
+        chances = rng.uniform(0.1, 0.8, (3, 3)).cumprod(axis=1)
+        chosen = tuple(choose_rows(chances, 3, 0, times, finds_out=True).num_draft_tokens.tolist())
+        # Tokens are taken by their chance, so what is compared are such choices.
+        places = sorted(itertools.product(range(3), range(3)), key=lambda place: -chances[place])
+        by_chance = set()
+        for depth, number in itertools.product(range(1, 4), range(1, 10)):
+            taken = [row for row, position in places if position < depth][:number]
+            by_chance.add(tuple(taken.count(row) for row in range(3)))
+        assert chosen in by_chance
+        assert lost(chosen, chances) == pytest.approx(min(lost(counts, chances) for counts in by_chance))
+
+
 def test_nothing_is_drafted_where_rows_are_dear_and_all_where_they_are_free() -> None:
     chances = np.full((4, 7), 0.5).cumprod(axis=1)
     free = RoundTimes(linear_costs(1000, 0), linear_costs(1, 0, 0.01))
