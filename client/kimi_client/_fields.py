@@ -92,6 +92,8 @@ class RequestFields(TypedDict, total=False):
     """Send `control_offsets` and `begins_thinking` too (default false)."""
     return_round_times: int | None
     """Most rounds whose times `statistics` has, evenly spread over the reply; 0 to 64 (default 0)."""
+    return_step_costs: bool | None
+    """Send in `statistics` what steps cost, which k is chosen by (default false)."""
 
 
 INPUT_TYPES = {
@@ -137,6 +139,7 @@ INPUT_TYPES = {
     "return_token_origins": "BOOL",
     "return_control_offsets": "BOOL",
     "return_round_times": "INT32",
+    "return_step_costs": "BOOL",
 }
 JSON_INPUTS = frozenset(
     {"messages", "logit_bias", "response_format", "structured_outputs", "tools", "tool_choice", "chat_template_kwargs"}

@@ -8,6 +8,7 @@ from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.spec_decode.step_times import Floats, Ints
+from kimi_backend.types.step_costs import StepCosts
 
 
 class RandomPolicy:
@@ -15,6 +16,7 @@ class RandomPolicy:
 
     def __init__(self, seed: int, restlessness: float = 0.3) -> None:
         self.num_chosen_tokens = 0
+        self.step_costs: dict[str, StepCosts] = {}
         self.num_begins = self.num_ends = 0
         self._rng = random.Random(seed)
         self._restlessness = restlessness

@@ -1,6 +1,7 @@
 """`kimi bench` against a running server: a load, a table, JSON, and a plot."""
 
 import asyncio
+import json
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,8 +14,11 @@ from rich.table import Table
 
 from kimi_backend.cli.acceptance import acceptance_kind
 from kimi_backend.cli.comparison import MIN_PAIRS, compare, spread
+from kimi_backend.cli.cost_report import print_costs, report_of
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer, run_perf_analyzer
 from kimi_backend.errors import InvalidRequestError, KimiError
+from kimi_backend.types.step_costs import StepCosts
+from kimi_client import KimiClient
 from kimi_client.load import LoadResult, join_results, run_load
 
 
@@ -115,14 +119,28 @@ def bench(load: ServerLoad, *, compare_no_spec: bool, repeats: int | None, limit
         if not compare_no_spec:
             for _ in range(repeats or 1):
                 runner.run("speculative")
-            return {"speculative": runner.summary("speculative"), "load_generator": runner.load_generator}
+            return {"speculative": runner.summary("speculative"), **_about(load, runner)}
         comparison = compare(runner.run, min_pairs=repeats or MIN_PAIRS, limit_s=limit_s)
     return {
         **{name: runner.summary(name) for name in sides},
-        "load_generator": runner.load_generator,
+        **_about(load, runner),
         "texts_equal": all(texts == runner.texts[0] for texts in runner.texts),
         "comparison": comparison.as_json(),
     }
+
+
+def _about(load: ServerLoad, runner: LoadRunner) -> dict[str, Any]:
+    """The load generator, and the costs that the server chooses k by."""
+    return {"load_generator": runner.load_generator, "step_costs": _served_costs(load.url)}
+
+
+def _served_costs(url: str) -> dict[str, Any] | None:
+    """The costs that a server chooses k by; None where it does not."""
+    with KimiClient(url) as client:
+        done = client.generate(text_input="1", max_tokens=1, return_step_costs=True)
+    given = done.statistics.get("step_costs", {})
+    costs = {name: StepCosts.from_json(json.dumps(values)) for name, values in given.items()}
+    return report_of("as the server timed them", costs["target"], costs.get("draft")) if costs else None
 
 
 def _choose(load_generator: str) -> str | None:
@@ -168,6 +186,8 @@ def print_table(report: dict[str, Any]) -> None:
     console.print(table)
     if "comparison" in report:
         console.print(f"{report['comparison']['sentence']}; texts equal: {report['texts_equal']}")
+    if report["step_costs"] is not None:
+        print_costs(console, report["step_costs"])
 
 
 def _shown(value: Any) -> str:

@@ -39,9 +39,14 @@ def _report(given: dict[str, Any]) -> Report | None:
     target, draft = newest_costs("target", given), newest_costs("draft", given)
     if target is None:
         return None
-    report: Report = {"device": target[0]["device"], "target": _steps(target[1])}
+    return report_of(target[0]["device"], target[1], None if draft is None else draft[1])
+
+
+def report_of(device: str, target: StepCosts, draft: StepCosts | None) -> Report:
+    """The report on costs that are known."""
+    report: Report = {"device": device, "target": _steps(target)}
     if draft is not None:
-        report |= {"draft": _steps(draft[1]), "choices": choices(target[1], draft[1])}
+        report |= {"draft": _steps(draft), "choices": choices(target, draft)}
     return report
 
 

@@ -97,7 +97,8 @@ class Engine:
             InvalidRequestError: the request can never be served; names field, value and what is allowed.
             CapacityError: the queue is full or the engine shuts down; ModelUnavailableError: a runner is missing.
         """
-        geometry = self._loop.require_ready().geometry
+        core = self._loop.require_ready()
+        geometry = core.geometry
         self.check(request)
         self._check_compiler(request)
         sequence = self._make_sequence(request, geometry)
@@ -108,6 +109,7 @@ class Engine:
             geometry.pretences,
             geometry.settings.speculation_policy.value,
             self._loop.acceptance_problem,
+            core.scheduler.policy.step_costs if request.return_step_costs else None,
         )
         with self._loop.changed:
             core = self._loop.require_ready()

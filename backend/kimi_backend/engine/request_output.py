@@ -11,6 +11,7 @@ from kimi_backend.scheduler.sequence import Sequence as EngineSequence
 from kimi_backend.spec_decode.stats import ProposerCounter
 from kimi_backend.text.text_stream import TextUpdate
 from kimi_backend.types.request import EndCause, FinishReason, RequestStats, TokenDelta, TokenLogprobs, TokenOrigin
+from kimi_backend.types.step_costs import StepCosts
 
 DeltaSink = Callable[[TokenDelta], None]
 """Called on the emitter thread, in order, the last time with `finish_reason` set. Must not block for long."""
@@ -54,8 +55,9 @@ class RequestOutput:
         pretences: tuple[str, ...] = (),
         speculation_policy: str = "",
         acceptance_problem: str | None = None,
+        step_costs: dict[str, StepCosts] | None = None,
     ) -> None:
-        """The last three are what the statistics say of the server: see `RequestStats`."""
+        """The last four are what the statistics say of the server: see `RequestStats`."""
         self.sequence = sequence
         self.sink = sink
         self.is_finished = False
@@ -65,6 +67,7 @@ class RequestOutput:
         self._pretences = pretences
         self._speculation_policy = speculation_policy
         self._acceptance_problem = acceptance_problem
+        self._step_costs = step_costs or {}
         self._num_verifies = [0] * (sequence.speculation.num_speculative_tokens + 1)
         self._first_token_s: float | None = None
         most = sequence.request.return_round_times
@@ -161,6 +164,7 @@ class RequestOutput:
             acceptance_problem=self._acceptance_problem,
             pretences=self._pretences,
             round_times=() if self._rounds is None else tuple(self._rounds.kept),
+            step_costs=self._step_costs,
         )
 
 

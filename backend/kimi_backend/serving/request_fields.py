@@ -117,6 +117,11 @@ INPUT_FIELDS = (
         Kind.INT,
         "Most rounds whose times `statistics` has, evenly spread over the reply; 0 to 64 (default 0).",
     ),
+    RequestField(
+        "return_step_costs",
+        Kind.BOOL,
+        "Send in `statistics` what steps cost, which k is chosen by (default false).",
+    ),
     RequestField("return_num_input_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
     RequestField("return_num_output_tokens", Kind.BOOL, "Accepted for compatibility: the number is always sent."),
     RequestField("exclude_input_in_output", Kind.BOOL, "Must be true where given: the prompt is never repeated."),

@@ -78,6 +78,7 @@ class RequestParser:
             cache_salt=values.get("cache_salt"),
             return_token_origins=values.get("return_token_origins", False),
             return_round_times=values.get("return_round_times", 0),
+            return_step_costs=values.get("return_step_costs", False),
         )
         return_control_offsets = values.get("return_control_offsets", False)
         return ParsedRequest(

@@ -39,7 +39,7 @@ def statistics_json(stats: RequestStats, matched_stop: str | int | None = None) 
         proposer: speculation_json(rounds) for proposer, rounds in stats.speculation_by_proposer.items()
     }
     del values["speculation"]
-    for name in ("acceptance_problem", "pretences", "round_times"):
+    for name in ("acceptance_problem", "pretences", "round_times", "step_costs"):
         if not values[name]:
             del values[name]
     return values

@@ -31,6 +31,7 @@ class AdaptivePolicy:
     """Chooses for all sequences together. Used by the engine thread only."""
 
     def __init__(self, target: StepCosts, draft: StepCosts | None) -> None:
+        self.step_costs = {"target": target, **({} if draft is None else {"draft": draft})}
         self.times = RoundTimes(target, draft)
         self._pools = {kind: AcceptancePool() for kind in range(3)}
         self._chosen_for: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.spec_decode.step_times import Floats, Ints
+from kimi_backend.types.step_costs import StepCosts
 
 
 class PolicyName(str, Enum):
@@ -30,6 +31,11 @@ class SpeculationPolicy(Protocol):
     @property
     def num_chosen_tokens(self) -> int:
         """Most draft tokens that it now lets a sequence propose."""
+        ...
+
+    @property
+    def step_costs(self) -> dict[str, StepCosts]:
+        """`target`, `draft` -> the costs that it chooses by."""
         ...
 
     def admit(
@@ -78,6 +84,7 @@ class FixedPolicy:
 
     def __init__(self) -> None:
         self.num_chosen_tokens = 0
+        self.step_costs: dict[str, StepCosts] = {}
         self._pools = {kind: AcceptancePool() for kind in range(3)}
 
     def admit(

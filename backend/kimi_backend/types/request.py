@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.proposer import Proposer
+from kimi_backend.types.step_costs import StepCosts
 
 if TYPE_CHECKING:  # it imports numpy, which no `--help` waits for
     from kimi_backend.types.scoring import TokenScores
@@ -124,6 +125,8 @@ class GenerateRequest:
     """Deltas say who said each token first, and where its text begins."""
     return_round_times: int = 0
     """0 to MAX_ROUND_TIMES: the most rounds whose times the statistics have."""
+    return_step_costs: bool = False
+    """The statistics have what steps cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +222,9 @@ class RequestStats:
     """The things that were not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
     round_times: tuple[RoundTime, ...] = ()
     """Times of up to `GenerateRequest.return_round_times` rounds, evenly spread over all of them."""
+    step_costs: dict[str, StepCosts] = field(default_factory=dict)
+    """`target`, `draft` -> the costs that k is chosen by, where `GenerateRequest.return_step_costs` asked for them and
+    the policy has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Whoever chooses k: the same tokens, and statistics that say what was done."""
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from kimi_backend.engine.engine import Engine
 from kimi_backend.engine.loop import Patience
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.serving.responses import statistics_json
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.spec_decode.round_times import Round
@@ -105,6 +107,37 @@ def test_steps_are_timed_once_the_target_first_and_only_for_a_policy_that_asks()
         harness.run()
         assert (target.num_measured, draft.num_measured) == (count, count), "known already"
         assert harness.core.scheduler.policy is before
+
+
+@pytest.mark.parametrize(
+    ("policy", "asks", "tells"),
+    [(PolicyName.ADAPTIVE, True, True), (PolicyName.ADAPTIVE, False, False), (PolicyName.FIXED, True, False)],
+)
+def test_a_request_is_told_what_steps_cost_if_it_asks(policy: PolicyName, asks: bool, tells: bool) -> None:
+    target = ScriptedTarget(describe("target", SCRIPT), SCRIPT)
+    draft = ScriptedDraft(describe("draft", SCRIPT), SCRIPT)
+    engine = Engine(target, draft, settings=SchedulerSettings(speculation_policy=policy))
+    engine.start()
+    engine.wait_until_ready(10)
+    client = RecordingClient()
+    engine.submit(
+        GenerateRequest(
+            request_id="r",
+            prompt_token_ids=(1, 2),
+            sampling=SamplingParams(seed=4, max_tokens=2),
+            return_step_costs=asks,
+        ),
+        client,
+    )
+    client.wait()
+    engine.drain(10)
+    stats = client.deltas[-1].stats
+    assert stats is not None
+    given = json.loads(json.dumps(statistics_json(stats))).get("step_costs")
+    assert (given is not None) is tells
+    if tells:
+        costs = {name: StepCosts.from_json(json.dumps(values)) for name, values in given.items()}
+        assert costs == {"target": target.costs, "draft": draft.costs}
 
 
 def test_a_draft_that_comes_late_is_timed_when_it_comes() -> None:
