@@ -12,8 +12,8 @@ _NOT_AFTER = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80
 The library lets them come where a pattern allows any character."""
 
 
-MOST_SPELLINGS = 16
-"""Tokens that one text may begin with; more are of several texts."""
+MOST_WORDS = 16
+"""Words of a mask in which the tokens that one text may begin with lie; in more lie those of several texts."""
 
 NO_TEXT = b"\xff"
 """Begins what stands for a control token that a grammar may name: the library takes one without bytes for a special
@@ -94,7 +94,7 @@ class XgrammarMatcher:
     def forced(self, words: Int32Array) -> int | None:
         """See `Matcher.forced`. By the mask: the library follows a text to its end, and some have none."""
         places = np.flatnonzero(words)
-        if len(places) > MOST_SPELLINGS:
+        if len(places) > MOST_WORDS:
             return None
         bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(len(places), 32)
         allowed: list[int] = [32 * int(places[row]) + column for row, column in np.argwhere(bits).tolist()]

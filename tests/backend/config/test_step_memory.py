@@ -26,6 +26,14 @@ def test_captured_logits_are_kept_beside_eager_ones() -> None:
     assert a_row < difference < a_row + 64 * K25.hidden_size * 2
 
 
+def test_what_scores_are_made_of_is_counted_nine_times() -> None:
+    """64 rows of float32, where a step draws fewer."""
+    few = StepSizes(max_num_batched_tokens=8, max_num_sampled_rows=1, max_num_seqs=1, captures=False)
+    wider = replace(K25, vocab_size=2 * K25.vocab_size)
+    difference = target_step_bytes(wider, 3, WEIGHTS, few) - target_step_bytes(K25, 3, WEIGHTS, few)
+    assert difference == 64 * K25.vocab_size * 4 * 9
+
+
 def test_without_graphs_a_step_takes_less() -> None:
     eager = replace(SIZES, captures=False)
     assert target_step_bytes(K25, 3, WEIGHTS, eager) < target_step_bytes(K25, 3, WEIGHTS, SIZES)

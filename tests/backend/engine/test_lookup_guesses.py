@@ -171,6 +171,32 @@ def test_indexes_that_fill_up_in_the_same_step_grow_one_after_the_other(monkeypa
     assert [outcome.token_ids for outcome in harness.outcomes] == expected
 
 
+def test_a_step_grows_indexes_of_sixteen_thousand_tokens() -> None:
+    """About 1 ms: the last of them may go beyond."""
+    target = ScriptedTarget(describe("target", SCRIPT, num_blocks=9000, block_size=4, max_model_len=6100), SCRIPT)
+    harness = EngineHarness(target, None, SchedulerSettings(proposer=Proposer.LOOKUP), EOS)
+    grown: list[int] = []
+
+    class Crowded:
+        is_crowded = True
+
+        def grow(self, text: Int32Array) -> None:
+            grown.append(len(text))
+
+        def find(self, *_: Any) -> None:
+            pass
+
+    sequences = []
+    for uid in range(5):
+        request = GenerateRequest(request_id=str(uid), prompt_token_ids=(1,) * 6000, num_speculative_tokens=2)
+        outcome = harness.add(request)
+        outcome.sequence.lookup = Crowded()  # type: ignore[assignment]
+        outcome.sequence.target_len = 5999
+        sequences.append(outcome.sequence)
+    assert not harness.core._planner.guesses.are_worth_waiting_for(sequences)
+    assert grown == [6000] * 3
+
+
 Patch = pytest.MonkeyPatch
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.lookup_index import LookupIndex, Match
-from kimi_backend.spec_decode.lookup_pool import MOST_TEXTS, LookupPool, PooledMatch
+from kimi_backend.spec_decode.lookup_pool import LookupPool, PooledMatch
 from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenOrigin
 from support.engine_runs import EngineHarness, Outcome
@@ -92,9 +92,9 @@ def test_it_keeps_the_latest_texts_within_its_bytes() -> None:
         pool.keep(f"salt {number % 7}", text, index)
         assert pool.num_bytes <= 30_000
     alone = LookupPool(1 << 20)
-    for number in range(MOST_TEXTS + 3):
+    for number in range(11):
         alone.keep("a", *text_of(number))
-    for number, is_kept in ((0, False), (2, False), (3, True), (MOST_TEXTS + 2, True)):
+    for number, is_kept in ((0, False), (2, False), (3, True), (10, True)):
         text, _ = text_of(number)
         found = alone.find("a", LookupIndex(text[:50], 4), text[:50], 1)
         assert (found is not None) is is_kept

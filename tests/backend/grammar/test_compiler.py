@@ -16,6 +16,7 @@ from kimi_backend.errors import CapacityError, InvalidRequestError
 from kimi_backend.grammar.compiler import MIB, CompileLimits, GrammarCompiler
 from kimi_backend.grammar.matcher import CompiledGrammar, Matcher
 from kimi_backend.grammar.window import SequenceGrammar
+from kimi_backend.grammar.xgrammar_matcher import XgrammarMatcher, XgrammarVocabulary
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
 from kimi_backend.types.grammar import CallTokens, Choice, Ebnf, Form, Grammar, JsonSchema, Regex, Tool, ToolCalls
 from support.tiny_tokenizers import byte_level_hf_tokenizer, tempting_tokenizer
@@ -156,6 +157,15 @@ def test_what_is_forced_is_said(nano: Compiled) -> None:
         said.append(token_id)
         assert matcher.accept(token_id)
     assert nano.tokenizer.decode(said) == '"city":'
+
+
+@pytest.mark.parametrize(("num_words", "forced"), [(1, 0), (16, 15 * 32), (17, None)])
+def test_masks_of_seventeen_words_and_more_force_nothing(num_words: int, forced: int | None) -> None:
+    """One token in each word, all of them beginnings of the longest: looking at every mask's tokens would take long."""
+    texts = [b""] * (32 * num_words)
+    texts[::32] = [b"a" * (number + 1) for number in range(num_words)]
+    matcher = XgrammarMatcher(XgrammarVocabulary(texts, len(texts), []), None)
+    assert matcher.forced(np.ones(num_words, np.int32)) == forced
 
 
 def test_what_is_forced_without_an_end_is_said_token_by_token(nano: Compiled) -> None:

@@ -7,7 +7,6 @@ from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.scheduler.waiting_queue import MOST_FINISHED
 from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
 from kimi_backend.types.request import FinishReason
 from support.sequences import make_sequence
@@ -131,9 +130,22 @@ def test_those_who_leave_a_queue_in_which_nobody_comes_up_leave_no_memory_behind
         sequence.finish = Finish(FinishReason.CANCELLED)
         scheduler.finish(sequence)
     assert len(scheduler.waiting) == 1 + len(kept)
-    assert len(scheduler.waiting._heap) <= 2 * len(scheduler.waiting) + MOST_FINISHED
+    assert len(scheduler.waiting._heap) <= 2 * len(scheduler.waiting) + 16
     assert memory.num_bytes == sum(sequence.lookup.held_bytes for sequence in kept if sequence.lookup is not None)
     assert [sequence.uid for sequence in scheduler.waiting.snapshot()] == [0, *(sequence.uid for sequence in kept)]
+
+
+def test_a_queue_is_gone_through_once_it_holds_sixteen_more_than_twice_who_waits() -> None:
+    """Not each time that somebody leaves."""
+    scheduler, lengths = make_scheduler(), []
+    scheduler.waiting.push(make_sequence(uid=0))
+    for uid in range(1, 100):
+        sequence = make_sequence(uid=uid)
+        scheduler.waiting.push(sequence)
+        sequence.finish = Finish(FinishReason.CANCELLED)
+        scheduler.finish(sequence)
+        lengths.append(len(scheduler.waiting._heap))
+    assert (min(lengths), max(lengths)) == (1, 18)
 
 
 def grow_until_preemption(scheduler: Scheduler, sequences: list[Sequence]) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.bounded_json import MOST_VALUES, parse_json
+from kimi_backend.serving.incoming import read_parameters
 
 TEXTS = [
     "null",
@@ -62,3 +63,10 @@ def test_other_threads_run_meanwhile() -> None:
         sys.setswitchinterval(interval_s)
         thread.join()
     assert turns > 20, "a call in C allows one or two"
+
+
+def test_a_request_has_a_thousand_parameters_at_most() -> None:
+    most = {f"p{number}": 1 for number in range(1024)}
+    assert read_parameters(json.dumps(most)) == most
+    with pytest.raises(InvalidRequestError, match="parameters: "):
+        read_parameters(json.dumps(most | {"one more": 1}))

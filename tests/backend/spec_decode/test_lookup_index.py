@@ -56,6 +56,16 @@ def test_a_grown_index_is_one_made_at_once() -> None:
             assert grown.find(tokens[:end]) == LookupIndex(tokens[:end], 4).find(tokens[:end])
 
 
+def test_an_index_that_nobody_grows_grows_at_twice_the_places_it_was_made_for() -> None:
+    tokens = np.arange(300, dtype=np.int32)
+    index = LookupIndex(tokens[:64], 4)
+    num_bytes = []
+    for end in range(65, 140):
+        index.extend([end - 1], tokens[:end])
+        num_bytes.append(index.num_bytes)
+    assert num_bytes == [64 * 9] * 64 + [256 * 9] * 11
+
+
 def test_a_search_looks_at_no_more_than_the_latest_places() -> None:
     """The longest match is the oldest of more places than are looked at."""
     rare, common = [900, 901, 902], [1, 2, 3]
