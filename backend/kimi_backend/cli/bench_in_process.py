@@ -18,7 +18,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.responses import speculation_json, statistics_json
-from kimi_backend.spec_decode.policy import PolicyName, policy_shares
+from kimi_backend.spec_decode.policy import policy_shares
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 
@@ -69,8 +69,7 @@ def run_bench(settings: ServingSettings, prompts: Path | None, load: BenchLoad) 
     prompt_token_ids = read_prompt_token_ids(prompts, tokenizer)
     with local_engine(settings, tokenizer) as engine:
         report = _measure(engine, prompt_token_ids, load)
-    if report["speculation_policy"] == PolicyName.ADAPTIVE.value:
-        report["step_costs"] = costs_report(settings)
+        report["step_costs"] = costs_report(engine.step_costs, "this machine")
     return report
 
 
@@ -145,5 +144,5 @@ def print_report(report: dict[str, Any]) -> None:
     for phase, milliseconds in report["step_ms"].items():
         table.add_row(f"mean step, {phase} (ms)", f"{milliseconds:.3f}")
     Console().print(table)
-    if "step_costs" in report:
+    if report["step_costs"] is not None:
         print_costs(Console(), report["step_costs"])

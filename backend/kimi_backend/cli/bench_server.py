@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kimi_backend.cli.acceptance import acceptance_kind
 from kimi_backend.cli.comparison import MIN_PAIRS, compare, spread
-from kimi_backend.cli.cost_report import print_costs, report_of
+from kimi_backend.cli.cost_report import costs_report, print_costs
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer, run_perf_analyzer
 from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.types.step_costs import StepCosts
@@ -140,7 +140,7 @@ def _served_costs(url: str) -> dict[str, Any] | None:
         done = client.generate(text_input="1", max_tokens=1, return_step_costs=True)
     given = done.statistics.get("step_costs", {})
     costs = {name: StepCosts.from_json(json.dumps(values)) for name, values in given.items()}
-    return report_of("as the server timed them", costs["target"], costs.get("draft")) if costs else None
+    return costs_report(costs, "the server's machine")
 
 
 def _choose(load_generator: str) -> str | None:

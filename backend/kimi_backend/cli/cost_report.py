@@ -7,8 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.cost_file import given_settings, newest_costs
+from kimi_backend.runners.cost_file import newest_costs
 from kimi_backend.spec_decode.acceptance import chances
 from kimi_backend.spec_decode.round_times import RoundTimes
 from kimi_backend.spec_decode.row_choice import choose_rows
@@ -27,26 +26,23 @@ Report = dict[str, Any]
 def kept_costs_report(checkpoint: Path, draft: Path | None) -> Report | None:
     """The costs that were kept last for these checkpoints, by this version; None where there are none."""
     given = {"checkpoint": str(checkpoint.resolve()), "draft": "" if draft is None else str(draft.resolve())}
-    return _report(given)
+    found = {role: newest_costs(role, given) for role in ("target", "draft")}
+    kept = {role: costs for role, costs in found.items() if costs is not None}
+    device = kept["target"][0]["device"] if "target" in kept else ""
+    return costs_report({role: costs for role, (_, costs) in kept.items()}, device)
 
 
-def costs_report(settings: ServingSettings) -> Report | None:
-    """The same of a run with exactly these settings."""
-    return _report(given_settings(settings))
+def costs_report(costs: dict[str, StepCosts], where: str) -> Report | None:
+    """Those of the target, and of the draft if there is one; None without any.
 
-
-def _report(given: dict[str, Any]) -> Report | None:
-    target, draft = newest_costs("target", given), newest_costs("draft", given)
-    if target is None:
+    Args:
+        where: they were timed.
+    """
+    if "target" not in costs:
         return None
-    return report_of(target[0]["device"], target[1], None if draft is None else draft[1])
-
-
-def report_of(device: str, target: StepCosts, draft: StepCosts | None) -> Report:
-    """The report on costs that are known."""
-    report: Report = {"device": device, "target": _steps(target)}
-    if draft is not None:
-        report |= {"draft": _steps(draft), "choices": choices(target, draft)}
+    report: Report = {"device": where, "target": _steps(costs["target"])}
+    if "draft" in costs:
+        report |= {"draft": _steps(costs["draft"]), "choices": choices(costs["target"], costs["draft"])}
     return report
 
 

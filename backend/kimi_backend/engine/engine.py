@@ -22,6 +22,7 @@ from kimi_backend.spec_decode.protocols import Draft, Target
 from kimi_backend.text.text_stream import TextStream
 from kimi_backend.text.tokenizer import Tokenizer
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
+from kimi_backend.types.step_costs import StepCosts
 
 SEED_BITS = 53
 """The bits of a seed that the engine picks: it is reported in JSON, where larger integers lose their low bits."""
@@ -90,6 +91,15 @@ class Engine:
                 self._loop.changed.wait(READY_POLL_S)
         self._loop.require_ready()
 
+    @property
+    def step_costs(self) -> dict[str, StepCosts]:
+        """See `SpeculationPolicy.step_costs`.
+
+        Raises:
+            CapacityError, ModelUnavailableError: as `submit`.
+        """
+        return self._loop.require_ready().scheduler.policy.step_costs
+
     def submit(self, request: GenerateRequest, sink: DeltaSink) -> RequestHandle:
         """Take a request; its deltas go to `sink` on the emitter thread. From any thread.
 
@@ -97,8 +107,7 @@ class Engine:
             InvalidRequestError: the request can never be served; names field, value and what is allowed.
             CapacityError: the queue is full or the engine shuts down; ModelUnavailableError: a runner is missing.
         """
-        core = self._loop.require_ready()
-        geometry = core.geometry
+        geometry = self._loop.require_ready().geometry
         self.check(request)
         self._check_compiler(request)
         sequence = self._make_sequence(request, geometry)
@@ -109,7 +118,7 @@ class Engine:
             geometry.pretences,
             geometry.settings.speculation_policy.value,
             self._loop.acceptance_problem,
-            core.scheduler.policy.step_costs if request.return_step_costs else None,
+            self.step_costs if request.return_step_costs else None,
         )
         with self._loop.changed:
             core = self._loop.require_ready()

@@ -1,5 +1,6 @@
 """The common part of a target's runner and a draft's."""
 
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +30,12 @@ from kimi_backend.types.plan import RowPlan, RunnerDescription
 from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.token_table import token_table_ops
+
+logger = logging.getLogger("kimi_backend.runners")
+
+MOST_WAITING = 0.2
+"""The share of the time of timing steps that the process may wait for a processor for their costs to be kept. Other
+programs do not slow all shapes alike, and the next starts would take it for this machine."""
 
 Tensors = dict[str, torch.Tensor]
 Reply = TypeVar("Reply")
@@ -178,12 +185,16 @@ class StepRunner:
         if self._costs is None and self._cost_file is not None:
             self._costs = self._cost_file.read()
         if self._costs is None:
-            self._costs = self._time_steps()
-            if self._cost_file is not None:
+            self._costs, waited = self._time_steps()
+            if waited > MOST_WAITING:
+                logger.warning(
+                    "step costs are not kept: the machine is busy, %.0f %% of the time was waiting", 100 * waited
+                )
+            elif self._cost_file is not None:
                 self._cost_file.write(self._costs)
         return self._costs
 
-    def _time_steps(self) -> StepCosts:
+    def _time_steps(self) -> tuple[StepCosts, float]:
         role, is_captured = self._description.role, self._captured() is not None
         sequences = Sequences(
             pool=self._pool, limits=self._limits, vocab_size=self._vocab_size, is_draft=role == "draft"

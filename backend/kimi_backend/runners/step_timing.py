@@ -6,8 +6,10 @@ are run in one pass after another, so that no shape has all its runs while a car
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -170,15 +172,19 @@ def time_steps(
     advance: Callable[[int], None],
     *,
     is_captured: bool,
-) -> StepCosts:
-    """Time every shape. advance: called with 1 after each shape in each of the first `FEWEST_PASSES` passes."""
+) -> tuple[StepCosts, float]:
+    """Time every shape. Returns the costs, and of a CPU the share of its time that the process waited for a processor.
+
+    Args:
+        advance: called with 1 after each shape in each of the first `FEWEST_PASSES` passes.
+    """
     shapes = shapes_of(sequences.limits, is_captured=is_captured, is_draft=sequences.is_draft)
     launches = {shape: partial(launch, sequences.rows(shape), shape.num_proposals) for shape in shapes}
     for start in launches.values():  # the first run of a captured step takes longer
         start().wait()
     found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     budget_s = GPU_BUDGET_S if device.type == "cuda" else CPU_BUDGET_S
-    started = time.perf_counter()
+    started, before = time.perf_counter(), scheduled_seconds()
     for number in range(MOST_PASSES):
         if number >= FEWEST_PASSES and (time.perf_counter() - started) * (number + 1) / number > budget_s:
             break
@@ -189,7 +195,19 @@ def time_steps(
     # On a CPU other programs only ever make a step longer.
     best = median if device.type == "cuda" else min
     us = {shape: 1e6 * best(seconds) for shape, seconds in found.items()}
-    return _costs(sequences, us, is_captured=is_captured)
+    ran_s, waited_s = (after - first for after, first in zip(scheduled_seconds(), before, strict=True))
+    share = waited_s / max(ran_s + waited_s, 1e-9) if device.type == "cpu" else 0.0
+    return _costs(sequences, us, is_captured=is_captured), share
+
+
+def scheduled_seconds() -> tuple[float, float]:
+    """Seconds that this process's threads ran, and that they waited for a processor: 0 where the system tells none."""
+    ran_ns = waited_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            ran, waited, _ = path.read_text().split()
+            ran_ns, waited_ns = ran_ns + int(ran), waited_ns + int(waited)
+    return 1e-9 * ran_ns, 1e-9 * waited_ns
 
 
 def _costs(sequences: Sequences, us: dict[Shape, float], *, is_captured: bool) -> StepCosts:

@@ -36,6 +36,7 @@ def bench(folder: Path, *options: str) -> dict[str, Any]:
 
 def test_speculation_changes_speed_and_no_token(folder: Path) -> None:
     plain = bench(folder, "-k", "0")
+    chosen = bench(folder, "-k", "3", "--draft", str(folder / "tiny" / "draft"), "--speculation-policy", "adaptive")
     fast = bench(
         folder,
         "-k",
@@ -47,6 +48,10 @@ def test_speculation_changes_speed_and_no_token(folder: Path) -> None:
     )
     for key in ("text", "token_ids", "finish_reason"):
         assert [r[key] for r in plain["requests"]] == [r[key] for r in fast["requests"]]
+        assert [r[key] for r in plain["requests"]] == [r[key] for r in chosen["requests"]]
+    assert plain["step_costs"] is fast["step_costs"] is None
+    assert chosen["step_costs"]["target"]["step_ms"]["1"]["1"] > 0
+    assert {choice["num_seqs"] for choice in chosen["step_costs"]["choices"]} == {1, 4, 16}
     assert [r["statistics"]["seed"] for r in fast["requests"]] == [4, 5]
     assert (plain["acceptance_length"], plain["acceptance_per_position"]) == (None, [])
     assert plain["requests"][0]["statistics"]["speculative_decoding"] is None

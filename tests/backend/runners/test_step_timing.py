@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.cost_file import CostFile, costs_folder
 from kimi_backend.runners.graphs.recorder import EagerRecorder
-from kimi_backend.runners.step_timing import FEWEST_PASSES, shapes_of
+from kimi_backend.runners.step_timing import FEWEST_PASSES, scheduled_seconds, shapes_of
 from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
@@ -105,3 +106,31 @@ def test_a_file_is_readable_by_people(costs_of: CostFile) -> None:
     content = json.loads(costs_of.path.read_text())
     assert content["about"]["role"] == "target"
     assert StepCosts.from_json(json.dumps(content["costs"])) == linear_costs(3, 1)
+
+
+@pytest.mark.parametrize(("waited_s", "is_kept"), [(0.1, True), (0.9, False)])
+def test_what_a_busy_machine_took_is_not_kept(
+    waited_s: float,
+    is_kept: bool,
+    counted: list[int],
+    costs_of: CostFile,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its threads ran for a second and waited for a processor beside that."""
+    scheduled = iter([(5.0, 2.0), (6.0, 2.0 + waited_s)])
+    monkeypatch.setattr("kimi_backend.runners.step_timing.scheduled_seconds", lambda: next(scheduled))
+    target, _ = runner_pair(SETTING, "mla", None)
+    target._cost_file = costs_of
+    costs = target.measure_costs()
+    assert costs_of.read() == (costs if is_kept else None)
+    assert ("busy, 47 % of the time" in caplog.text) is not is_kept
+
+
+def test_the_system_tells_how_long_threads_ran() -> None:
+    before = scheduled_seconds()
+    started = time.thread_time()
+    while time.thread_time() < started + 0.05:
+        pass
+    ran_s, waited_s = (after - first for after, first in zip(scheduled_seconds(), before, strict=True))
+    assert ran_s > 0.03 and waited_s >= 0
