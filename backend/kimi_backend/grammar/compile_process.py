@@ -1,7 +1,7 @@
 """A process that compiles grammars and dies of those that take too much: python -m … DESCRIPTOR.
 
 A schema of a few kB can keep the library busy for minutes, and nothing ends it but the process's end. So the kernel
-ends it: a timer bounds the time of a grammar, a limit of address space its memory. What says of a keyword that it is
+ends it: timers bound the time of a grammar, a limit of address space its memory. What says of a keyword that it is
 ignored comes on standard error, and counts as an error.
 
 It is sent the tokenizer first, then one job after another, and answers each with a byte and a text.
@@ -44,6 +44,8 @@ class Setup:
 class Job:
     form: Form
     timeout_s: float
+    processor_s: float
+    """Processor time of all its threads; 0 sets no limit."""
 
 
 def main() -> None:
@@ -61,8 +63,10 @@ def main() -> None:
             except EOFError:
                 return
             signal.setitimer(signal.ITIMER_REAL, job.timeout_s)
+            signal.setitimer(signal.ITIMER_PROF, job.processor_s)
             reply = _compiled(compiler, job.form, said, setup.most_reply_bytes)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0)
             pipe.send_bytes(reply)
 
 

@@ -20,7 +20,7 @@ class CompileLimits:
     """Limits of what grammars may take."""
 
     first_try_s: float = 1.0
-    """The time of one at first: what takes longer makes room, and begins anew where only such are compiled."""
+    """Processor time of one at first: what takes longer makes room, and begins anew where only such are compiled."""
     timeout_s: float = 10.0
     """The time of one, from the moment that it is compiled; those before it are waited for."""
     most_bytes: int = 2048 * MIB
@@ -59,7 +59,7 @@ class GrammarCompiler:
         self._under_way: dict[Form, _Job] = {}
         self._is_closed = False
         self._first_tries = _Lane("kimi-grammar", limits.num_processes, limits.first_try_s, limits)
-        self._second_tries = _Lane("kimi-slow-grammar", 1, limits.timeout_s, limits)
+        self._second_tries = _Lane("kimi-slow-grammar", 1, 0, limits)
 
     def request(self, grammar: Grammar, vocab_size: int) -> "Future[CompiledGrammar]":
         """See `GrammarSource.request`."""
@@ -148,9 +148,9 @@ class GrammarCompiler:
 class _Lane:
     """Processes that compile jobs in the order of their coming, each for so long."""
 
-    def __init__(self, name: str, num_processes: int, timeout_s: float, limits: CompileLimits) -> None:
+    def __init__(self, name: str, num_processes: int, processor_s: float, limits: CompileLimits) -> None:
         self.pool = ThreadPoolExecutor(num_processes, name)
-        self._timeout_s = timeout_s
+        self._times_s = (limits.timeout_s, processor_s)
         bounds = (limits.most_bytes, limits.most_compiled_bytes)
         self._processes = [CompilingProcess(*bounds) for _ in range(num_processes)]
         self._idle = list(self._processes)
@@ -159,7 +159,7 @@ class _Lane:
         """See `CompilingProcess.compile`. On a thread of the pool, of which there are as many as processes."""
         process = self._idle.pop()
         try:
-            return process.compile(form, vocabulary, self._timeout_s)
+            return process.compile(form, vocabulary, *self._times_s)
         finally:
             self._idle.append(process)
 

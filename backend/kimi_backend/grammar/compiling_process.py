@@ -32,8 +32,11 @@ class CompilingProcess:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def compile(self, form: Form, vocabulary: XgrammarVocabulary, timeout_s: float) -> str:
+    def compile(self, form: Form, vocabulary: XgrammarVocabulary, timeout_s: float, processor_s: float) -> str:
         """
+        Args:
+            processor_s: see `Job`.
+
         Returns:
             The grammar as it is sent.
 
@@ -43,7 +46,7 @@ class CompilingProcess:
         self._start(vocabulary)
         assert self._pipe is not None
         try:
-            self._pipe.send(Job(form, timeout_s))
+            self._pipe.send(Job(form, timeout_s, processor_s))
             reply = self._pipe.recv_bytes()
         except (EOFError, OSError):
             raise self._cause_of_death(timeout_s) from None
@@ -83,7 +86,7 @@ class CompilingProcess:
     def _cause_of_death(self, timeout_s: float) -> NotCompiledError:
         assert self._process is not None
         status, self._process = self._process.wait(), None
-        if status == -signal.SIGALRM:
+        if status in (-signal.SIGALRM, -signal.SIGPROF):
             return TooSlowError(f"compiling it takes longer than the {timeout_s:g} s that are allowed")
         return self._too_much_memory()
 
