@@ -24,8 +24,8 @@ MERGE_ELEMENTS = 4096
 """Numbers a merging program reads at a time, or twice as many."""
 MOST_MERGED = 128
 """Pieces that a merging program reads at a time."""
-MERGE_PROGRAMS = 528
-"""Merging programs that an H100 holds beside the attending ones: four a multiprocessor."""
+MERGE_PROGRAMS = 4
+"""Merging programs that a multiprocessor holds beside the attending ones."""
 INTERPRETER_PROCESSORS = 5
 """Thread blocks on a CPU: few, so that tests cut sequences in the middle."""
 
@@ -193,7 +193,8 @@ def merge_pieces(call: AttendCall) -> None:
         # are cut into few or none: no more programs than run at once, or they would wait for each other only to end.
         pieces = min(MOST_MERGED, triton.next_power_of_2(max(2, geometry.num_teams // geometry.max_items)))
         columns = min(kv_lora_rank, MERGE_ELEMENTS // pieces)
-        fair = geometry.max_items * tile_rows * (kv_lora_rank // columns) // MERGE_PROGRAMS
+        most_programs = MERGE_PROGRAMS * _num_processors(out.device)
+        fair = geometry.max_items * tile_rows * (kv_lora_rank // columns) // most_programs
         rows = max(1, min(triton.next_power_of_2(max(1, fair)), 2 * MERGE_ELEMENTS // (pieces * columns), tile_rows))
     early = out.is_cuda and torch.cuda.get_device_capability(out.device) >= (9, 0)
     merge_kernel[(geometry.max_items, tile_rows // rows, kv_lora_rank // columns)](

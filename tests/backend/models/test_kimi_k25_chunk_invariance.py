@@ -118,16 +118,15 @@ def test_a_context_of_262144_tokens(kernels: KernelSet) -> None:
     tokens = torch.randint(0, 96, (16,), generator=torch.Generator().manual_seed(1)).tolist()
     latents = torch.randn(2, CONTEXT + 1024, 32, generator=torch.Generator().manual_seed(2))
     results = []
-    for splits in ([16], [9, 1, 1, 5], [8, 8], [1, 2, 3, 4, 6], [16]):
+    for splits in ([16], [9, 1, 1, 5], [16]):
         steps = TargetSteps(target, kernels, [CONTEXT], aux_layer_ids=(1, 2), block_size=64, seed=3)
         steps.cache.view(-1).copy_(latents.view(-1)[: steps.cache.numel()])
         steps.sequences.lengths[0] = CONTEXT - 16
-        if len(results) == 4:
+        if len(results) == 2:
             steps.cache[:, steps.sequences.block_table[0, 0], 0] += 100.0
         results.append(steps.run(tokens, splits))
     logits, aux = results[0]
     assert logits.isfinite().all()
-    for other_logits, other_aux in results[1:4]:
-        assert torch.equal(other_logits, logits)
-        assert torch.equal(other_aux, aux)
-    assert not torch.equal(results[4][0], logits), "the last rows do not see the first token"
+    assert torch.equal(results[1][0], logits)
+    assert torch.equal(results[1][1], aux)
+    assert not torch.equal(results[2][0], logits), "the last rows do not see the first token"

@@ -43,20 +43,19 @@ def check(
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "hidden", "intermediate", "top_k"),
+    ("num_tokens", "num_experts", "hidden", "intermediate", "top_k", "kind"),
     [
-        (1, 4, 64, 32, 2),
-        (2, 5, 288, 160, 2),
-        (3, 3, 160, 64, 3),
-        (33, 4, 96, 64, 2),
-        (65, 3, 160, 288, 1),
+        *((2, 5, 288, 160, 2, kind) for kind in KINDS),
+        *((65, 3, 160, 288, 1, kind) for kind in KINDS),
+        (1, 4, 64, 32, 2, "int4"),
+        (3, 3, 160, 64, 3, "fp8"),
+        (33, 4, 96, 64, 2, "mxfp4"),
     ],
-    ids=["one token", "odd widths", "all experts", "sorted", "wide"],
+    ids=[*(f"{name}, {kind}" for name in ("few", "sorted") for kind in KINDS), "one", "all experts", "short tiles"],
 )
 def test_widths_and_counts(
-    kind: str, num_tokens: int, num_experts: int, hidden: int, intermediate: int, top_k: int
+    num_tokens: int, num_experts: int, hidden: int, intermediate: int, top_k: int, kind: str
 ) -> None:
     torch.manual_seed(num_tokens)
     ids, weights = random_choices(num_tokens, num_experts, top_k)

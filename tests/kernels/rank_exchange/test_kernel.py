@@ -73,8 +73,9 @@ def test_every_rank_has_the_sum_call_after_call(size: int, most_programs: int) -
             torch.testing.assert_close(result.float(), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("size", "most_programs"), [(2, 5), (4, 1), (8, 5)])
+@pytest.mark.parametrize(
+    ("size", "most_programs", "dtype"), [(2, 5, torch.float32), (4, 1, torch.bfloat16), (8, 5, torch.bfloat16)]
+)
 def test_every_rank_has_all_columns_call_after_call(size: int, most_programs: int, dtype: torch.dtype) -> None:
     ranks = Ranks(RankGather, size, most_programs)
     generator = torch.Generator().manual_seed(size)

@@ -56,8 +56,7 @@ def test_many_tokens_in_rows_that_lie_apart() -> None:
     )
 
 
-@pytest.mark.parametrize("num_tokens", [6, 1100])
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("num_tokens", "interleaved"), [(6, True), (6, False), (1100, True)])
 def test_queries_are_normed_beside_the_write(num_tokens: int, interleaved: bool) -> None:
     """1,100 take two launches, as one program writes several of so many."""
     both = torch.randn(num_tokens, 40 + WIDTH + ROPE_DIM, dtype=torch.float16)
