@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from support.nano_acceptance import DRAFTS, FAILS_BELOW, PROMPTS, REFERENCES, acceptance_length
+from support.nano_acceptance import DRAFTS, FAILS_BELOW, REFERENCES, acceptance_length
 from support.nano_runs import NANO
 
 
@@ -23,12 +22,6 @@ def wrong_layers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def no_aux_states(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    weights["fc.weight"] = torch.zeros_like(weights["fc.weight"])
-    save_file(weights, folder / "model.safetensors")
-
-
 def blunt_head(folder: Path) -> None:
     """The draft's last norm scaled: its greedy guesses stay, its sampled ones are drawn from another temperature."""
     weights = load_file(folder / "model.safetensors")
@@ -36,9 +29,9 @@ def blunt_head(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("spoil", "temperature"), [(wrong_layers, 0.0), (no_aux_states, 0.0), (blunt_head, 1.0)])
+@pytest.mark.parametrize(("spoil", "temperature"), [(wrong_layers, 0.0), (blunt_head, 1.0)])
 def test_a_spoilt_draft_is_noticed(spoil, temperature: float, tmp_path: Path) -> None:
     draft = shutil.copytree(NANO / "draft", tmp_path / "draft")
     spoil(draft)
-    length = acceptance_length({}, temperature, folder=draft, num_requests=len(PROMPTS))
+    length = acceptance_length({}, temperature, folder=draft, num_requests=12)
     assert length < FAILS_BELOW * REFERENCES["as it is", temperature]

@@ -29,9 +29,6 @@ from kimi_nano.train import train, unloop_of
 from support.nano_corpus import made_up_files
 from support.speculative_loop import SpeculativeLoop
 
-# One worker trains the models that all these tests read.
-pytestmark = pytest.mark.xdist_group("kimi-nano pipeline")
-
 CPU = torch.device("cpu")
 NUM_PROMPTS = 6
 NUM_NEW_TOKENS = 40
@@ -48,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained")
-    run = Run(recipe=MICRO, target=Budget(steps=45), drafts=Budget(steps=50), unloop=Budget(steps=6))
+    run = Run(recipe=MICRO, target=Budget(steps=45), drafts=Budget(steps=32), unloop=Budget(steps=6))
     train(data, out, run, device=CPU, compiles=False, pack_to=out / "packed")
     return out / TARGET_FOLDER
 

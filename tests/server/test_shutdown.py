@@ -187,14 +187,11 @@ def _command(entry):
     ("folder", "options", "message"),
     [
         ("none", [], r"setting checkpoint: \S+/none given, which is not a folder"),
-        ("empty", [], r"\S+/empty/config.json: no such file"),
-        ("tiny", ["--kernels=triton", "--device=cpu"], "setting kernels: triton given, which does not run on cpu"),
         ("tiny", ["--tokenizer=."], "has no tokenizer: expected tiktoken.model or tokenizer.json"),
     ],
 )
 def test_what_cannot_be_served_is_one_clear_message_at_the_end(checkpoint, tmp_path, folder, options, message):
     """The server's own log says it too, among a hundred other lines."""
-    (tmp_path / "empty").mkdir()
     (tmp_path / "tiny").symlink_to(checkpoint)
     command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={tmp_path / folder}", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)

@@ -8,7 +8,7 @@ from kimi_backend.runners.graphs.recorder import Run
 class PlainRecorder:
     """Nothing runs before it is asked for: a pair of runners is there in a twentieth of the time.
 
-    `EagerRecorder` runs every bucket first, as a capture does; tests of captured steps use that one.
+    `EagerRecorder` runs every bucket first, as a capture does; tests of that use it.
     """
 
     def record(self, run: Run) -> Run:

@@ -4,7 +4,9 @@ Every case is one request under one engine setting, compared with plain decoding
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -93,7 +95,13 @@ def make_draft(kind: str, script: LogitScript, setting: Setting) -> ScriptedDraf
     return ScriptedDraft(description, script, {"good": 0.8, "random": 0.0}[kind], columns)
 
 
-def run(script: LogitScript, requests: list[GenerateRequest], setting: Setting) -> list[Outcome]:
+@pytest.fixture(scope="module")
+def run(script: LogitScript, requests: list[GenerateRequest]) -> Callable[[Setting], list[Outcome]]:
+    """Runs each setting once."""
+    return lru_cache(lambda setting: run_setting(script, requests, setting))
+
+
+def run_setting(script: LogitScript, requests: list[GenerateRequest], setting: Setting) -> list[Outcome]:
     target = ScriptedTarget(
         describe("target", script, num_blocks=setting.num_target_blocks, block_size=setting.block_size), script
     )
@@ -116,9 +124,9 @@ def run(script: LogitScript, requests: list[GenerateRequest], setting: Setting) 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_tokens_equal_plain_decoding(
-    setting: Setting, script: LogitScript, requests: list[GenerateRequest], expected: list[list[int]]
+    setting: Setting, run: Callable[[Setting], list[Outcome]], expected: list[list[int]]
 ) -> None:
-    outcomes = run(script, requests, setting)
+    outcomes = run(setting)
     for index, outcome in enumerate(outcomes):
         assert outcome.token_ids == expected[index % setting.num_requests], outcome.request
         check_identities(outcome)
@@ -128,9 +136,9 @@ def test_there_are_ten_thousand_cases() -> None:
     assert sum(setting.rounds * setting.num_requests for setting in SETTINGS) >= 10_000
 
 
-def test_the_settings_exercise_what_they_claim(script: LogitScript, requests: list[GenerateRequest]) -> None:
+def test_the_settings_exercise_what_they_claim(run: Callable[[Setting], list[Outcome]]) -> None:
     """Preemptions, prefix hits, trimmed drafts and both finish reasons really happen in the cases above."""
-    outcomes = run(script, requests, PREEMPTING)
+    outcomes = run(PREEMPTING)
     assert sum(o.sequence.num_preemptions for o in outcomes) > 20
     assert sum(bool(o.sequence.num_cached_tokens) for o in outcomes) > 100
     assert len({o.finishes[0].reason for o in outcomes}) == 2

@@ -52,7 +52,7 @@ def plain(request: GenerateRequest, k: int | None) -> GenerateRequest:
     )
 
 
-MIXED = random_requests(random.Random(7), 120, VOCAB, longest_prompt=16, longest_output=22)
+MIXED = random_requests(random.Random(7), 72, VOCAB, longest_prompt=16, longest_output=22)
 """Greedy and not, with k of 0 to 7, penalties, bans, log-probabilities and stops."""
 DRAFTING = [plain(request, None) for request in MIXED]
 ALONE = [plain(request, 0) for request in MIXED]
@@ -445,7 +445,7 @@ def test_who_ends_is_in_one_step_too_many_and_gets_no_token_of_it() -> None:
     late = late_ends(one)
     check(one, ALONE, 10)
     reasons = [sequence.finish.reason for sequence in late if sequence.finish is not None]
-    assert len(reasons) == len(late) > 5
+    assert len(reasons) == len(late) > 3
     assert set(reasons) == {FinishReason.STOP}
 
 

@@ -1,5 +1,6 @@
 """One engine at a time over a server's runners."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,7 @@ def test_never_two_hold_it_though_many_come_and_go(tmp_path: Path) -> None:
 def test_another_servers_lock_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first = lock_of_this_server()
-    monkeypatch.setattr("os.getppid", lambda: 1)
+    monkeypatch.setattr("os.getppid", os.getpid)
     second = lock_of_this_server()
     first.acquire(0)
     second.acquire(0)

@@ -55,10 +55,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused_soon(name: str) -> None:
     template = ChatTemplate(HOSTILE[name], tempting_tokenizer())
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(InvalidRequestError, match="chat template refuses the conversation"):
         template.render(USER)
-    assert time.monotonic() - start < LONGEST_S
+    assert time.process_time() - start < LONGEST_S
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000, "KiB"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_backend.runners.graphs.recorder import EagerRecorder, Run
+from kimi_backend.runners.graphs.recorder import EagerRecorder, Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import StaticArrays
 from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.plan_builder import store_proposals
@@ -19,6 +19,7 @@ from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
 from support.masked_loop import MaskedLoop
+from support.plain_recorder import PlainRecorder
 from support.speculative_loop import SpeculativeLoop, Step
 
 KINDS = ["mla31", "mla", "mha"]
@@ -44,13 +45,20 @@ def assert_equal_steps(plain: Step, captured: Step) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("ks", [[3], [1, 7, 2], [3, 3, 3, 3, 3], [0, 4, 5, 1, 7, 2, 6]])
-def test_steps_in_buckets_give_the_same_bits(kind: str, temperature: float, ks: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "ks", "recorder"),
+    [
+        (0.0, [3], EagerRecorder()),
+        (1.0, [1, 7, 2], PlainRecorder()),
+        (0.0, [3, 3, 3, 3, 3], PlainRecorder()),
+        (1.0, [0, 4, 5, 1, 7, 2, 6], PlainRecorder()),
+    ],
+)
+def test_steps_in_buckets_give_the_same_bits(kind: str, temperature: float, ks: list[int], recorder: Recorder) -> None:
     texts = prompts(len(ks))
     loops = [
-        SpeculativeLoop(*runner_pair(SETTING, kind, recorder), texts, list(ks), temperature=temperature, seed=5)
-        for recorder in (None, EagerRecorder())
+        SpeculativeLoop(*runner_pair(SETTING, kind, given), texts, list(ks), temperature=temperature, seed=5)
+        for given in (None, recorder)
     ]
     for _ in range(6):
         assert_equal_steps(*(loop.step(12) for loop in loops))
@@ -100,7 +108,7 @@ def test_what_kernels_would_work_out_is_a_possible_index_where_they_only_compile
 def test_a_draft_step_that_may_propose_and_then_has_no_room_proposes_nothing() -> None:
     """As at a request's last tokens, where more was accepted than needed: an empty row of each that might have."""
     texts, replies = prompts(2), []
-    for recorder in (None, EagerRecorder()):
+    for recorder in (None, PlainRecorder()):
         loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder), texts, 2)
         loop.step()
         step = loop.step()
@@ -116,7 +124,7 @@ def test_a_draft_step_that_may_propose_and_then_has_no_room_proposes_nothing() -
 
 
 def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
+    target, draft = runner_pair(SETTING, "mla31", PlainRecorder())
     loop = SpeculativeLoop(target, draft, prompts(3), 3)
     loop.step()
 
@@ -133,7 +141,7 @@ def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_draft_that_only_extends_runs_in_a_bucket(in_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a policy lets nobody propose for a while; then proposals go on from there."""
     texts, loops = prompts(3), []
-    for recorder in (None, EagerRecorder()):
+    for recorder in (None, PlainRecorder()):
         target, draft = runner_pair(SETTING, "mla31", recorder)
         loops.append(SpeculativeLoop(target, draft, texts, 0, in_table=in_table and recorder is not None))
         loops[-1].step()
@@ -153,7 +161,7 @@ def test_a_draft_that_only_extends_runs_in_a_bucket(in_table: bool, monkeypatch:
 
 def test_a_draft_that_only_extends_says_who_failed() -> None:
     loops = []
-    for recorder in (None, EagerRecorder()):
+    for recorder in (None, PlainRecorder()):
         loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder), [[5, 6, 7], [8, 9, 10, 11]], 0)
         loop.step()
         loop._draft._pool.tensor[:, loop.sequences[1].draft_blocks[0]] = float("nan")  # type: ignore[union-attr]
@@ -166,7 +174,7 @@ def test_a_draft_in_another_process_reads_tensors() -> None:
     texts = prompts(3)
     loops = [
         SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder, shares_buffer=False), texts, 3)
-        for recorder in (None, EagerRecorder())
+        for recorder in (None, PlainRecorder())
     ]
     for _ in range(4):
         assert_equal_steps(*(loop.step() for loop in loops))
@@ -177,7 +185,7 @@ def test_a_new_batch_in_another_order_reads_its_own_blocks() -> None:
     texts = prompts(4)
     loops = [
         SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder), texts, [3, 1, 2, 7])
-        for recorder in (None, EagerRecorder())
+        for recorder in (None, PlainRecorder())
     ]
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1], [1, 3, 2, 0], [0]):
         assert_equal_steps(*(step_in_order(loop, order) for loop in loops))
@@ -202,7 +210,7 @@ def test_processors_and_logprobs_follow_the_captured_layers(monkeypatch: pytest.
     texts = prompts(3)
     loops = [
         ProcessedLoop(*runner_pair(SETTING, "mla31", recorder), texts, [3, 1, 2])
-        for recorder in (None, EagerRecorder())
+        for recorder in (None, PlainRecorder())
     ]
     assert_equal_steps(*(loop.step() for loop in loops))
     monkeypatch.setattr(loops[1]._target, "_launch_eagerly", None)
@@ -217,7 +225,7 @@ def test_masks_reach_the_captured_draws(monkeypatch: pytest.MonkeyPatch) -> None
     texts = prompts(4)
     loops = [
         MaskedLoop(*runner_pair(SETTING, "mla31", recorder), texts, [3, 0, 7, 2], temperature=1.0)
-        for recorder in (None, EagerRecorder())
+        for recorder in (None, PlainRecorder())
     ]
     assert_equal_steps(*(loop.step() for loop in loops))
     for name in ("_launch_eagerly", "_sample"):
@@ -241,9 +249,9 @@ class OneTokenLoop(SpeculativeLoop):
         return replace(plan, logit_mask=masks, masked_rows=masked)
 
 
-@pytest.mark.parametrize("recorder", [None, EagerRecorder()])
+@pytest.mark.parametrize("recorder", [None, PlainRecorder()])
 def test_masks_reach_the_last_row_of_a_short_prompt(
-    monkeypatch: pytest.MonkeyPatch, recorder: EagerRecorder | None
+    monkeypatch: pytest.MonkeyPatch, recorder: PlainRecorder | None
 ) -> None:
     """Prompts of a few rows run in captured steps too, and draw at the last row alone."""
     texts = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.runners.graphs.recorder import EagerRecorder, Recorder
+from kimi_backend.runners.graphs.recorder import Recorder
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
@@ -19,6 +19,7 @@ from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
+from support.plain_recorder import PlainRecorder
 from support.speculative_loop import SpeculativeLoop
 
 SETTING = Setting(kernels=KernelSet.reference())
@@ -52,7 +53,7 @@ def run(
     launch_ahead: bool, given: list[GenerateRequest], change: Callable[[EngineHarness, int], None] | None = None
 ) -> tuple[EngineHarness, int]:
     """The engine, and how many steps were launched behind another one."""
-    target = target_with(EagerRecorder())
+    target = target_with(PlainRecorder())
     launch, num_behind = target.launch, 0
 
     def counted(plan: TargetPlan) -> object:
@@ -160,7 +161,7 @@ def behind(plan: TargetPlan, index: list[int]) -> TargetPlan:
 @pytest.mark.parametrize("is_captured", [True, False])
 def test_two_steps_in_flight_and_their_replies(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of the first step's sequences, in another order; also where no bucket holds the second."""
-    target, plain = target_with(EagerRecorder()), target_with(None)
+    target, plain = target_with(PlainRecorder()), target_with(None)
     first = decode_plan(target)
     expected_first = plain.launch(decode_plan(plain)).wait()
     second = behind(first, [2, 0])
@@ -179,7 +180,7 @@ def test_two_steps_in_flight_and_their_replies(is_captured: bool, monkeypatch: p
 
 def test_a_plan_can_be_run_again_alone_given_its_table() -> None:
     """A launched step of both kinds: with the table as it was, it gives the same reply bit for bit."""
-    target, draft = runner_pair(SETTING, "mla31", EagerRecorder())
+    target, draft = runner_pair(SETTING, "mla31", PlainRecorder())
     loop = SpeculativeLoop(target, draft, [[8, 9, 10], [11, 12], [13]], [3, 1, 2], in_table=True)
     loop.step()
     assert target.table is not None and draft.table is target.table
@@ -196,10 +197,10 @@ def test_a_plan_can_be_run_again_alone_given_its_table() -> None:
 
 
 def test_a_runner_without_a_table_says_so() -> None:
-    plan = decode_plan(target_with(EagerRecorder()))
+    plan = decode_plan(target_with(PlainRecorder()))
     with pytest.raises(InvalidRequestError, match="tokens of the token table wanted, but this runner has none"):
         target_with(None).launch(behind(plan, [0]))
-    target = target_with(EagerRecorder())
+    target = target_with(PlainRecorder())
     decode_plan(target)
     with pytest.raises(InvalidRequestError, match=r"plan table_rows\[0\]: 8 given, 0 to 7 allowed"):
         target.launch(replace(behind(plan, [0]), table_rows=np.array([8], np.int32)))

@@ -35,28 +35,23 @@ END_S = 20.0
 Pair = tuple[TargetRunner, DraftRunner]
 
 
-@pytest.fixture(scope="module", params=[DraftKind.MLA, DraftKind.MHA])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("ranks") / "tiny", request.param)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("ranks") / "tiny", DraftKind.MLA)
 
 
 @pytest.fixture
-def two(folder: Path) -> Iterator[Pair]:
-    target, draft = load_pair(tiny_settings(folder, tensor_parallel_size=2))
+def two(tiny: Path) -> Iterator[Pair]:
+    target, draft = load_pair(tiny_settings(tiny, tensor_parallel_size=2))
     assert draft is not None
     yield target, draft
     target.close()
     draft.close()
 
 
-def test_two_ranks_write_what_one_writes(folder: Path, two: Pair) -> None:
+def test_two_ranks_write_what_one_writes(tiny: Path, two: Pair) -> None:
     """Every sampling feature, k from 0 to 7, log-probabilities."""
-    one = load_pair(tiny_settings(folder))
+    one = load_pair(tiny_settings(tiny))
     described = two[0].describe()
     requests = random_requests(random.Random(5), 24, described.vocab_size)
     expected, found = generate(*one, requests, LIMITS), generate(*two, requests, LIMITS)
