@@ -10,6 +10,10 @@ SMOKE := tests/backend/cache tests/backend/cli tests/backend/config tests/backen
 	tests/backend/types tests/client tests/docs
 STAMP := $(VENV)/.installed
 
+# Modules of tests are rewritten as they are imported. Kept, they cost a process 13 s instead of 19, in images too that
+# tell Python to keep nothing.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo drafts setup lint fmt check test soak test-gpu generated docs clean
 
 setup: $(STAMP)  ## make the virtual environment and install everything the tests need
@@ -43,11 +47,10 @@ lint: $(STAMP)  ## formatting, lint, types, import contracts
 	$(BIN)/lint-imports
 
 check: lint  ## in a minute: lint, types, and the tests that most mistakes fail
-	$(BIN)/pytest -q -n $(or $(JOBS),2) --dist loadfile $(SMOKE)
+	$(BIN)/pytest -q -n $(or $(JOBS),2) $(SMOKE)
 
 test: $(STAMP)  ## everything that runs on a CPU, but for soak tests
-	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadfile --ignore=tests/server
-	$(BIN)/pytest -n $(or $(JOBS),2) --dist loadfile tests/server
+	$(BIN)/pytest -n $(or $(JOBS),3)
 
 soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
 	$(BIN)/pytest -m soak tests/server

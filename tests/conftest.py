@@ -2,8 +2,11 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import settings
+
+from support import scheduling
 
 if not torch.cuda.is_available():
     # Triton-language decides at decoration, that is when a kernel's module is first imported, whether its interpreter
@@ -16,3 +19,21 @@ torch.set_num_threads(1)
 # A busy machine makes a slow example, not a wrong one.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Whole files go to a process, and what shares a server to one. xdist's own groups do not work with pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return scheduling.scope_of(nodeid)
+
+    config.option.loadscopereorder = False  # it would run files of many tests first, however short
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # in a process of xdist
+        items.sort(key=lambda item: scheduling.turn_of(item.nodeid))

@@ -1,11 +1,9 @@
 """One server for all tests that leave it as they found it, and one whose models tests kill.
 
-`make test` runs this folder in two processes: one has the tests of the common server, the other the files whose tests
-start servers of their own, whole files at a time.
+What shares a server runs in one process (`scheduling.scope_of`).
 """
 
 import importlib.util
-from pathlib import PurePosixPath
 
 import pytest
 
@@ -15,23 +13,6 @@ from support.server_process import running_server, serving_settings, write_check
 from support.streams import wait_for_speculation
 
 HAS_SERVER = importlib.util.find_spec("pytriton") is not None
-BREAKING = {"test_recovery", "test_storm"}
-"""Files that share `server_to_break`."""
-ALONE = {"test_documented_commands", "test_shutdown", "test_start_script", "test_step_board", "test_watchdog"}
-"""Files that start what they need themselves; the others share `server`."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """What shares a server goes to one process. xdist's own groups do not work with pytest 9."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByServer(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            name = PurePosixPath(nodeid.split("::")[0]).stem
-            return name if name in ALONE else "breaking" if name in BREAKING else "common"
-
-    return ByServer(config, log)
 
 
 def pytest_itemcollected(item):

@@ -1,16 +1,21 @@
 """The target as the `transformers` library computes it, which shares nothing with ours."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from kimi_backend.config.model_config import KimiModelConfig
 from support.tiny_checkpoints import Tensors
 
+if TYPE_CHECKING:
+    from transformers import DeepseekV3ForCausalLM
 
-def transformers_model(json: dict[str, Any], tensors: Tensors) -> DeepseekV3ForCausalLM:
+
+def transformers_model(json: dict[str, Any], tensors: Tensors) -> "DeepseekV3ForCausalLM":
     """The library's model with the checkpoint's weights, its experts stacked as it wants them."""
+    # Four seconds, for those who need it and not for every process that collects tests.
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     config = KimiModelConfig.from_hf_json(json)
     state = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(config.num_hidden_layers):
