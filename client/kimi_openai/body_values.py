@@ -11,8 +11,8 @@ from kimi_openai.errors import ApiError
 
 MOST_ENTRIES = 2**17
 """Lists, objects and entries of objects together; the server allows no more in a JSON text."""
-MOST_ELEMENTS = 2**20
-"""Elements of lists together: the token ids of the longest prompt of any Kimi model, four times."""
+MOST_ELEMENTS = 2**19
+"""Elements of lists together: the token ids of the longest prompt of any Kimi model, twice."""
 SHORT_BYTES = MOST_ENTRIES
 """A body of so many has no more values: none takes less than one."""
 PIECE_BYTES = 2**18

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
 
 Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
@@ -43,13 +44,24 @@ _MESSAGES: JsonDict = {
 }
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """The server's own limit of the field, here before each of them is looked at and sent."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > count:
+            raise PydanticCustomError("too_many", "At most {count} of them are allowed", {"count": count})
+        return value
+
+    return BeforeValidator(check)
+
+
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 def _up_to_the_first_wrong(value: Any) -> Any:
-    """An object whose values are numbers as it is; else an entry that is wrong, so that one error is made and not
-    100,000."""
+    """An object whose values are numbers as it is; else an entry that is wrong, so that one error is made and not an
+    error of each."""
     entries = value.items() if isinstance(value, dict) else ()
     wrong = next(((key, number) for key, number in entries if not _is_small_number(number)), None)
     return value if wrong is None else dict([wrong])
@@ -59,9 +71,12 @@ def _is_small_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= MOST_NUMBER
 
 
-Texts = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed)]
-Ints = Annotated[list[Int], Field(fail_fast=True)]
-Biases = Annotated[dict[str, Number], BeforeValidator(_up_to_the_first_wrong)]
+Texts = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_listed), _at_most(1024)]
+StopTokens = Annotated[list[Int], Field(fail_fast=True), _at_most(4096)]
+AllowedTokens = Annotated[list[Int], Field(fail_fast=True)]
+Biases = Annotated[dict[str, Number], BeforeValidator(_up_to_the_first_wrong), _at_most(16_384)]
+Messages = Annotated[list[Any], _at_most(4096)]
+Tools = Annotated[list[Any], _at_most(1024)]
 
 
 def _taken(meaning: str, **schema: Any) -> Any:
@@ -121,8 +136,8 @@ class GenerationRequest(BaseModel):
     min_p: Number | None = _extension("Keep tokens at least this likely, relative to the best.", minimum=0, maximum=1)
     repetition_penalty: Number | None = _extension("0.01 to 100 (default 1).", minimum=0.01, maximum=100)
     min_tokens: Int | None = _extension("No stop token before this many.", minimum=0)
-    stop_token_ids: Ints | None = _extension("Tokens that end the output.")
-    allowed_token_ids: Ints | None = _extension("Only these tokens may come.", minItems=1)
+    stop_token_ids: StopTokens | None = _extension("Tokens that end the output.")
+    allowed_token_ids: AllowedTokens | None = _extension("Only these tokens may come.", minItems=1)
     bad_words: Texts | None = _extension("Texts that may not appear.")
     ignore_eos: bool | None = _extension("Do not stop at the end-of-sequence token.")
     include_stop_str_in_output: bool | None = _extension("Keep the stop text.")
@@ -149,7 +164,7 @@ class GenerationRequest(BaseModel):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: list[Any] = Field(
+    messages: Messages = Field(
         description="Rendered by the checkpoint's chat template on the server; text parts only.",
         json_schema_extra=_MESSAGES,
     )
@@ -158,7 +173,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Int | None = _taken(
         "And of this many most likely ones, 0 to 20; needs `logprobs`.", minimum=0, maximum=20
     )
-    tools: list[Any] | None = _taken("Declared to the model by the chat template; its calls come as `tool_calls`.")
+    tools: Tools | None = _taken("Declared to the model by the chat template; its calls come as `tool_calls`.")
     tool_choice: Any = _taken(
         '"auto", "none", which declares no tools, "required", or a tool\'s name in an object: the reply is calls then.'
     )
@@ -183,8 +198,8 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = _taken("As elsewhere.")
     prompt: str | None = _taken("A text.")
-    messages: list[Any] | None = _taken("A chat, in place of a text.")
-    tools: list[Any] | None = _taken("Declared in the chat.")
+    messages: Messages | None = _taken("A chat, in place of a text.")
+    tools: Tools | None = _taken("Declared in the chat.")
     chat_template_kwargs: dict[str, Any] | None = _taken("For the chat's template.")
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pydantic
 import pytest
 
+from kimi_backend.serving.request_limits import LIMITS
 from kimi_openai import body_values
 from kimi_openai.body_values import MOST_ELEMENTS, MOST_ENTRIES, check_values
 from kimi_openai.errors import ApiError
-from kimi_openai.request_fields import CompletionRequest, DetokenizeRequest
+from kimi_openai.request_fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kimi_openai.request_parsing import parse_body, shown
 from kimi_openai.server_fields import completion_fields
 
@@ -94,6 +95,33 @@ def test_the_first_wrong_value_is_told_and_the_others_are_not_looked_at(
     assert found.value.error_count() == 1
     with pytest.raises(ApiError, match=f"^{message}$"):
         parse_body(json.dumps(whole).encode(), kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "one"),
+    [
+        (CompletionRequest, "stop", "a"),
+        (CompletionRequest, "bad_words", "a"),
+        (CompletionRequest, "stop_token_ids", 1),
+        (ChatRequest, "messages", {}),
+        (ChatRequest, "tools", {}),
+        (TokenizeRequest, "messages", {}),
+        (TokenizeRequest, "tools", {}),
+        (CompletionRequest, "logit_bias", None),
+    ],
+)
+def test_lists_are_no_longer_than_the_server_takes_them(kind: type[pydantic.BaseModel], name: str, one: Any) -> None:
+    most = LIMITS[name].num_items
+    assert most is not None
+    needed = {CompletionRequest: {"prompt": "x"}, ChatRequest: {"messages": []}}.get(kind, {})
+
+    def fields(count: int) -> bytes:
+        value = {str(number): 1 for number in range(count)} if name == "logit_bias" else [one] * count
+        return json.dumps({**needed, name: value}).encode()
+
+    assert len(getattr(parse_body(fields(most), kind), name)) == most
+    with pytest.raises(ApiError, match=rf"^{name}: .*\.\.\. given, at most {most} of them are allowed$"):
+        parse_body(fields(most + 1), kind)
 
 
 def test_a_long_value_is_quoted_by_its_beginning() -> None:
