@@ -1,0 +1,201 @@
+"""Does the adaptive choice of k lose to the best fixed k? kimi-nano's own acceptance, replayed over times from a table.
+
+    python benchmarks/replayed_policy.py [--temperatures 0 0.6] [--streams 1 4 8] [--costs FILE] [--json OUT]
+
+What `speculation_policy.py` measures through servers, without what else a machine does: requests run once in this
+process with k at random, which tells how many draft tokens would be kept at each place of each text; then the adaptive
+policy and each fixed k run over these texts in rounds that take what the table says, with noise for the policy to
+learn from. Each start is an engine that has seen nothing. --costs: {"target": …, "draft": …, "host_s": …, "way_s": …},
+by default those that kimi-nano took on a quiet CPU through the server.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
+from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.spec_decode.round_times import Round
+from kimi_backend.spec_decode.step_times import StepShape, StepTimes
+from kimi_backend.types.step_costs import StepCosts
+from serving_suite.recorded_acceptance import recorded_texts
+from serving_suite.side_by_side import provenance
+
+COSTS = Path(__file__).parent / "results" / "cpu_nano_costs.json"
+KS = (0, 1, 2, 3, 4, 5, 7)
+COUNTED_TOKENS = 128
+NOISE = 0.05
+BAR = 0.97
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--starts", type=int, default=6)
+    parser.add_argument("--costs", type=Path, default=COSTS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    machine = Machine.read(args.costs)
+    report: dict[str, Any] = {**provenance(), "date": time.strftime("%Y-%m-%d %H:%M"), "cells": []}
+    for temperature, texts in zip(args.temperatures, recorded_texts(args.temperatures), strict=True):
+        for streams in args.streams:
+            cell = {
+                "temperature": temperature,
+                "streams": streams,
+                **measure(machine, texts, temperature, streams, args),
+            }
+            report["cells"].append(cell)
+            print(json.dumps(cell), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(
+    machine: "Machine", texts: list[list[int]], temperature: float, streams: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The fixed ks, and the policy from several starts: its first tokens, and the same texts once more."""
+    fixed = {k: Replay(machine, streams, k, temperature).run(texts) for k in KS}
+    best = max(fixed, key=lambda k: fixed[k])
+    first, later = [], []
+    for seed in range(args.starts):
+        rng = np.random.default_rng(seed)
+        order = [texts[place] for place in rng.permutation(len(texts))]
+        policy = AdaptivePolicy(machine.target, machine.draft)
+        first.append(Replay(machine, streams, policy, temperature, rng).run(order) / fixed[best])
+        later.append(Replay(machine, streams, policy, temperature, rng).run(order) / fixed[best])
+    return {
+        "fixed": {k: round(rate) for k, rate in fixed.items()},
+        "best_k": best,
+        "first": [round(statistics.mean(first), 3), round(min(first), 3)],
+        "later": [round(statistics.mean(later), 3), round(min(later), 3)],
+        "meets_bar": statistics.mean(first) >= BAR,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The costs of rounds."""
+
+    target: StepCosts
+    draft: StepCosts
+    host_s: float
+    way_s: float
+
+    @classmethod
+    def read(cls, path: Path) -> "Machine":
+        values = json.loads(path.read_text(encoding="utf-8"))
+        target, draft = (StepCosts.from_json(json.dumps(values[name])) for name in ("target", "draft"))
+        return cls(target, draft, values["host_s"], values["way_s"])
+
+    def steps(self, target: StepShape, draft: StepShape | None) -> tuple[float, float]:
+        """Seconds of both."""
+        shape = (target.num_seqs, target.num_rows, target.longest, target.num_context_tokens)
+        target_s = sum(float(part[0]) for part in StepTimes(self.target).parts(*shape))
+        if draft is None:
+            return target_s, 0.0
+        times = StepTimes(self.draft)
+        extended = times.parts(draft.num_seqs, draft.num_rows, 1, draft.num_context_tokens)
+        proposed = times.proposals(draft.num_seqs, draft.num_proposals, draft.num_context_tokens)
+        return target_s, sum(float(part[0]) for part in (*extended, proposed))
+
+
+@dataclass(slots=True)
+class Request:
+    """A request that runs."""
+
+    text: list[int]
+    controller: SpeculationController
+    place: int = 0
+    num_proposed: int = 0
+    """Draft tokens that it verifies next."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """Requests one after another over so many streams. Each verifies what was drafted in the round before."""
+
+    machine: Machine
+    streams: int
+    policy: AdaptivePolicy | int
+    """The policy, or a fixed k."""
+    temperature: float
+    rng: np.random.Generator | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def run(self, texts: Sequence[list[int]]) -> float:
+        """Tokens a second. texts: how many draft tokens would be kept at each place."""
+        waiting, running = list(texts), list[Request]()
+        while waiting or running:
+            while waiting and len(running) < self.streams:
+                running.append(self._start(waiting.pop(0), running, len(waiting)))
+            self._round(running)
+            running = [request for request in running if request.place < COUNTED_TOKENS]
+        return self.num_tokens / self.seconds
+
+    def _start(self, text: list[int], running: list[Request], num_waiting: int) -> Request:
+        request = Request(text, SpeculationController(7, self.temperature))
+        if isinstance(self.policy, AdaptivePolicy):
+            num_expected = min(self.streams, len(running) + 1 + num_waiting)
+            self.policy.admit(
+                request.controller, [r.controller for r in running], num_expected, 64 * (len(running) + 1)
+            )
+        return request
+
+    def _round(self, running: list[Request]) -> None:
+        num_seqs, num_context = len(running), 64 * len(running)
+        wanted = self._choose(running, num_context)
+        uses = [request.controller.uses_draft and self.policy != 0 for request in running]
+        checked, num_kept = [request.num_proposed for request in running], 0
+        for request, is_used, count in zip(running, uses, wanted, strict=True):
+            there = request.text[request.place] if request.place < len(request.text) else 0
+            kept = min(there, request.num_proposed)
+            if request.num_proposed:
+                request.controller.record(request.num_proposed, kept)
+            request.place += kept + 1
+            self.num_tokens += kept + 1
+            num_kept += kept if is_used else 0
+            request.num_proposed = count if is_used else 0
+        target = StepShape(num_seqs, num_seqs + sum(checked), max(checked) + 1, num_context)
+        num_drafting, depth = sum(uses), max(request.num_proposed for request in running)
+        draft = StepShape(num_drafting, num_drafting + num_kept, depth + 1, 64 * num_drafting, depth)
+        self._take_time(target, draft if num_drafting else None)
+
+    def _choose(self, running: list[Request], num_context: int) -> list[int]:
+        if isinstance(self.policy, int):
+            return [self.policy] * len(running)
+        self.policy.begin_round([request.controller for request in running], len(running), num_context)
+        return [request.controller.num_chosen_tokens for request in running]
+
+    def _take_time(self, target: StepShape, draft: StepShape | None) -> None:
+        target_s, draft_s = (seconds * self._noise() for seconds in self.machine.steps(target, draft))
+        way_s = 0.0 if draft is None else self.machine.way_s
+        total_s = target_s + draft_s + way_s + self.machine.host_s
+        self.seconds += total_s
+        if isinstance(self.policy, AdaptivePolicy):
+            self.policy.end_round(
+                Round(
+                    target=target,
+                    draft=draft,
+                    total_s=total_s,
+                    target_s=target_s,
+                    draft_s=draft_s,
+                    draft_wait_s=draft_s + way_s,
+                    is_overlapped=False,
+                )
+            )
+
+    def _noise(self) -> float:
+        return 1.0 if self.rng is None else float(np.exp(self.rng.normal(0, NOISE)))
+
+
+if __name__ == "__main__":
+    main()
