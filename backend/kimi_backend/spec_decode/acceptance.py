@@ -4,7 +4,7 @@ A rate at position j is conditional: of the rounds that kept position j - 1, the
 rejection were compared with nothing and say nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -37,6 +37,8 @@ class AcceptancePool:
     def __init__(self) -> None:
         self._new: list[tuple[int, int]] = []
         self._tried = [0.0] * MAX_SPECULATIVE_TOKENS
+        self._seen = [0.0] * MAX_SPECULATIVE_TOKENS
+        """Those that were tried, older ones too: what is known for long is doubted less and less."""
         self._kept = [0.0] * MAX_SPECULATIVE_TOKENS
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
@@ -45,24 +47,21 @@ class AcceptancePool:
 
     def rates(self) -> list[float]:
         """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before."""
-        return [rate for rate, _ in self._rates_and_weights()]
+        self._fold()
+        rates, guess = [], FIRST_GUESS
+        for tried, kept in zip(self._tried, self._kept, strict=True):
+            guess = min((kept + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT), HIGHEST_RATE)
+            rates.append(guess)
+            guess *= LATER_SHARE
+        return rates
 
     def highest_rates(self) -> list[float]:
         """Those that may be, for all that was seen; a position is expected to be no better than the one before."""
         found, highest = [], HIGHEST_RATE
-        for rate, weight in self._rates_and_weights():
-            highest = min(float(highest_rate(rate, weight)), highest)
+        for rate, seen in zip(self.rates(), self._seen, strict=True):
+            highest = min(float(highest_rate(rate, seen + GUESS_WEIGHT)), highest)
             found.append(highest)
         return found
-
-    def _rates_and_weights(self) -> Iterator[tuple[float, float]]:
-        self._fold()
-        guess = FIRST_GUESS
-        for tried, kept in zip(self._tried, self._kept, strict=True):
-            weight = tried + GUESS_WEIGHT
-            guess = min((kept + GUESS_WEIGHT * guess) / weight, HIGHEST_RATE)
-            yield guess, weight
-            guess *= LATER_SHARE
 
     @property
     def mean_rate(self) -> float:
@@ -75,6 +74,7 @@ class AcceptancePool:
         """Let the past count so much less, so that what is not measured any more falls back to the first guess."""
         self._fold()
         self._scale(1 - share)
+        self._seen = [(1 - share) * value for value in self._seen]
 
     def _fold(self) -> None:
         if not self._new:
@@ -83,6 +83,7 @@ class AcceptancePool:
         for num_draft_tokens, num_accepted in self._new:
             for position in range(min(num_accepted + 1, num_draft_tokens)):
                 self._tried[position] += 1
+                self._seen[position] += 1
             for position in range(num_accepted):
                 self._kept[position] += 1
         self._new.clear()
@@ -95,17 +96,20 @@ class AcceptancePool:
 class SequenceAcceptance:
     """How one sequence differs from its kind: one factor on all positions."""
 
-    __slots__ = ("kept", "tried")
+    __slots__ = ("kept", "seen", "tried")
 
     def __init__(self) -> None:
         self.tried = self.kept = 0.0
         """Verified tokens, and those of them that were kept, older ones counting less."""
+        self.seen = 0
+        """Verified tokens, all counting alike."""
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
         verified = min(num_accepted + 1, num_draft_tokens)
         decay = 1 - verified / SEQUENCE_MEMORY
         self.tried = decay * self.tried + verified
         self.kept = decay * self.kept + num_accepted
+        self.seen += verified
 
 
 def chances(rates: Floats, factors: Floats, limits: npt.NDArray[np.int64]) -> Floats:
@@ -133,9 +137,9 @@ def factors(own: Sequence[SequenceAcceptance], pool_means: Floats, *, highest: b
         highest: what may be, as in `AcceptancePool.highest_rates`; it makes a sequence no better than its kind.
     """
     tried, kept = np.array([(acceptance.tried, acceptance.kept) for acceptance in own]).reshape(-1, 2).T
-    weights = tried + SEQUENCE_WEIGHT
-    rates = (kept + SEQUENCE_WEIGHT * pool_means) / weights
+    rates = (kept + SEQUENCE_WEIGHT * pool_means) / (tried + SEQUENCE_WEIGHT)
     if highest:
+        weights = np.array([acceptance.seen for acceptance in own]) + SEQUENCE_WEIGHT
         rates = np.maximum(rates, np.minimum(highest_rate(rates, weights), pool_means))
     found: Floats = rates / pool_means
     return found

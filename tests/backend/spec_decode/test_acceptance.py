@@ -82,6 +82,17 @@ def test_what_may_be_lies_above_what_was_seen_the_less_was_seen_the_more() -> No
     assert second == first
 
 
+def test_the_past_counts_for_so_many_rounds_and_tokens() -> None:
+    pool, own = AcceptancePool(), SequenceAcceptance()
+    for _ in range(4000):
+        pool.record(1, 1)
+        own.record(1, 1)
+        pool.rates()
+    assert pool._tried[0] == pytest.approx(400, rel=0.01)
+    assert own.tried == pytest.approx(150, rel=0.01)
+    assert pool.rates()[0] == 0.99, "never for certain"
+
+
 def test_a_sequence_may_be_no_better_than_its_kind_unless_it_was() -> None:
     worse, better = SequenceAcceptance(), SequenceAcceptance()
     for _ in range(4):

@@ -1,11 +1,14 @@
 """What each constant of the policy and of its round times does: a fourth of it, or four times as much, is seen."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
+from kimi_backend.spec_decode.row_choice import Batch, RowChoice
 from kimi_backend.spec_decode.step_times import StepShape
 from kimi_backend.types.step_costs import StepCosts
 from support.made_up_costs import linear_costs
@@ -14,10 +17,10 @@ EVEN = linear_costs(1000, 0), linear_costs(600, 0, 0.001)
 """A round with one draft token takes 1.6 times as long as one without."""
 
 
-def policy_of(rate: float, costs: tuple[StepCosts, StepCosts] = EVEN) -> AdaptivePolicy:
+def policy_of(rate: float, costs: tuple[StepCosts, StepCosts] = EVEN, num_rounds: int = 400) -> AdaptivePolicy:
     """One that has seen many draft tokens of greedy requests, one a round."""
     policy = AdaptivePolicy(*costs)
-    for index in range(400):
+    for index in range(num_rounds):
         policy._pools[0].record(1, int((index + 1) * rate) - int(index * rate))
     return policy
 
@@ -76,6 +79,47 @@ def test_a_draft_is_found_out_with_as_many_tokens_as_cost_least(
     choose(policy, asked)
     assert asked.num_chosen_tokens == num_chosen
     assert asked.uses_draft is (num_chosen > 0)
+
+
+@pytest.mark.parametrize(("rate", "num_rounds", "stays"), [(0.57, 400, True), (0.57, 8000, False), (0.584, 8000, True)])
+def test_what_was_seen_for_long_is_no_bad_luck(rate: float, num_rounds: int, stays: bool) -> None:
+    """A draft that pays from 0.6 on, and is left where a round without it is 1 % faster."""
+    policy = policy_of(rate, num_rounds=num_rounds)
+    asked = sequence(policy, uses_draft=True)
+    choose(policy, asked)
+    assert asked.uses_draft is stays
+
+
+def test_a_choice_stands_for_four_rounds() -> None:
+    policy = policy_of(0.9)
+    asked = sequence(policy, uses_draft=True)
+    choices: list[RowChoice] = []
+    choose_now = policy._choice
+
+    def counted(*args: Any) -> RowChoice:
+        choices.append(choose_now(*args))
+        return choices[-1]
+
+    policy._choice = counted  # type: ignore[method-assign]
+    for _ in range(40):
+        policy.begin_round([asked], 1, 64)
+    assert 10 <= len(choices) <= 11
+
+
+@pytest.mark.parametrize(("chance", "num_chosen"), [(0.25, 0), (0.45, 1)])
+def test_half_of_what_others_verify_is_expected_to_be_kept(chance: float, num_chosen: int) -> None:
+    """A sixth row makes the step a ninth longer. With two of the others' four kept, a third of a token pays for it."""
+    policy = AdaptivePolicy(linear_costs(4000, 1000), None)
+    batch = Batch(1, num_proposed=4, num_context_tokens=64, runs_ahead=False)
+    assert policy.choose_looked_up(np.array([[chance, 0.0]]), batch).tolist() == [num_chosen]
+
+
+@pytest.mark.parametrize(("seconds", "factor"), [(1.0, 5.0), (1e-5, 0.2)])
+def test_a_factor_stays_within_bounds(seconds: float, factor: float) -> None:
+    times = RoundTimes(*EVEN)
+    for _ in range(400):
+        plain_round(times, seconds)
+    assert times.factors[0] == factor
 
 
 def test_each_round_of_finding_out_is_chosen_again() -> None:
