@@ -21,9 +21,10 @@ from kimi_backend.layers.side_stream import Work, side_stream
 from kimi_backend.layers.weight_loader import Shard, WeightLoader
 from kimi_kernels.weights import PackedWeight
 
-MOST_ROWS_BESIDE = 8
-"""Up to so many rows the shared expert fills the time in which the router and the sort of its choices read next to
-nothing. More rows' experts begin so soon that the two only take memory from each other (docs/performance.md)."""
+ROWS_BESIDE = range(4, 9)
+"""Numbers of rows whose shared expert fills the time in which the router and the sort of its choices read next to
+nothing. More rows' experts begin so soon that the two only take memory from each other, and so does the expert of a
+single row, whose choices are known at once (benchmarks/results/tried.md)."""
 
 
 MOST_STACKED_WIDTH = 256
@@ -89,7 +90,7 @@ class MoeMlp:
         """
         if self._stacked_down is None:
             work = None if self._shared is None else partial(self._shared, x)
-            shared = self._start(work, x.shape[0] <= MOST_ROWS_BESIDE)
+            shared = self._start(work, x.shape[0] in ROWS_BESIDE)
             router_logits = self._kernels.logits(x, self._gate)
         else:
             columns = self._kernels.logits(x, self._gate)
