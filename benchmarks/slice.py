@@ -3,6 +3,7 @@
     PYTHONPATH=kernels:backend python benchmarks/slice.py --out results
     PYTHONPATH=kernels:backend python benchmarks/slice.py --layers 5 --batches 1,16 --prompts 1024 --profile 1,16
     PYTHONPATH=kernels:backend python benchmarks/slice.py --rank-of 8 --layers 5,21 --prompts 1024
+    PYTHONPATH=kernels:backend python benchmarks/slice.py --layers 5 --prompt-steps 256:16:1024 2048:0:0
 
 Weights are random and made on the GPU, routing is uniform, draft tokens are accepted at random with a mean length:
 the time of a round is real, its text means nothing. Each case runs through the engine in this process, then its steady
@@ -16,32 +17,33 @@ takes. With `--set tensor_parallel_size=2` two GPUs have the shapes of N, and th
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernel_cases import Ceilings
-from kimi_backend.checkpoint.presets import Preset, vocab_size
+from kimi_backend.checkpoint.presets import vocab_size
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from slice_suite import judged, report, tables
 from slice_suite.configs import write_slice
 from slice_suite.measure import measure_case
-from slice_suite.scripted_matches import MatchScript
+from slice_suite.options import cases, parse_options
+from slice_suite.prompt_steps import measure_prompt_step
 
 MARGIN_TOKENS = 16
 PREFILL_ROWS = 8192
 
 
 def main() -> None:
-    options = parse_options()
+    options = parse_options(__doc__)
     if options.tables:
         print_tables(options.tables, options.out)
         return
@@ -67,49 +69,6 @@ def main() -> None:
     for line in report.beside_verdicts(document["cases"]):
         print(line)
     save(options, document)
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    parser.add_argument("--preset", type=Preset, default=Preset.KIMI_K25, help="tiny runs on a CPU")
-    parser.add_argument("--quantization", type=QuantizationMethod, default=QuantizationMethod.INT4, help="experts")
-    parser.add_argument("--layers", type=numbers, default=[3, 5], help="depths, one dense layer included")
-    parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64])
-    parser.add_argument("--prompts", type=numbers, default=[1024, 8192])
-    parser.add_argument("--ks", type=numbers, default=[0, 3], help="draft tokens a round; 0: no speculation")
-    parser.add_argument("--tokens", type=int, default=256, help="output tokens of a request")
-    parser.add_argument("--acceptance", type=float, default=3.0, help="mean tokens a round and sequence")
-    parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
-    parser.add_argument(
-        "--profile", type=numbers, metavar="BATCHES", help="of these, GPU time by kernel; with --rank-of, of all"
-    )
-    parser.add_argument(
-        "--masked", type=numbers, default=[0], help="sequences of a batch that a grammar masks, such as 0,1,4,16"
-    )
-    parser.add_argument(
-        "--masked-by", choices=["grammar", "allowed_token_ids"], default="grammar", help="what masks them"
-    )
-    parser.add_argument(
-        "--matches",
-        nargs="+",
-        default=[],
-        metavar="SHARE:LENGTH",
-        help="beside the draft alone, with looked-up proposals: such as 0.5:24, half of the text in runs of 24 tokens",
-    )
-    parser.add_argument("--rank-of", type=int, default=1, metavar="N", help="what one of N GPUs runs")
-    parser.add_argument("--pause-us", type=float, default=0.0, help="with --rank-of: for each collective's way")
-    parser.add_argument("--served", action="store_true", help="through Triton Server instead of in this process")
-    parser.add_argument("--tables", type=Path, nargs="+", metavar="JSON", help="only print what these runs measured")
-    parser.add_argument("--out", type=Path, help="folder for slice.json and slice.png")
-    options = parser.parse_args()
-    for text in options.matches:
-        MatchScript.parse(text)  # before anything is loaded
-    if options.served and (options.rank_of > 1 or options.masked != [0] or options.matches):
-        parser.error("--rank-of, --masked and --matches run in this process, without --served")
-    if options.profile is None:
-        options.profile = options.batches if options.rank_of > 1 else []
-    return options
 
 
 def print_tables(paths: list[Path], out: Path | None) -> None:
@@ -157,8 +116,14 @@ def measure_depth(
     document["settings"] = settings_that_differ(settings)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    for case in cases(options):
-        about = {"preset": name_of(options), "num_layers": num_layers}
+    about = {"preset": name_of(options), "num_layers": num_layers}
+    for step, k in itertools.product(options.prompt_steps, options.ks):
+        draft = models[1] if k else None
+        measured = measure_prompt_step(models[0], draft, step, k, options.rank_of if is_alone else 1)
+        document["cases"].append(about | measured)
+        print(json.dumps(about | measured), flush=True)
+        save(options, document)
+    for case in cases(options) if not options.prompt_steps else ():
         try:
             result = about | measure_case(
                 models,
@@ -229,9 +194,11 @@ def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -
     divided_by = max(1, options.rank_of // num_gpus) if num_gpus > 1 else 1
     target, draft = write_slice(folder, num_layers, options.preset, divided_by, options.quantization)
     longest = max(case["prompt_len"] for case in cases(options)) + options.tokens + MARGIN_TOKENS
+    longest = max([longest] + [step.longest + MARGIN_TOKENS for step in options.prompt_steps])
     most = max(
         case["batch_size"] * (case["prompt_len"] + options.tokens + MARGIN_TOKENS + 64) for case in cases(options)
     )
+    most = max([most] + [step.num_tokens for step in options.prompt_steps])
     values = {
         "checkpoint": str(target),
         "draft": str(draft),
@@ -241,7 +208,7 @@ def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -
         "speculation_policy": "fixed",
         "max_model_len": str(longest),
         "kv_tokens": str(max(most, longest)),
-        "max_num_seqs": str(max(options.batches)),
+        "max_num_seqs": str(max(options.batches + [step.num_decodes + 1 for step in options.prompt_steps])),
         "capture_batch_sizes": ",".join(map(str, options.batches)),
         "max_num_batched_tokens": str(PREFILL_ROWS),
         "max_speculative_tokens": str(max(options.ks)),
@@ -260,20 +227,6 @@ def settings_that_differ(settings: ServingSettings) -> dict[str, Any]:
         if getattr(settings, field.name) != getattr(default, field.name)
         and field.name not in ("checkpoint", "draft", "tokenizer")
     }
-
-
-def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every prompt length with every window, batch size and number of masked sequences."""
-    for prompt_len in options.prompts:
-        for k in options.ks:
-            for batch_size in options.batches:
-                case = {"batch_size": batch_size, "prompt_len": prompt_len, "num_speculative_tokens": k}
-                if k:
-                    yield from ({**case, "matches": script} for script in options.matches)
-                for num_masked in options.masked:
-                    if num_masked <= batch_size:
-                        masks = {"num_masked": num_masked, "masked_by": options.masked_by}
-                        yield case | masks if num_masked else case
 
 
 def save(options: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -17,13 +17,17 @@ from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MlaDraftCo
 from kimi_backend.config.model_config import KimiModelConfig  # noqa: E402
 from kimi_backend.config.settings import ServingSettings  # noqa: E402
 from kimi_client.load import RequestTimes  # noqa: E402
+from kimi_kernels.kernel_set import KernelSet  # noqa: E402
 from slice_suite.configs import write_slice  # noqa: E402
 from slice_suite.floor import Load, draft_bytes, target_bytes, touched_experts  # noqa: E402
 from slice_suite.gpu_time import coverage, kind_of, last_rounds  # noqa: E402
 from slice_suite.judged import judged_table, on_an_h100  # noqa: E402
+from slice_suite.prompt_steps import NUM_TURNS, STEPS_A_TURN, PromptStep, measure_prompt_step  # noqa: E402
 from slice_suite.report import beside_verdicts, per_layer  # noqa: E402
 from slice_suite.served import rounds_ms, server_share  # noqa: E402
 from slice_suite.tables import draft_of  # noqa: E402
+from support.captured_runners import Setting, runner_pair  # noqa: E402
+from support.plain_recorder import PlainRecorder  # noqa: E402
 
 H, EXPERT = 7168, 3 * 7168 * 2048
 MLA = 1536 * H + 64 * 192 * 1536 + 576 * H + 64 * 256 * 512 + H * 64 * 128
@@ -243,6 +247,22 @@ def test_a_draft_is_named_by_its_settings() -> None:
     assert draft_of({}) == "bf16"
     assert draft_of({"draft_quantization": "int4", "draft_vocab": 32_768}) == "int4, 32,768 tokens"
     assert draft_of({"draft_quantization": "fp8", "draft_head_quantization": "int4"}) == "fp8, its head int4"
+
+
+def test_prompt_steps_are_measured_both_ways() -> None:
+    """The eager way finds no captured step, and leaves the graphs as they were."""
+    step = PromptStep.parse("40:2:24")
+    assert step.rows(96, 24, 16).seq_lens.tolist() == [25, 25, 62]
+    target, draft = runner_pair(Setting(kernels=KernelSet.reference()), "mla31", PlainRecorder())
+    eager = []
+    launch = target._launch_eagerly
+    target._launch_eagerly = lambda plan: eager.append(len(plan.rows.token_ids)) or launch(plan)  # type: ignore[method-assign, func-returns-value]
+    found = measure_prompt_step(target, draft, step, 2, 1)
+    assert eager == [40] * NUM_TURNS * (1 + STEPS_A_TURN)
+    assert min(found[way][part] for way in ("eager", "captured") for part in ("target_ms", "draft_ms")) > 0
+    for text in ("4:4:8", "-5:1:1", "5"):
+        with pytest.raises(ValueError, match="ROWS:DECODES:CONTEXT"):
+            PromptStep.parse(text)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

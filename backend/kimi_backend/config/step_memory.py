@@ -23,6 +23,13 @@ _TARGET_AUX_COPIES = 2
 _DRAFT_AUX_COPIES = 3
 """A buffer of the draft's own, the rows of a step, and their norms."""
 _FLOAT32_BYTES = 4
+TILE_ROWS = 64
+"""Rows times heads that attention multiplies at once."""
+_MOST_PROMPT_ROWS = 2048
+"""Rows of the largest prompt step that is captured."""
+_MOST_PROMPT_TILES = 256
+"""Tiles of such a step. A rank of few heads has small products, which take less time than launching them; with all 64
+heads of a Kimi-K2 on one GPU a layer of 256 rows runs for longer than the host needs to launch the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +39,31 @@ class StepSizes:
     max_num_batched_tokens: int
     """Rows of any step."""
     max_num_sampled_rows: int
-    """Rows of a verify: sequences * (draft tokens + 1). The largest captured step has as many."""
+    """Rows of a verify: sequences * (draft tokens + 1)."""
     max_num_seqs: int
     captures: bool = True
     """CUDA graphs are used."""
 
     @property
-    def num_captured_rows(self) -> int:
+    def num_drawn_rows(self) -> int:
+        """Rows of the largest captured verify."""
         return min(self.max_num_sampled_rows, self.max_num_batched_tokens) if self.captures else 0
+
+    def num_captured_rows(self, num_heads: int | None) -> int:
+        """Rows of the largest captured step. num_heads: see `part_rows`."""
+        return (
+            max(self.num_drawn_rows, most_prompt_rows(self.max_num_batched_tokens, num_heads)) if self.captures else 0
+        )
+
+
+def part_rows(num_heads: int | None) -> int:
+    """Rows of a chunk that fill a tile of attention. num_heads: of this rank; None where the attention is not MLA."""
+    return max(1, TILE_ROWS // num_heads) if num_heads else TILE_ROWS
+
+
+def most_prompt_rows(max_num_batched_tokens: int, num_heads: int | None) -> int:
+    """Rows of the largest prompt step that is captured. num_heads: see `part_rows`."""
+    return min(max_num_batched_tokens, _MOST_PROMPT_ROWS, _MOST_PROMPT_TILES * part_rows(num_heads))
 
 
 def target_step_bytes(target: KimiModelConfig, num_aux: int, weights: WeightFormat, sizes: StepSizes) -> int:
@@ -53,8 +77,8 @@ def target_step_bytes(target: KimiModelConfig, num_aux: int, weights: WeightForm
     a_row = (_RESIDUAL_COPIES * hidden + widest) * item
     aux = num_aux * hidden * item
     rows = sizes.max_num_batched_tokens * (a_row + _TARGET_AUX_COPIES * aux)
-    captured = sizes.num_captured_rows * (a_row + aux + hidden * item)
-    masks = sizes.num_captured_rows * -(-target.vocab_size // 8)
+    captured = sizes.num_captured_rows(heads) * (a_row + aux) + sizes.num_drawn_rows * hidden * item
+    masks = sizes.num_drawn_rows * -(-target.vocab_size // 8)
     logits = _logit_bytes(target.vocab_size, sizes.max_num_sampled_rows, tp_size, sizes)
     scores = SCORED_ROWS * target.vocab_size * _FLOAT32_BYTES * (_SCORE_COPIES + 2 * (tp_size > 1))
     return rows + captured + masks + max(logits, scores)
@@ -72,7 +96,8 @@ def draft_step_bytes(
     # A layer reads embedding and hidden state side by side.
     a_row = ((_RESIDUAL_COPIES + 2) * hidden + max(attention, 2 * draft.intermediate_size // tp_size)) * item
     a_row += _DRAFT_AUX_COPIES * draft.num_aux_hidden_states * draft.target_hidden_size * item
-    rows = (sizes.max_num_batched_tokens + sizes.num_captured_rows) * a_row
+    captured = sizes.num_captured_rows(heads if isinstance(draft, Eagle3MlaDraftConfig) else None)
+    rows = (sizes.max_num_batched_tokens + captured) * a_row
     return rows + _logit_bytes(draft.draft_vocab_size, sizes.max_num_seqs, tp_size, sizes)
 
 

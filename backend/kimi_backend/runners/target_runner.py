@@ -10,8 +10,7 @@ from typing_extensions import Unpack
 
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket
-from kimi_backend.runners.graphs.target_graphs import TargetGraphs
+from kimi_backend.runners.graphs.target_graphs import CapturedStep, TargetGraphs
 from kimi_backend.runners.hand_over.token_table import TokenTable, share
 from kimi_backend.runners.host_transfer import Arrays, to_device, to_host
 from kimi_backend.runners.kv_pool import KvPool
@@ -83,10 +82,10 @@ class TargetRunner(StepRunner):
         with self.peers.run(plan):
             if self.table is not None and self.table.is_split and plan.draft_step:
                 share(self.table.proposed, self._group)
-            bucket = None if self._graphs is None else self._graphs.bucket_of(plan)
-            if self._graphs is None or bucket is None:
+            step = None if self._graphs is None else self._graphs.find(plan)
+            if self._graphs is None or step is None or (_wants_more(plan) and step.draws.are_wanted is not None):
                 return self._launch_eagerly(plan)
-            return self._launch_captured(self._graphs, bucket, plan)
+            return self._launch_captured(self._graphs, step)
 
     def drop_captures(self) -> None:
         """See `StepRunner.drop_captures`."""
@@ -102,19 +101,19 @@ class TargetRunner(StepRunner):
     def _launch_timed(self, rows: RowPlan, num_proposals: int) -> Launched[TargetReply]:
         return self.launch(target_plan(rows, wants_aux=bool(self._aux_layer_ids)))
 
-    def _launch_captured(self, graphs: TargetGraphs, bucket: Bucket, plan: TargetPlan) -> Launched[TargetReply]:
+    def _launch_captured(self, graphs: TargetGraphs, step: CapturedStep) -> Launched[TargetReply]:
+        plan = step.plan
         region = self.aux_buffer.take_region() if self.aux_buffer is not None else 0
-        graphs.forward(bucket, plan, region)
+        graphs.forward(step, region)
         aux = self._aux_handle(region, len(plan.rows.token_ids)) if plan.wants_aux.any() else AuxHandle()
         if not _wants_more(plan):
-            return Launched(partial(self._reply, plan, aux, graphs.sample(bucket, plan)))
-        sampled = SampledRows.of(plan)
-        window, draft_status = graphs.read(bucket)
-        tensors = to_device(_sampling_arrays(plan, sampled), self.device)
-        tensors["window_token_ids"] = window[: len(sampled.first_row), : sampled.window_token_ids.shape[1]].contiguous()
-        results = self._sample(plan, graphs.hidden, tensors)
+            return Launched(partial(self._reply, plan, aux, graphs.sample(step)))
+        window, draft_status = graphs.read(step)
+        tensors = to_device(_sampling_arrays(plan, SampledRows.of(plan)), self.device)
+        tensors["window_token_ids"] = window.contiguous()
+        results = self._sample(plan, graphs.hidden[: len(step.draws.rows)], tensors)
         if plan.draft_step:
-            results["draft_status"] = draft_status[: len(plan.table_rows)].clone()
+            results["draft_status"] = draft_status.clone()
         return Launched(partial(self._reply, plan, aux, partial(to_host, results)))
 
     def _launch_eagerly(self, plan: TargetPlan) -> Launched[TargetReply]:
@@ -153,7 +152,7 @@ class TargetRunner(StepRunner):
         is_lost = self._group.all_reduce((~is_finite).to(torch.int32))
         results["seq_status"] = torch.where(is_lost == 0, STATUS_OK, STATUS_NOT_FINITE).to(torch.int32)
         if sampled.num_rows:
-            results |= self._sample(plan, hidden, tensors)
+            results |= self._sample(plan, hidden[tensors["sampled_rows"]], tensors)
         if plan.scoring is not None:
             results |= score_tokens(self._model.compute_logits, hidden, plan.scoring)
         return Launched(partial(self._reply, plan, handle, partial(to_host, results)))
@@ -201,9 +200,9 @@ class TargetRunner(StepRunner):
         return AuxHandle(tensor=self.aux_buffer.region(region)[:num_rows], region=region)
 
     def _sample(self, plan: TargetPlan, hidden: torch.Tensor, tensors: Tensors) -> Tensors:
-        """Draw every sampled row, compare with the draft tokens; entries of `TargetReply`."""
+        """Draw from hidden states of every sampled row, compare with the draft tokens; entries of `TargetReply`."""
         window = tensors["window_token_ids"]
-        logits = self._model.compute_logits(hidden[tensors["sampled_rows"]])
+        logits = self._model.compute_logits(hidden)
         sampling_rows = SamplingRows(
             sequence=tensors["sequence"],
             token_index=tensors["token_index"],

@@ -21,7 +21,7 @@ WORKED_OUT = ("token_index", "is_wanted", "counts", "seq_lens", "positions", "sl
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_seqs", "drawn_stride", "proposed_stride", "vocab_size"],
+    do_not_specialize=["num_rows", "num_seqs", "window_stride", "drawn_stride", "proposed_stride", "vocab_size"],
     do_not_specialize_on_alignment=[
         "token_ids", "sequence", "cu_seqlens", "num_given", "table_rows", "num_draft_tokens", "stamp", "embedded",
         "window", "draft_status",
@@ -38,10 +38,11 @@ def read_tokens_kernel(
     drawn,  # [rows, drawn_stride] int32
     proposed,  # [rows, proposed_stride] int32
     embedded,  # [T] int32
-    window,  # [B, WIDTH] int32
+    window,  # [B, WIDTH] int32, last dimension contiguous
     draft_status,  # [B] int32
     num_rows,
     num_seqs,
+    window_stride,
     drawn_stride,
     proposed_stride,
     vocab_size,
@@ -86,7 +87,7 @@ def read_tokens_kernel(
         given = tl.load(token_ids + row, mask=is_draft & is_given, other=PLACEHOLDER)
         is_theirs = is_draft & is_asked_for & (draft < proposed_stride - 2)
         theirs = tl.load(proposed + table_row * proposed_stride + 2 + draft, mask=is_theirs, other=PLACEHOLDER)
-        tl.store(window + index * WIDTH + draft, tl.where(is_given, given, theirs), mask=is_seq)
+        tl.store(window + index * window_stride + draft, tl.where(is_given, given, theirs), mask=is_seq)
 
 
 @triton.jit(
@@ -263,7 +264,7 @@ def read_tokens(
 ) -> None:
     """See `reference.read_tokens`."""
     num_rows, num_seqs = len(step["token_ids"]), len(step["table_rows"])
-    require(window.is_contiguous(), "window", window.stride(), "contiguous rows")
+    require(window.shape[1] == 0 or window.stride(1) == 1, "window", f"last stride {window.stride(1)}", "1")
     read_tokens_kernel[(triton.cdiv(max(num_rows, num_seqs), BLOCK),)](
         *(step[name] for name in READ_TOKENS),
         drawn,
@@ -273,6 +274,7 @@ def read_tokens(
         draft_status,
         num_rows,
         num_seqs,
+        window.stride(0),
         drawn.stride(0),
         proposed.stride(0),
         vocab_size,

@@ -26,7 +26,8 @@ def read_tokens(
             end that hold draft tokens; stamp [1] int32, of the draft step whose proposals count.
         drawn, proposed: the table's halves.
         token_ids: [T] int32, written: what to embed; 0 in rows behind the last sequence's end.
-        window: [B, W] int32, written: draft tokens under verification, PLACEHOLDER_TOKEN_ID where there is none.
+        window: [B, W] int32, may be strided, written: draft tokens under verification, PLACEHOLDER_TOKEN_ID where there
+            is none.
         draft_status: [B] int32, written: what the draft step says of each sequence; STATUS_NOT_FINITE where it says
             nothing.
         vocab_size: what is no token is embedded as some token.

@@ -40,6 +40,16 @@ def test_without_graphs_a_step_takes_less() -> None:
     assert draft_step_bytes(MLA_DRAFT, WEIGHTS, eager) < draft_step_bytes(MLA_DRAFT, WEIGHTS, SIZES)
 
 
+def test_a_rank_of_few_heads_captures_longer_prompts() -> None:
+    """All of a step's 2,048 rows, of which each needs what an eager one does; with every head as many as a verify."""
+    assert [SIZES.num_captured_rows(heads) for heads in (64, 16, 8, None)] == [256, 1024, 2048, 2048]
+    weights, eager = WeightFormat(tp_size=8), replace(SIZES, captures=False)
+    longer = replace(eager, max_num_batched_tokens=2 * SIZES.max_num_batched_tokens)
+    for step_bytes, model in ((target_step_bytes, (K25, 0)), (draft_step_bytes, (MLA_DRAFT,))):
+        once, twice, captured = (step_bytes(*model, weights, sizes) for sizes in (eager, longer, SIZES))  # type: ignore[operator]
+        assert captured - once >= twice - once
+
+
 def test_a_row_of_experts_and_aux_hidden_states_is_counted() -> None:
     rows = 2 * SIZES.max_num_batched_tokens
     longer = replace(SIZES, max_num_batched_tokens=rows)

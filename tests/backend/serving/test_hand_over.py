@@ -231,7 +231,7 @@ def test_a_worker_that_is_there_before_its_verify_waits_for_it(
 def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[..., Pair], lockstep: Lockstep) -> None:
     expected = lockstep(ACCEPTING)
     pair = make_pair(ACCEPTING)
-    pair.runner("kimi_target")._graphs.bucket_of = lambda plan: None
+    pair.runner("kimi_target")._graphs.find = lambda plan: None
     assert outcomes(pair.engine()) == expected
     assert sum(pair.followed) > 12
 

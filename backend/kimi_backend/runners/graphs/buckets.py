@@ -1,29 +1,41 @@
 """Which shapes of steps are captured, and which of them a step takes.
 
 A graph has fixed shapes, so a step runs in the smallest bucket that holds it. Rows are packed: a bucket of B sequences
-times q rows takes any step of at most B sequences, at most q rows each. What is left over is padding, which costs
-little as long as a bucket's neighbours are near: padded rows read no expert and no key.
+times q rows takes any step of at most B sequences, at most q rows each. A prompt's bucket takes chunks of any length,
+since attention gets them cut into parts (`parts`). What is left over is padding, which costs little as long as a
+bucket's neighbours are near: padded rows read no expert and no key.
 """
 
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kimi_backend.config.step_memory import most_prompt_rows, part_rows
+
+FEWEST_PROMPT_ROWS = 16
+
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Bucket:
     """Shape of a captured step. Ordered by what it costs."""
 
+    cuts_chunks: bool = False
+    """Any chunk fits, since attention gets parts of at most `query_len` rows."""
     num_rows: int
     num_seqs: int
     query_len: int
-    """Most rows of one sequence."""
+    """Most rows of one sequence, or of one part."""
     num_proposals: int = 0
     """The tokens that a draft's single-row steps draw for each sequence."""
 
     @classmethod
     def of(cls, num_seqs: int, query_len: int, num_proposals: int = 0) -> "Bucket":
         return cls(num_rows=num_seqs * query_len, num_seqs=num_seqs, query_len=query_len, num_proposals=num_proposals)
+
+    @property
+    def num_parts(self) -> int:
+        """Runs of rows as attention takes them: sequences, or their parts."""
+        return self.num_seqs + self.num_rows // self.query_len if self.cuts_chunks else self.num_seqs
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -57,6 +69,22 @@ def row_buckets(sizes: Iterable[int], max_query_len: int, max_num_rows: int) -> 
     )
 
 
+def prompt_buckets(max_num_seqs: int, max_num_rows: int, num_heads: int | None) -> list[Bucket]:
+    """Shapes of steps with a chunk of a prompt, largest first.
+
+    Args:
+        max_num_seqs: of any step; a bucket takes as many.
+        max_num_rows: of any step.
+        num_heads: see `part_rows`.
+    """
+    most = most_prompt_rows(max_num_rows, num_heads)
+    return _largest_first(
+        Bucket(cuts_chunks=True, num_rows=num_rows, num_seqs=max_num_seqs, query_len=part_rows(num_heads))
+        for num_rows in batch_sizes(most)
+        if num_rows >= FEWEST_PROMPT_ROWS
+    )
+
+
 def proposal_buckets(sizes: Iterable[int], max_num_proposals: int) -> list[Bucket]:
     """Shapes of the draft's single-row steps, largest first: every number of proposals, because one step too many costs
     as much as a step."""
@@ -84,7 +112,7 @@ def smallest_fitting(
         bucket
         for bucket in buckets
         if bucket.num_seqs >= num_seqs
-        and bucket.query_len >= query_len
+        and (bucket.cuts_chunks or bucket.query_len >= query_len)
         and bucket.num_rows >= num_rows
         and bucket.num_proposals == num_proposals
     ]

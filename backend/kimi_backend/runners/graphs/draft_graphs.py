@@ -2,8 +2,8 @@
 
 The first extends over the rows just verified and leaves each sequence's last hidden state; the second draws all
 proposals, with a single-row step between any two. Both begin with what the verify has left in the token table. A step
-whose extension is too long for a bucket, as at the end of a prompt, runs that part as it comes and takes the second
-graph all the same.
+whose extension is too long for a bucket, as of a long prompt, runs that part as it comes and takes the second graph all
+the same.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,14 @@ import torch
 
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, chosen_batch_sizes, proposal_buckets, row_buckets
+from kimi_backend.runners.graphs.buckets import (
+    Bucket,
+    BucketChoice,
+    chosen_batch_sizes,
+    prompt_buckets,
+    proposal_buckets,
+    row_buckets,
+)
 from kimi_backend.runners.graphs.draft_inputs import (
     extension_layout,
     fill_extension,
@@ -23,8 +30,10 @@ from kimi_backend.runners.graphs.draft_inputs import (
     pad_proposals,
     proposal_layout,
 )
+from kimi_backend.runners.graphs.parts import Parts, is_worth_cutting
 from kimi_backend.runners.graphs.recorder import Recorder, Run
-from kimi_backend.runners.graphs.static_arrays import Arena, ArrivingWords, HostArrays, StaticArrays, StaticBlockTable
+from kimi_backend.runners.graphs.static_arrays import Arena, ArrivingWords, HostArrays, StaticArrays
+from kimi_backend.runners.graphs.static_tables import StaticTables
 from kimi_backend.runners.graphs.target_inputs import static_sampling_inputs
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.kv_pool import KvPool
@@ -85,17 +94,18 @@ class DraftGraphs:
         self._device = device
         most_proposals = limits.max_speculative_tokens
         sizes = chosen_batch_sizes(limits.max_num_seqs, limits.capture_batch_sizes)
-        self._extension_layouts = {
-            bucket: extension_layout(bucket)
-            for bucket in row_buckets(sizes, most_proposals + 1, limits.max_num_batched_tokens)
-        }
+        most_rows, num_heads = limits.max_num_batched_tokens, builder.num_mla_heads
+        extensions = [
+            *prompt_buckets(limits.max_num_seqs, most_rows, num_heads),
+            *row_buckets(sizes, most_proposals + 1, most_rows),
+        ]
+        self._extension_layouts = {bucket: extension_layout(bucket) for bucket in extensions}
         self._proposal_layouts = {bucket: proposal_layout(bucket) for bucket in proposal_buckets(sizes, most_proposals)}
         self._extension_choice = BucketChoice(self._extension_layouts)
         self._proposal_choice = BucketChoice(self._proposal_layouts)
         self._extension_arena = Arena(self._extension_layouts.values(), device)
         self._proposal_arena = Arena(self._proposal_layouts.values(), device)
-        num_columns = -(-limits.max_model_len // pool.block_size)
-        self._table = StaticBlockTable(limits.max_num_seqs, num_columns, device)
+        self._tables = StaticTables(self._extension_layouts, limits, pool)
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """After the last upload: before it, the arrays on the host must stay as they are."""
         states = torch.zeros((2, limits.max_num_seqs, model.config.hidden_size), dtype=aux_buffer.dtype, device=device)
@@ -126,7 +136,9 @@ class DraftGraphs:
         """The bucket of a checked plan's rows; None where they must run eagerly."""
         lengths = plan.rows.query_lens
         bucket = self._extension_choice.smallest(len(lengths), int(lengths.max()), len(plan.rows.token_ids))
-        return bucket if bucket in self._extensions else None
+        if bucket not in self._extensions or not is_worth_cutting(plan.rows, bucket, self._builder.num_mla_heads):
+            return None
+        return bucket
 
     def proposal_bucket(self, plan: DraftPlan) -> Bucket | None:
         """The bucket of a checked plan's proposals; None where there are none, or too many."""
@@ -138,8 +150,7 @@ class DraftGraphs:
         """Before any part of a step: wait until what the last one has written on the host is on the device."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
-        longest = int(slots_needed(plan).max())
-        self._table.upload(plan.rows.block_table, -(-longest // self._pool.block_size))
+        self._tables.upload(plan.rows.block_table, int(slots_needed(plan).max()))
 
     def extend(self, bucket: Bucket, plan: DraftPlan, region: int) -> torch.Tensor:
         """Queue the extension of a checked plan. region: of the aux buffer, which the plan's `aux_rows` count in.
@@ -149,7 +160,10 @@ class DraftGraphs:
         """
         step = self._extensions[bucket]
         rows = RowArrays.of(plan.rows, self._pool.block_size)
-        fill_extension(step.arrays.host, plan, rows, region * self._aux_buffer.rows, self._tokens.padding_row)
+        parts = Parts.of(plan.rows, rows, bucket)
+        fill_extension(step.arrays.host, plan, rows, parts, region * self._aux_buffer.rows, self._tokens.padding_row)
+        if bucket.cuts_chunks:
+            self._tables.upload_parts(plan.rows, parts)
         self._run(step)
         normed: torch.Tensor = self._normed[: len(plan.rows.query_lens)]
         return normed
@@ -184,13 +198,14 @@ class DraftGraphs:
 
         def run() -> None:
             self._ops.read_drawn(tensors, self._tokens.drawn, vocab_size=self._model.config.vocab_size)
-            metadata = self._metadata(bucket, tensors, tensors["cu_seqlens"])
+            metadata = self._metadata(bucket, tensors, tensors["part_cu_seqlens"])
             hidden = self._model.combine_aux(self._aux_buffer.all_rows[tensors["aux_rows"]])
             normed, feedback = self._forward(tensors["token_ids"], hidden, metadata)
             torch.index_select(normed, 0, tensors["last_rows"], out=self._normed[: bucket.num_seqs])
             torch.index_select(feedback, 0, tensors["last_rows"], out=self._feedback[: bucket.num_seqs])
 
-        return _Step(arrays, partial(pad_extension, num_rows=0, num_seqs=0, padding_row=self._tokens.padding_row), run)
+        padding_row = self._tokens.padding_row
+        return _Step(arrays, partial(pad_extension, num_rows=0, num_seqs=0, num_parts=0, padding_row=padding_row), run)
 
     def _proposal(self, bucket: Bucket) -> _Step:
         """A bucket's function, not recorded yet."""
@@ -203,7 +218,7 @@ class DraftGraphs:
         no_window_len = torch.zeros(num_seqs, dtype=torch.int32, device=self._device)
 
         def run() -> None:
-            table = self._table.tensor[:num_seqs]
+            table = self._tables.of(bucket)
             self._ops.plan_steps(tensors, table, self._tokens.drawn, block_size=self._pool.block_size)
             normed, hidden = self._normed[:num_seqs], self._feedback[:num_seqs]
             drawn: list[SampleOutput] = []
@@ -232,7 +247,7 @@ class DraftGraphs:
         batch = AttentionBatch(
             cu_seqlens_q=cu_seqlens,
             seq_lens=tensors["seq_lens"],
-            block_table=self._table.tensor[: bucket.num_seqs],
+            block_table=self._tables.of(bucket),
             num_tokens=bucket.num_rows,
             max_query_len=bucket.query_len,
             max_seq_len=self._max_seq_len,

@@ -39,10 +39,14 @@ class ArrayLayout:
 
 
 class Arena:
-    """Bytes on both sides; large enough for the largest of some layouts."""
+    """Bytes on both sides; large enough for the largest of some layouts, behind the largest of some others."""
 
-    def __init__(self, layouts: Iterable[ArrayLayout], device: torch.device) -> None:
-        size = max((layout.num_bytes for layout in layouts), default=0)
+    def __init__(
+        self, layouts: Iterable[ArrayLayout], device: torch.device, before: Iterable[ArrayLayout] = ()
+    ) -> None:
+        """before: layouts that end where those of `layouts` begin, so that one copy takes both."""
+        self.middle = max((layout.num_bytes for layout in before), default=0)
+        size = self.middle + max((layout.num_bytes for layout in layouts), default=0)
         self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -50,26 +54,34 @@ class Arena:
 class StaticArrays:
     """Views of an arena by one layout."""
 
-    def __init__(self, layout: ArrayLayout, arena: Arena) -> None:
+    def __init__(self, layout: ArrayLayout, arena: Arena, *, is_before: bool = False) -> None:
+        """is_before: the layout is one of the arena's `before`."""
+        self._arena = arena
+        self._begin = arena.middle - layout.num_bytes if is_before else arena.middle
+        self._end = self._begin + layout.num_bytes
         host = arena.host.numpy()
         self.host: dict[str, Array] = {}
         """Written before `upload`."""
         self.device: dict[str, torch.Tensor] = {}
         """Read by the captured step."""
-        for name, shape, kind, start in layout.arrays:
+        for name, shape, kind, offset in layout.arrays:
+            start = self._begin + offset
             stop = start + int(np.prod(shape)) * kind.itemsize
             self.host[name] = host[start:stop].view(kind).reshape(shape)
             self.device[name] = arena.device[start:stop].view(TORCH_DTYPES[kind]).view(shape)
-        self._source = arena.host[: layout.num_bytes]
-        self._target = arena.device[: layout.num_bytes]
 
     def clear(self) -> None:
         """Make `host` zero: where a step's kernels only compile, what they would work out is then a possible index."""
-        self._source.zero_()
+        self._arena.host[self._begin : self._end].zero_()
 
-    def upload(self) -> None:
-        """Queue the copy of all arrays. The next write to `host` must come after the step's results were read."""
-        self._target.copy_(self._source, non_blocking=True)
+    def upload(self, before: "StaticArrays | None" = None) -> None:
+        """Queue the copy of all arrays. The next write to `host` must come after the step's results were read.
+
+        Args:
+            before: arrays that end where these begin, to be copied with them.
+        """
+        part = slice(self._begin if before is None else before._begin, self._end)
+        self._arena.device[part].copy_(self._arena.host[part], non_blocking=True)
 
 
 class StaticBlockTable:

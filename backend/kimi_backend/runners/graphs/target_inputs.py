@@ -1,4 +1,4 @@
-"""A verify step's plan as the static arrays of a bucket, padding included."""
+"""A target step's plan as the static arrays of two buckets, padding included: of its rows, and of its draws."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import numpy.typing as npt
 import torch
 
 from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.draws import Draws
+from kimi_backend.runners.graphs.parts import Parts
 from kimi_backend.runners.graphs.static_arrays import ArrayLayout, HostArrays
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, SamplingPlan, TargetPlan
@@ -23,82 +25,132 @@ SAMPLING_SPECS: dict[str, tuple[npt.DTypeLike, float]] = {
 """Parameters that a captured draw reads, and what a padded sequence has."""
 
 
-def target_layout(bucket: Bucket) -> ArrayLayout:
-    """T rows, B sequences."""
-    rows, seqs = (bucket.num_rows,), (bucket.num_seqs,)
+def forward_layout(bucket: Bucket) -> ArrayLayout:
+    """T rows, B sequences, N parts as attention takes them."""
+    rows, seqs, parts = (bucket.num_rows,), (bucket.num_seqs,), (bucket.num_parts,)
     return ArrayLayout.of(
         {
             "token_ids": (rows, np.int32),
             "positions": (rows, np.int64),
             "slots": (rows, np.int64),
             "aux_rows": (rows, np.int64),
+            "kept_rows": (rows, np.int64),
+            "sequence": (rows, np.int64),
             "cu_seqlens": ((bucket.num_seqs + 1,), np.int32),
-            "seq_lens": (seqs, np.int32),
             "table_rows": (seqs, np.int64),
             "num_given": (seqs, np.int32),
+            "num_draft_tokens": (seqs, np.int32),
             "stamp": ((1,), np.int32),
+            "part_cu_seqlens": ((bucket.num_parts + 1,), np.int32),
+            "seq_lens": (parts, np.int32),
+        }
+    )
+
+
+def draw_layout(bucket: Bucket) -> ArrayLayout:
+    """R rows that draw, B sequences."""
+    rows, seqs = (bucket.num_rows,), (bucket.num_seqs,)
+    return ArrayLayout.of(
+        {
             "sequence": (rows, np.int64),
             "token_index": (rows, np.int64),
             "window_len": (rows, np.int32),
             "first_row": (seqs, np.int64),
             "num_draft_tokens": (seqs, np.int32),
+            "table_rows": (seqs, np.int64),
             **{name: (seqs, dtype) for name, (dtype, _) in SAMPLING_SPECS.items()},
         }
     )
 
 
-def pad_target(arrays: HostArrays, num_rows: int, num_seqs: int, padding_row: int) -> None:
-    """Everything from row `num_rows` and sequence `num_seqs` on: rows that write nothing, sequences without a key.
+def pad_forward(arrays: HostArrays, num_rows: int, num_seqs: int, num_parts: int, padding_row: int) -> None:
+    """Everything from row `num_rows`, sequence `num_seqs` and part `num_parts` on: rows that write nothing, parts
+    without a key.
 
     Args:
-        num_rows, num_seqs: of the plan.
+        num_rows, num_seqs, num_parts: of the plan.
         padding_row: of the token table.
     """
-    total_rows, total_seqs = len(arrays["token_ids"]), len(arrays["seq_lens"])
-    arrays["cu_seqlens"][0] = 0
-    if num_rows < total_rows:
-        for name in ("token_ids", "positions", "token_index", "window_len"):
+    arrays["cu_seqlens"][0] = arrays["part_cu_seqlens"][0] = 0
+    if num_rows < len(arrays["token_ids"]):
+        for name in ("token_ids", "positions"):
             arrays[name][num_rows:] = 0
         arrays["slots"][num_rows:] = -1
-        # Non-decreasing, as the draw wants it.
-        arrays["sequence"][num_rows:] = total_seqs - 1
-    if num_seqs < total_seqs:
+        arrays["sequence"][num_rows:] = len(arrays["table_rows"]) - 1
+    if num_seqs < len(arrays["table_rows"]):
         arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
-        arrays["seq_lens"][num_seqs:] = 0
         arrays["table_rows"][num_seqs:] = padding_row
-        # A row that there is, whatever it drew.
-        arrays["first_row"][num_seqs:] = total_rows - 1
         for name in ("num_given", "num_draft_tokens"):
             arrays[name][num_seqs:] = 0
-        pad_sampling(arrays, num_seqs)
+    if num_parts < len(arrays["seq_lens"]):
+        arrays["part_cu_seqlens"][num_parts + 1 :] = num_rows
+        arrays["seq_lens"][num_parts:] = 0
 
 
-def fill_target(arrays: HostArrays, plan: TargetPlan, rows: RowArrays, first_aux_row: int, padding_row: int) -> None:
-    """Write a checked plan whose sequences all sample.
+def fill_forward(
+    arrays: HostArrays,
+    plan: TargetPlan,
+    rows: RowArrays,
+    parts: Parts,
+    draws: Draws,
+    first_aux_row: int,
+    padding_row: int,
+) -> None:
+    """Write a checked plan.
 
     Args:
         first_aux_row: where the step's region of aux hidden states begins.
         padding_row: of the token table.
     """
-    num_rows, num_seqs = len(rows.sequence), len(rows.ends)
-    counts = plan.num_sampled_rows
-    first_row = rows.ends - counts
+    num_rows, num_seqs, num_parts = len(rows.sequence), len(rows.ends), len(parts.ends)
     arrays["token_ids"][:num_rows] = plan.rows.token_ids
     arrays["positions"][:num_rows] = rows.positions
     arrays["slots"][:num_rows] = rows.slots
     arrays["aux_rows"][:] = np.arange(first_aux_row, first_aux_row + len(arrays["aux_rows"]))
+    arrays["kept_rows"][: len(draws.rows)] = draws.rows
+    if len(draws.rows) < len(arrays["kept_rows"]):
+        arrays["kept_rows"][len(draws.rows) :] = 0
+    arrays["sequence"][:num_rows] = rows.sequence
     arrays["cu_seqlens"][1 : num_seqs + 1] = rows.ends
-    arrays["seq_lens"][:num_seqs] = plan.rows.seq_lens
     arrays["table_rows"][:num_seqs] = plan.table_rows
     arrays["num_given"][:num_seqs] = plan.num_given
+    arrays["num_draft_tokens"][:num_seqs] = draws.counts - 1
     arrays["stamp"][0] = stamp_of(plan.draft_step)
-    arrays["sequence"][:num_rows] = rows.sequence
-    arrays["token_index"][:num_rows] = rows.positions + 1
-    arrays["window_len"][:num_rows] = np.maximum(np.arange(num_rows) - first_row[rows.sequence], 0)
-    arrays["first_row"][:num_seqs] = first_row
-    arrays["num_draft_tokens"][:num_seqs] = counts - 1
-    fill_sampling(arrays, plan.sampling, num_seqs)
-    pad_target(arrays, num_rows, num_seqs, padding_row)
+    arrays["part_cu_seqlens"][1 : num_parts + 1] = parts.ends
+    arrays["seq_lens"][:num_parts] = parts.seq_lens
+    pad_forward(arrays, num_rows, num_seqs, num_parts, padding_row)
+
+
+def pad_draws(arrays: HostArrays, num_rows: int, num_seqs: int, padding_row: int) -> None:
+    """Everything from drawn row `num_rows` and sequence `num_seqs` on. padding_row: of the token table."""
+    if num_rows < len(arrays["sequence"]):
+        for name in ("token_index", "window_len"):
+            arrays[name][num_rows:] = 0
+        # Non-decreasing, as the draw wants it.
+        arrays["sequence"][num_rows:] = len(arrays["first_row"]) - 1
+    if num_seqs < len(arrays["first_row"]):
+        # A row that there is, whatever it drew.
+        arrays["first_row"][num_seqs:] = len(arrays["sequence"]) - 1
+        arrays["num_draft_tokens"][num_seqs:] = 0
+        arrays["table_rows"][num_seqs:] = padding_row
+        pad_sampling(arrays, num_seqs)
+
+
+def fill_draws(arrays: HostArrays, plan: TargetPlan, draws: Draws, padding_row: int) -> None:
+    """Write what a checked plan draws. padding_row: of the token table."""
+    num_rows, num_seqs = len(draws.rows), len(draws.counts)
+    arrays["sequence"][:num_rows] = draws.sequence
+    arrays["token_index"][:num_rows] = draws.token_index
+    arrays["window_len"][:num_rows] = draws.place
+    arrays["first_row"][:num_seqs] = draws.first
+    arrays["num_draft_tokens"][:num_seqs] = draws.counts - 1
+    arrays["table_rows"][:num_seqs] = plan.table_rows
+    pad_draws(arrays, num_rows, num_seqs, padding_row)
+    if draws.are_wanted is None:
+        fill_sampling(arrays, plan.sampling, num_seqs)
+    else:
+        pad_sampling(arrays, 0)
+        fill_sampling(arrays, plan.sampling, np.flatnonzero(draws.are_wanted))
 
 
 def fill_sampling(arrays: HostArrays, sampling: SamplingPlan, where: int | npt.NDArray[Any]) -> None:

@@ -4,6 +4,7 @@ from kimi_backend.runners.graphs.buckets import (
     Bucket,
     batch_sizes,
     chosen_batch_sizes,
+    prompt_buckets,
     proposal_buckets,
     query_lens,
     row_buckets,
@@ -71,3 +72,24 @@ def test_query_lens_end_with_the_longest() -> None:
     assert query_lens(1) == [1]
     assert query_lens(4) == [1, 2, 3, 4]
     assert query_lens(8) == [1, 2, 3, 4, 6, 8]
+
+
+def test_a_chunk_takes_a_prompts_bucket_and_a_verify_never_does() -> None:
+    buckets = [*row_buckets([16], 4, 2048), *prompt_buckets(16, 2048, 8)]
+    assert smallest_fitting(buckets, 16, 4, 19) == Bucket.of(16, 4)
+    chunk = smallest_fitting(buckets, 16, 5, 20)
+    assert chunk is not None and chunk.cuts_chunks and chunk.num_rows == 24
+    for num_rows in range(5, 2049):
+        found = smallest_fitting(buckets, 1, num_rows, num_rows)
+        assert found is not None and num_rows <= found.num_rows <= max(16, 3 * (num_rows - 1) // 2 + 1)
+    assert smallest_fitting(buckets, 1, 2049, 2049) is None
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "most", "most_parts"), [(8, 2048, 272), (16, 1024, 272), (64, 256, 272), (None, 2048, 48)]
+)
+def test_a_rank_of_few_heads_captures_more_rows(num_heads: int | None, most: int, most_parts: int) -> None:
+    buckets = prompt_buckets(16, 8192, num_heads)
+    assert (buckets[0].num_rows, buckets[0].num_parts) == (most, most_parts)
+    assert buckets[-1].num_rows == 16
+    assert prompt_buckets(16, 15, num_heads) == []

@@ -2,7 +2,7 @@
 function itself; tests/backend/runners/graphs/test_on_gpu.py replays CUDA graphs."""
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +14,14 @@ from kimi_backend.runners.graphs.recorder import EagerRecorder, Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import StaticArrays
 from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.plan_builder import store_proposals
-from kimi_backend.types.plan import AuxHandle, TargetPlan
+from kimi_backend.types.plan import TargetPlan
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
+from support.captured_steps import assert_equal_steps, step_in_order
 from support.masked_loop import MaskedLoop
 from support.plain_recorder import PlainRecorder
-from support.speculative_loop import SpeculativeLoop, Step
+from support.speculative_loop import SpeculativeLoop
 
 KINDS = ["mla31", "mla", "mha"]
 SETTING = Setting(kernels=KernelSet.reference())
@@ -29,19 +30,6 @@ GENERATOR = np.random.default_rng(0)
 
 def prompts(count: int) -> list[list[int]]:
     return [GENERATOR.integers(0, 96, GENERATOR.integers(3, 20)).tolist() for _ in range(count)]
-
-
-def assert_equal_steps(plain: Step, captured: Step) -> None:
-    """Replies of both runners, bit for bit, and the aux hidden states of every row."""
-    for ours, theirs in ((captured.target_reply, plain.target_reply), (captured.draft_reply, plain.draft_reply)):
-        assert ours is not None and theirs is not None
-        for field in fields(ours):
-            value, expected = getattr(ours, field.name), getattr(theirs, field.name)
-            if isinstance(expected, np.ndarray):
-                np.testing.assert_array_equal(value, expected, err_msg=field.name)
-                assert value.dtype == expected.dtype
-            elif isinstance(expected, AuxHandle):
-                assert torch.equal(value.tensor, expected.tensor)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,12 +248,3 @@ def test_masks_reach_the_last_row_of_a_short_prompt(
         monkeypatch.setattr(loop._target, "_launch_eagerly", None)
     reply = loop.step().target_reply
     assert reply.output_token_ids.tolist() == [[40], [41], [42], [43]]
-
-
-def step_in_order(loop: SpeculativeLoop, order: list[int]) -> Step:
-    """A step of some sequences only, as they stand in `order`."""
-    everyone = loop.sequences
-    loop.sequences = [everyone[index] for index in order]
-    step = loop.step()
-    loop.sequences = everyone
-    return step

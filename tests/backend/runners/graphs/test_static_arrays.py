@@ -42,6 +42,19 @@ def test_layouts_share_an_arena_and_keep_their_addresses() -> None:
     assert first.device["a"].tolist() != [7, 8]
 
 
+def test_one_copy_takes_arrays_of_two_layouts_whatever_their_sizes() -> None:
+    befores, layouts = ([ArrayLayout.of({"a": ((size,), np.int64)}) for size in sizes] for sizes in ((3, 70), (2, 9)))
+    arena = Arena(layouts, CPU, before=befores)
+    for before_layout in befores:
+        for layout in layouts:
+            before, arrays = StaticArrays(before_layout, arena, is_before=True), StaticArrays(layout, arena)
+            before.host["a"][:], arrays.host["a"][:] = 5, 6
+            arena.device.zero_()
+            arrays.upload(before=before)
+            assert bool((before.device["a"] == 5).all()) and bool((arrays.device["a"] == 6).all())
+            assert arena.device.count_nonzero() == len(before.host["a"]) + len(arrays.host["a"])
+
+
 def test_the_block_table_keeps_its_stride() -> None:
     table = StaticBlockTable(4, 8, CPU)
     address = table.tensor.data_ptr()

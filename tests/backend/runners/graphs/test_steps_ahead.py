@@ -167,7 +167,7 @@ def test_two_steps_in_flight_and_their_replies(is_captured: bool, monkeypatch: p
     second = behind(first, [2, 0])
     pending = [target.launch(first)]
     if not is_captured:
-        monkeypatch.setattr(target._graphs, "bucket_of", lambda plan: None)
+        monkeypatch.setattr(target._graphs, "find", lambda plan: None)
     pending.append(target.launch(second))
     replies = [each.wait() for each in pending]
     np.testing.assert_array_equal(replies[0].output_token_ids, expected_first.output_token_ids)

@@ -15,6 +15,7 @@ from kimi_backend.runners.graphs.draft_inputs import (
     fill_proposals,
     proposal_layout,
 )
+from kimi_backend.runners.graphs.parts import Parts
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.runners.step_runner import Launched
@@ -125,7 +126,7 @@ def test_draws_that_read_the_window(is_captured: bool, monkeypatch: pytest.Monke
         loop.step()
         monkeypatch.setattr(loop._target, "_launch_eagerly" if is_captured else "_launch_captured", None)
         if not is_captured:
-            monkeypatch.setattr(loop._target._graphs, "bucket_of", lambda plan: None)  # type: ignore[attr-defined]
+            monkeypatch.setattr(loop._target._graphs, "find", lambda plan: None)  # type: ignore[attr-defined]
     for _ in range(4):
         assert_equal_steps(*(loop.step() for loop in loops))
     assert max(map(sum, (s.accepted for s in loops[1].sequences))) > 0
@@ -229,7 +230,7 @@ def test_host_given_proposals_beside_device_given_ones(is_captured: bool, monkey
             loop.step()
     if not is_captured:
         for loop in loops:
-            monkeypatch.setattr(loop._target._graphs, "bucket_of", lambda plan: None)  # type: ignore[attr-defined]
+            monkeypatch.setattr(loop._target._graphs, "find", lambda plan: None)  # type: ignore[attr-defined]
     table = loops[1]._target.table  # type: ignore[attr-defined]
     for index in (0, 2):
         sequence = loops[1].sequences[index]
@@ -343,7 +344,8 @@ def test_numbers_worked_out_on_the_device() -> None:
         output_index=np.array([107, 7]),
     )
     drawn = torch.tensor([[0, 90, -1, -1, -1], [2, 41, 42, 43, -1], [1, 7, 8, -1, -1], [0] * 5], dtype=torch.int32)
-    fill_extension(extension.host, plan, RowArrays.of(plan.rows, 4), 0, 3)
+    places = RowArrays.of(plan.rows, 4)
+    fill_extension(extension.host, plan, places, Parts.of(plan.rows, places, rows), 0, 3)
     fill_proposals(proposals.host, plan, 3)
     extension.upload()
     proposals.upload()
