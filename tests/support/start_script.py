@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.server_installation import find_installation
+from kimi_client import KimiClient
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ROOT / "docker/start.sh"
@@ -31,11 +32,13 @@ class StartedServer:
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     def wait_until_healthy(self) -> None:
+        """Return when `kimi health`, a process each time, says so; until the models are there a client asks."""
         deadline = time.monotonic() + READY_WITHIN_S
-        while (done := self.health()).returncode != 0:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, done.stderr + self.log.read_text()
-            time.sleep(0.5)
+        with KimiClient(f"localhost:{self.grpc}") as client:
+            while not client.is_ready() or self.health().returncode != 0:
+                assert self.process.poll() is None, self.log.read_text()
+                assert time.monotonic() < deadline, self.log.read_text()
+                time.sleep(0.2)
 
 
 def _write_tritonserver(folder: Path) -> None:

@@ -67,8 +67,8 @@ def test_the_budgets_of_these_requests_are_used_up() -> None:
     assert max(forced_at) > MOST_UNREAD_TOKENS, "steps were launched ahead before"
 
 
-@pytest.mark.parametrize(("k", "overlaps"), [*((k, True) for k in range(8)), (0, False), (3, False)])
-def test_the_tokens_are_those_of_plain_decoding_for_every_k(k: int, overlaps: bool) -> None:
+@pytest.mark.parametrize(("k", "overlaps"), [(0, True), (1, True), (4, True), (7, True), (3, False)])
+def test_the_tokens_are_those_of_plain_decoding_at_any_k(k: int, overlaps: bool) -> None:
     assert run([replace(request, num_speculative_tokens=k) for request in REQUESTS], overlaps=overlaps) == EXPECTED
 
 
