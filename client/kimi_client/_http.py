@@ -54,6 +54,7 @@ class _HttpCall:
             connection.request("POST", f"{_PATH}/infer", header + body, headers)
         except (OSError, http.client.HTTPException) as error:
             self._error = _from_os_error(error)
+            connection.close()
 
     def __next__(self) -> Any:
         if self._error is not None:

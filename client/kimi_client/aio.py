@@ -1,6 +1,7 @@
 """The asyncio client: the same surface as `KimiClient`."""
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
@@ -59,17 +60,20 @@ class AsyncStream:
             except KimiClientError as error:
                 if await self._sends_again(error):
                     continue
-                self.cancel()
+                self._is_open = False
+                await _read_to_end(self._call)
                 raise
             self.chunks.append(chunk)
             self._is_open = not is_last
             yield chunk
+            if is_last:
+                await _read_to_end(self._call)
 
     async def _sends_again(self, error: KimiClientError) -> bool:
         pause_s = next(self._pauses, None) if may_retry(error) and not self.chunks else None
         if pause_s is None:
             return False
-        self._call.cancel()
+        await _read_to_end(self._call)
         await asyncio.sleep(pause_s)
         self._call = self._send(True)
         return True
@@ -95,6 +99,13 @@ class AsyncStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
+
+
+async def _read_to_end(call: AsyncCall) -> None:
+    """See the blocking client's."""
+    with contextlib.suppress(grpc.RpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
 
 
 class AsyncKimiClient:

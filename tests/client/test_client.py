@@ -48,10 +48,15 @@ class RpcFailure(grpc.RpcError):
 
 class Call:
     def __init__(self, replies):
-        self.replies, self.is_cancelled = iter(replies), False
+        self.replies, self.is_cancelled, self.is_at_end = iter(replies), False, False
+        Call.latest = self
 
     def __next__(self):
-        reply = next(self.replies)
+        try:
+            reply = next(self.replies)
+        except StopIteration:
+            self.is_at_end = True
+            raise
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -208,3 +213,15 @@ def test_leaving_a_stream_cancels_it_and_reading_it_to_its_end_does_not():
     with client.stream(text_input="x") as stream:
         assert stream.result().text == "def f"
     assert [call.is_cancelled for call in transport.calls] == [True, False]
+
+
+@both
+def test_an_ended_stream_is_read_to_its_end_and_not_given_up(run):
+    """Triton Server 24.10 would keep some of it."""
+    run(*ENDED, text_input="x")
+    assert Call.latest.is_at_end and not Call.latest.is_cancelled
+    with pytest.raises(InvalidRequest):
+        run(failure("INVALID_ARG: no"), text_input="x")
+    assert Call.latest.is_at_end and not Call.latest.is_cancelled
+    _, transport = run(*ENDED, refusals=[failure("UNAVAILABLE: full")], max_retries=1, text_input="x")
+    assert [(call.is_at_end, call.is_cancelled) for call in transport.calls] == [(True, False)] * 2
