@@ -102,7 +102,7 @@ class AsyncStream:
 
 
 async def _read_to_end(call: AsyncCall) -> None:
-    """See the blocking client's."""
+    """Take what follows a request's last message, as the blocking client does."""
     with contextlib.suppress(grpc.RpcError):
         while await call.read() is not grpc.aio.EOF:
             pass
