@@ -59,3 +59,18 @@ def test_windows_are_rounds_and_the_past_is_no_part_of_them() -> None:
 def test_a_weak_draft_that_was_always_weak_is_no_alarm() -> None:
     totals = Totals()
     assert not any(totals.add(1000, 0.2) for _ in range(6))
+
+
+def test_two_windows_are_no_past() -> None:
+    totals = Totals()
+    assert not totals.add(48, 0.8)
+    assert not totals.add(1000, 0.8)
+    assert not totals.add(1000, 0.3)
+
+
+def test_the_past_follows_within_some_ten_windows() -> None:
+    totals = Totals()
+    for share in [0.8] * 40 + [0.5] * 10:
+        assert not totals.add(1000, share)
+    assert not totals.add(1000, 0.33), "more than half of 0.6"
+    assert totals.add(1000, 0.28)

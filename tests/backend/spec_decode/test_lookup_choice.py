@@ -108,3 +108,10 @@ def test_a_collector_that_runs_while_memory_is_counted_waits_for_nobody() -> Non
     thread.join(30)
     assert not thread.is_alive()
     assert memory.num_bytes == 0
+
+
+def test_matches_of_32_tokens_and_more_are_counted_together() -> None:
+    pools = LookupChooser().pools
+    counted = [pools.of(Match(length, 5)) for length in (1, 2, 3, 4, 8, 16, 31, 32, 5000)]
+    assert len(set(map(id, counted))) == 6
+    assert counted[1] is counted[2] and counted[5] is counted[6] and counted[7] is counted[8]
