@@ -10,7 +10,7 @@ import pytest
 
 from kimi_backend.serving.request_limits import LIMITS
 from kimi_openai import body_values
-from kimi_openai.body_values import MOST_ELEMENTS, MOST_ENTRIES, check_values
+from kimi_openai.body_values import MOST_ELEMENTS, MOST_ENTRIES, PIECE_BYTES, check_values
 from kimi_openai.errors import ApiError
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kimi_openai.request_parsing import parse_body, shown
@@ -38,7 +38,7 @@ def counts(value: Any) -> tuple[int, int]:
     return entries + sum(one for one, _ in inside), max(0, len(value) - 1) + sum(other for _, other in inside)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2, 7, 2**18])
+@pytest.mark.parametrize("piece_bytes", [1, 2, 7, PIECE_BYTES])
 def test_bodies_are_counted_as_they_are_parsed(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_values, "SHORT_BYTES", 0)
     draw = random.Random(piece_bytes)
@@ -52,7 +52,7 @@ def test_bodies_are_counted_as_they_are_parsed(piece_bytes: int, monkeypatch: py
                 assert is_taken(body, piece_bytes) == (most == count), (value, name, count)
 
 
-def is_taken(body: bytes, piece_bytes: int = body_values.PIECE_BYTES) -> bool:
+def is_taken(body: bytes, piece_bytes: int = PIECE_BYTES) -> bool:
     try:
         asyncio.run(check_values(body, piece_bytes))
     except ApiError:
