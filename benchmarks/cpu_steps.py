@@ -1,6 +1,6 @@
 """Time steps of kimi-nano on a CPU, without a server: a verify of 1 to k + 1 rows, and a draft call of k tokens.
 
-    python benchmarks/cpu_steps.py [--k 0 1 2 3] [--temperature 1] [--repeats 15]
+    python benchmarks/cpu_steps.py [--checkpoint DIR] [--k 0 1 2 3] [--temperature 1] [--repeats 15]
 
 The plans of one request are recorded and run again and again, target and draft in turn; of each plan the fastest run
 counts, so that what else the machine does matters little. Noise is drawn once and kept, so its price is not in it.
@@ -9,6 +9,7 @@ counts, so that what else the machine does matters little. Noise is drawn once a
 import argparse
 import threading
 import time
+from pathlib import Path
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
@@ -92,17 +93,23 @@ def fastest_ms(target: TargetRunner, draft: DraftRunner, plans: Plans, repeats: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=NANO, help="with a draft in its folder draft")
     parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     settings = ServingSettings(
-        checkpoint=str(NANO), draft=str(NANO / "draft"), device="cpu", speculation_policy="fixed", max_model_len=1024
+        checkpoint=str(args.checkpoint),
+        draft=str(args.checkpoint / "draft"),
+        device="cpu",
+        speculation_policy="fixed",
+        max_model_len=1024,
+        max_speculative_tokens=max(args.k),
     )
     target, draft = load_pair(settings)
     assert draft is not None
-    tokenizer, plans = load_tokenizer(str(NANO)), Plans()
+    tokenizer, plans = load_tokenizer(str(args.checkpoint)), Plans()
     engine = Engine(RecordedTarget(target, plans), RecordedDraft(draft, plans), settings=scheduler_settings(settings))
     engine.start()
     engine.wait_until_ready(READY_TIMEOUT_S)

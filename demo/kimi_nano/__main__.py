@@ -26,9 +26,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--draft-seconds", type=float, default=70.0, help="of steps; compilation comes on top")
     train.add_argument("--target-steps", type=int, default=0, help="instead of seconds")
     train.add_argument("--unloop-seconds", type=float, default=45.0, help="against loops in what the target writes")
+    train.add_argument("--unloop-steps", type=int, default=0, help="instead of seconds")
     train.add_argument("--draft-steps", type=int, default=0, help="instead of seconds")
     train.add_argument("--device", default="auto")
     train.add_argument("--no-compile", action="store_true")
+    train.add_argument("--grow-from", type=Path, help="a trained target's folder to begin with")
+    kinds = [kind.value for kind in DraftKind]
+    train.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="of drafts")
     train.add_argument("--pack", type=Path, help="also put archives of the results here")
     unloop = commands.add_parser("unloop", help="train a finished target on, against loops in what it writes")
     unloop.add_argument("checkpoint", type=Path, help="the target's folder")
@@ -110,11 +114,20 @@ def _train(args: argparse.Namespace) -> None:
         recipe=RECIPES[args.recipe],
         target=Budget(seconds=args.target_seconds, steps=args.target_steps),
         drafts=Budget(seconds=args.draft_seconds, steps=args.draft_steps),
-        unloop=Budget(seconds=args.unloop_seconds),
+        unloop=Budget(seconds=args.unloop_seconds, steps=args.unloop_steps),
         seed=args.seed,
+        kinds=tuple(DraftKind(kind) for kind in args.kinds),
     )
     device, compiles = _device(args.device), not args.no_compile
-    train(args.data, args.out, run, device=device, compiles=compiles, pack_to=args.pack)
+    train(
+        args.data,
+        args.out,
+        run,
+        device=device,
+        compiles=compiles,
+        grow_from=args.grow_from,
+        pack_to=args.pack,
+    )
 
 
 def _unloop(args: argparse.Namespace) -> None:

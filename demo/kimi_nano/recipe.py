@@ -1,7 +1,7 @@
 """The sizes of the models and how long each stage of training takes."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kimi_backend.checkpoint.presets import (
@@ -176,6 +176,17 @@ NANO = Recipe(
     draft_batch_tokens=32768,
 )
 
+NANO_DEEP = replace(
+    NANO,
+    text=NANO.text | {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    num_layers=20,
+    peak_lr=2e-3,
+    generated_sequences=6144,
+    unloop=UnloopRecipe(peak_lr=1e-3, plain_share=0.0, batch_tokens=32768),
+)
+"""A target whose step outweighs its draft's and the calls, to be grown from a trained NANO: it has read the corpus, so
+training against loops begins at once."""
+
 MICRO = Recipe(
     text={
         "hidden_size": 64,
@@ -213,7 +224,7 @@ MICRO = Recipe(
 )
 """Everything in small, for tests: seconds on a CPU."""
 
-RECIPES: dict[str, Recipe] = {"nano": NANO, "micro": MICRO}
+RECIPES: dict[str, Recipe] = {"nano": NANO, "nano-deep": NANO_DEEP, "micro": MICRO}
 
 
 def sizes(config: KimiModelConfig | Eagle3DraftConfig) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from kimi_nano.export import (
     write_target,
 )
 from kimi_nano.generate import generate
+from kimi_nano.grow import grow
 from kimi_nano.pace import write_json
 from kimi_nano.recipe import Recipe, Run
 from kimi_nano.sharpen import sharpen_file
@@ -33,6 +34,8 @@ from kimi_nano.train_drafts import Drafts, draft_batches, make_drafts, train_dra
 from kimi_nano.train_target import held_out_loss, train_target
 from kimi_nano.unloop import unloop
 
+READ_FOLDER = "kimi-nano-read"
+"""The target before it is trained against its loops: what `unloop --teacher` takes."""
 ALIGNED_WINDOWS = 32
 WATCHED_FILES = 48
 """Held-out files whose loss is measured while training."""
@@ -42,12 +45,20 @@ TEMPERATURES = (1.0, 1.0, 0.0, 0.6)
 
 
 def train(
-    data: Path, out: Path, run: Run, *, device: torch.device, compiles: bool, pack_to: Path | None = None
+    data: Path,
+    out: Path,
+    run: Run,
+    *,
+    device: torch.device,
+    compiles: bool,
+    grow_from: Path | None = None,
+    pack_to: Path | None = None,
 ) -> None:
     """Train everything that `run` names and write checkpoints, curves and a log of the run into `out`.
 
     Args:
         data: what `dataset.prepare` wrote.
+        grow_from: a trained target's folder to begin with, see `grow`; left out, the target begins with random weights.
         pack_to: also pack what there is after each stage, see `pack`.
     """
     torch.manual_seed(run.seed)
@@ -55,7 +66,10 @@ def train(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     dataset = load(data)
     corpus = Windows(dataset.train, device, run.seed)
-    target = NanoTarget(run.recipe.target_config()).to(device)
+    target = NanoTarget(run.recipe.target_config())
+    if grow_from:
+        grow(target, read_target(grow_from))
+    target.to(device)
     if compiles:
         target.compile_layers()
     out.mkdir(parents=True, exist_ok=True)
@@ -64,9 +78,14 @@ def train(
     _say(started, f"{len(dataset.train):,} training tokens, {facts['target_parameters']:,} parameters on {device}")
     watched = list(dataset.held_out.values())[:WATCHED_FILES]
     curve, losses = train_target(target, corpus, run, dtype, watched)
+    write_target(out / READ_FOLDER, target, run.recipe, data / "tokenizer")
+    if pack_to:
+        pack(out, pack_to)
+    _say(started, f"target has read; held-out nats a token: {losses}")
     rows = _unloop(target, corpus, run, dtype, data / "tokenizer")
     write_target(out / TARGET_FOLDER, target, run.recipe, data / "tokenizer")
     bake(target)
+    losses["int4_after_unloop"] = held_out_loss(target, watched, dtype)
     facts |= {"target_steps": len(curve.rows) + 1, "target_seconds": curve.rows[-1]["seconds"], "losses": losses}
     record: dict[str, Any] = {"facts": facts, "target": curve.rows, "unloop": rows}
     write_json(out / "training.json", record)
@@ -248,13 +267,14 @@ def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype,
 
 
 def pack(out: Path, to: Path) -> None:
-    """One archive of the target and one of the drafts, for carrying them away; other files beside them."""
+    """One archive of each target and one of the drafts, as far as they are written; other files beside them."""
     to.mkdir(parents=True, exist_ok=True)
     folder = out / TARGET_FOLDER
-    with tarfile.open(to / "target.tar", "w") as archive:
-        for file in sorted(folder.iterdir()):
-            if file.is_file():
-                archive.add(file, f"{TARGET_FOLDER}/{file.name}")
+    for name, source in (("read.tar", out / READ_FOLDER), ("target.tar", folder)):
+        with tarfile.open(to / name, "w") as archive:
+            for file in sorted(source.glob("*")):
+                if file.is_file():
+                    archive.add(file, f"{source.name}/{file.name}")
     with tarfile.open(to / "drafts.tar", "w") as archive:
         for name in DRAFT_FOLDERS.values():
             if (folder / name).is_dir():
