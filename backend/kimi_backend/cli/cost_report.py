@@ -7,7 +7,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kimi_backend.runners.cost_file import newest_costs
 from kimi_backend.spec_decode.acceptance import chances
 from kimi_backend.spec_decode.round_times import RoundTimes
 from kimi_backend.spec_decode.row_choice import choose_rows
@@ -25,6 +24,8 @@ Report = dict[str, Any]
 
 def kept_costs_report(checkpoint: Path, draft: Path | None) -> Report | None:
     """The costs that were kept last for these checkpoints, by this version; None where there are none."""
+    from kimi_backend.runners.cost_file import newest_costs  # torch, which who asks a server does without
+
     given = {"checkpoint": str(checkpoint.resolve()), "draft": "" if draft is None else str(draft.resolve())}
     found = {role: newest_costs(role, given) for role in ("target", "draft")}
     kept = {role: costs for role, costs in found.items() if costs is not None}
