@@ -11,7 +11,7 @@ from serving_suite.recorded_acceptance import kept_by_place
 
 
 def test_a_place_is_known_from_who_was_there_or_before_it() -> None:
-    """Of two runs over one text: 3 of 3 kept, then 0 of 1; and 1 of 1, then 2 of 7."""
+    """Two runs over one text kept 3 of 3, then 0 of 1; and 1 of 1, then 2 of 7."""
     assert kept_by_place([[(3, 3), (1, 0)], [(1, 1), (7, 2)]]) == [3, 2, 2, 1, 0]
 
 

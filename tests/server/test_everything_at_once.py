@@ -122,7 +122,7 @@ def check(value):
 
 
 def contents(reply):
-    """What must not depend on k or on the protocol."""
+    """The part of a reply that depends neither on k nor on the protocol."""
     scores = [(each.token_id, round(each.logprob, 4), [token for token, _ in each.top]) for each in reply.logprobs]
     return (
         reply.text,

@@ -1,4 +1,4 @@
-"""What tests of captured steps compare, and in which order their sequences step."""
+"""Comparison of captured steps with plain ones, and steps of some sequences in an order."""
 
 from dataclasses import fields
 

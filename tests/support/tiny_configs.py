@@ -106,6 +106,17 @@ QUANTIZATION_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+HOPPER_WIDTHS = {
+    "num_attention_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_size": 256,
+}
+"""Kimi-K2's widths of attention, which Hopper's kernels are for, in a model that is small otherwise."""
+
+
 def target_json(quantization: str = "none", **fields: Any) -> dict[str, Any]:
     """A tiny target's config.json. `fields` replace or add entries."""
     config: dict[str, Any] = {

@@ -246,6 +246,14 @@ def ask(compiler: GrammarCompiler, form: Form, tokenizer: Tokenizer, name: str =
     return compiler.request(Grammar(form, name), tokenizer.vocab_size)
 
 
+def test_the_limits_are_those_of_the_page() -> None:
+    limits, page = CompileLimits(), NANO.parents[1] / "docs" / "structured_output.md"
+    words = {1: "one", 2: "two"}
+    said = f"{limits.first_try_s:g} s of processor time in one of {words[limits.num_processes]} processes of their own"
+    bounds = f"then {limits.timeout_s:g} s in a third; {limits.most_bytes // 2**30} GiB"
+    assert f"{said}, {bounds}" in page.read_text()
+
+
 def test_a_grammar_is_ended_that_takes_too_long() -> None:
     """Others go on meanwhile, the process that ended is replaced, and each request hears of its own field."""
     tokenizer = load_tokenizer(NANO)
@@ -263,7 +271,7 @@ def test_a_grammar_is_ended_that_takes_too_long() -> None:
 
 
 def test_grammars_that_take_long_make_room_for_others() -> None:
-    """As many of them as there are processes, and more: what is quick waits for their first tries only."""
+    """There are more of them than processes, and a quick one waits for their first tries only."""
     tokenizer = load_tokenizer(NANO)
     compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.5, timeout_s=120))
     try:

@@ -16,20 +16,12 @@ from support.device_kernels import device_kernel_set
 from support.draft_steps import build_draft
 from support.target_steps import build_target
 from support.tiny_checkpoints import random_draft, random_target
-from support.tiny_configs import draft_config, target_config
+from support.tiny_configs import HOPPER_WIDTHS, draft_config, target_config
 
 pytestmark = pytest.mark.gpu
 
 AUX_LAYER_IDS = (1, 2, 3)
 NUM_SEQS, QUERY_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_LEN = 5, 4, 64, 64, 512
-WIDTHS = {
-    "num_attention_heads": 16,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "hidden_size": 256,
-}
 
 
 def kernel_set() -> KernelSet:
@@ -101,7 +93,7 @@ def assert_replays_equal_eager_runs(step: StaticStep, pool: torch.Tensor, run: C
 
 @torch.inference_mode()
 def test_a_target_step() -> None:
-    config, kernels, device = target_config(**WIDTHS, num_hidden_layers=3), kernel_set(), torch.device("cuda")
+    config, kernels, device = target_config(**HOPPER_WIDTHS, num_hidden_layers=3), kernel_set(), torch.device("cuda")
     target = build_target(config, random_target(config), kernels, device, torch.bfloat16)
     pool = torch.empty(target.kv_pool_shape(NUM_BLOCKS, BLOCK_SIZE), dtype=torch.bfloat16, device=device)
     step = StaticStep(kernels, target.num_heads)
@@ -117,8 +109,8 @@ def test_a_target_step() -> None:
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
 @torch.inference_mode()
 def test_a_draft_step(kind: str) -> None:
-    target, kernels, device = target_config(**WIDTHS, num_hidden_layers=3), kernel_set(), torch.device("cuda")
-    fields = WIDTHS if kind != "mha" else {"hidden_size": 256, "num_key_value_heads": 4, "head_dim": 128}
+    target, kernels, device = target_config(**HOPPER_WIDTHS, num_hidden_layers=3), kernel_set(), torch.device("cuda")
+    fields = HOPPER_WIDTHS if kind != "mha" else {"hidden_size": 256, "num_key_value_heads": 4, "head_dim": 128}
     config = draft_config(kind, target, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS), **fields)
     draft = build_draft(config, random_draft(config), kernels, device, torch.bfloat16)
     pool = torch.empty(draft.kv_pool_shape(NUM_BLOCKS, BLOCK_SIZE), dtype=torch.bfloat16, device=device)

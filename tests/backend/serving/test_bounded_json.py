@@ -1,8 +1,6 @@
 """JSON of a stranger has the value that `json.loads` gives it, up to a number of values, and lets other threads run."""
 
 import json
-import sys
-import threading
 from typing import Any
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.serving.bounded_json import MOST_VALUES, parse_json
 from kimi_backend.serving.incoming import read_parameters
+from support.thread_turns import turns_beside
 
 TEXTS = [
     "null",
@@ -46,23 +45,8 @@ def test_so_many_values_and_no_more(make: Any) -> None:
 
 
 def test_other_threads_run_meanwhile() -> None:
-    text, turns, is_over, interval_s = json.dumps([[]] * MOST_VALUES), 0, threading.Event(), sys.getswitchinterval()
-
-    def parse() -> None:
-        parse_json("messages", text)
-        is_over.set()
-
-    thread = threading.Thread(target=parse)
-    sys.setswitchinterval(1e-4)
-    try:
-        thread.start()
-        while not is_over.is_set():
-            is_over.wait(1e-5)
-            turns += 1
-    finally:
-        sys.setswitchinterval(interval_s)
-        thread.join()
-    assert turns > 20, "a call in C allows one or two"
+    text = json.dumps([[]] * MOST_VALUES)
+    assert turns_beside(lambda: parse_json("messages", text)) > 20
 
 
 def test_a_request_has_a_thousand_parameters_at_most() -> None:

@@ -71,7 +71,7 @@ DEAR_ROWS = linear_costs(1500, 300), linear_costs(700, 10, 30)
 def test_a_draft_is_found_out_with_as_many_tokens_as_cost_least(
     costs: tuple[StepCosts, StepCosts], num_kept: int, num_rounds: int, num_chosen: int
 ) -> None:
-    """What little was seen does not pay. Where the draft's call is dear and further tokens are not, three may."""
+    """A little was seen, and does not pay. Where the draft's call is dear and further tokens are not, three may."""
     policy = AdaptivePolicy(*costs)
     for index in range(num_rounds):
         policy._pools[0].record(1, int(index < num_kept))

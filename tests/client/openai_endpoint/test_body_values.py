@@ -1,4 +1,4 @@
-"""What a body holds is counted as a parser would, wherever its text is cut; many errors cost as much as one."""
+"""The values of a body are counted as a parser would, wherever its text is cut; many errors cost as much as one."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from kimi_backend.serving.request_limits import LIMITS
 from kimi_openai import body_values
-from kimi_openai.body_values import MOST_ELEMENTS, MOST_ENTRIES, PIECE_BYTES, check_values
+from kimi_openai.body_values import PIECE_BYTES, check_values
 from kimi_openai.errors import ApiError
 from kimi_openai.request_fields import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kimi_openai.request_parsing import parse_body, shown
@@ -63,15 +63,33 @@ def is_taken(body: bytes, piece_bytes: int = PIECE_BYTES) -> bool:
 @pytest.mark.parametrize(
     ("value", "passes"),
     [
-        (b"[" + b",".join([b"1"] * MOST_ELEMENTS) + b"]", True),
-        (b"[" + b",".join([b"1"] * (MOST_ELEMENTS + 2)) + b"]", False),
-        (b"[" + b",".join([b"[]"] * (MOST_ENTRIES - 1)) + b"]", True),
-        (b"[" + b",".join([b"[]"] * MOST_ENTRIES) + b"]", False),
+        (b"[" + b",".join([b"1"] * 524_288) + b"]", True),
+        (b"[" + b",".join([b"1"] * 524_290) + b"]", False),
+        (b"[" + b",".join([b"[]"] * 32_767) + b"]", True),
+        (b"[" + b",".join([b"[]"] * 32_768) + b"]", False),
         (json.dumps("a, b: [c], " * 10**5).encode(), True),
     ],
 )
 def test_so_many_values_may_be(value: bytes, passes: bool) -> None:
     assert is_taken(value) == passes
+
+
+def test_others_have_their_turns_while_a_long_body_is_counted() -> None:
+    turns = 0
+
+    async def beside() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def count() -> None:
+        other = asyncio.create_task(beside())
+        await check_values(json.dumps("a" * 2**21).encode())
+        other.cancel()
+
+    asyncio.run(count())
+    assert turns >= 64
 
 
 @pytest.mark.parametrize(

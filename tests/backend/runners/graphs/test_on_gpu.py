@@ -29,19 +29,12 @@ from support.masked_loop import MaskedLoop
 from support.nano_runs import nano_requests, nano_settings
 from support.random_policy import RandomPolicy
 from support.speculative_loop import SpeculativeLoop, Step
+from support.tiny_configs import HOPPER_WIDTHS
 
 pytestmark = pytest.mark.gpu
 
 logger = logging.getLogger(__name__)
 
-WIDTHS = {
-    "num_attention_heads": 16,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "hidden_size": 256,
-}
 # Few shapes, because each costs a second to compile; 2 and 5 sequences are padded.
 LIMITS = RunnerLimits(
     max_num_batched_tokens=512,
@@ -78,7 +71,7 @@ def loop(
 ) -> SpeculativeLoop:
     generator = np.random.default_rng(len(ks))
     prompts = [generator.integers(0, 96, generator.integers(3, 80)).tolist() for _ in ks]
-    target, draft = runner_pair(where or setting(), kind, recorder, **WIDTHS)
+    target, draft = runner_pair(where or setting(), kind, recorder, **HOPPER_WIDTHS)
     return make(target, draft, prompts, list(ks), **fields)
 
 
@@ -212,7 +205,7 @@ def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str, acts_at_ra
     ]
     runs = []
     for recorder in (graph_recorder(), EagerRecorder()):
-        pair = runner_pair(setting(kernels=ACCEPTING), kind, recorder, **WIDTHS)
+        pair = runner_pair(setting(kernels=ACCEPTING), kind, recorder, **HOPPER_WIDTHS)
         harness = EngineHarness(*pair, SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=512))
         if acts_at_random:
             harness.core.scheduler.policy = RandomPolicy(5)
@@ -243,7 +236,7 @@ def test_steps_launched_ahead_draw_what_steps_in_lockstep_do() -> None:
     graphs that do not, and as plain calls. Blocks of 64 tokens are begun under way."""
     texts = []
     for recorder, launch_ahead in ((graph_recorder(), False), (graph_recorder(), True), (EagerRecorder(), True)):
-        target, _ = runner_pair(setting(), "mla31", recorder, **WIDTHS)
+        target, _ = runner_pair(setting(), "mla31", recorder, **HOPPER_WIDTHS)
         launched = []
         launch = target.launch
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kimi_backend.runners.graphs.buckets import Bucket, prompt_buckets, smallest_fitting
-from kimi_backend.runners.graphs.parts import EVEN_ROWS, Parts, excess_products
+from kimi_backend.runners.graphs.parts import Parts, excess_products, is_worth_cutting
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import RowPlan
 from kimi_kernels.attention_batch import AttentionBatch
@@ -65,9 +65,24 @@ def test_a_bucket_has_room_for_the_parts_of_any_step(num_heads: int | None) -> N
 
 
 def test_only_many_rows_over_many_keys_multiply_more() -> None:
-    assert excess_products(row_plan([EVEN_ROWS, 1], [10**6, 10**6]), 8) == 0
-    assert excess_products(row_plan([EVEN_ROWS + 100], [10_000 + (EVEN_ROWS + 100) // 2]), 8) == 100 * 10_000 * 8
+    assert excess_products(row_plan([170, 1], [10**6, 10**6]), 8) == 0
+    assert excess_products(row_plan([270], [10_135]), 8) == 100 * 10_000 * 8
     assert excess_products(row_plan([2048], [10**6]), None) == 0
+
+
+@pytest.mark.parametrize(("num_rows", "num_keys"), [(2048, 2233), (256, 48_770)])
+def test_chunks_that_would_multiply_much_more_stay_whole(num_rows: int, num_keys: int) -> None:
+    """The bound is 1,024 * 32,768 rows * keys * heads: with 8 heads 2,233 and 48,770 keys at the chunk's middle."""
+    bucket = prompt_bucket(num_rows, 1, 8)
+    for more, is_worth in ((0, True), (1, False)):
+        assert is_worth_cutting(row_plan([num_rows], [num_keys + num_rows // 2 + more]), bucket, 8) == is_worth
+    assert is_worth_cutting(row_plan([1], [10**6]), Bucket.of(1, 1), 8)
+
+
+def test_prompt_buckets_begin_at_16_rows() -> None:
+    sizes = [2048, 1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16]
+    assert [bucket.num_rows for bucket in prompt_buckets(4, 8192, 8)] == sizes
+    assert [bucket.num_rows for bucket in prompt_buckets(4, 8192, 64)] == sizes[6:]
 
 
 CASES = [

@@ -12,17 +12,10 @@ from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
 from support.captured_steps import assert_equal_steps, step_in_order
 from support.speculative_loop import SpeculativeLoop
+from support.tiny_configs import HOPPER_WIDTHS
 
 pytestmark = pytest.mark.gpu
 
-WIDTHS = {
-    "num_attention_heads": 16,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "hidden_size": 256,
-}
 LIMITS = RunnerLimits(
     max_num_batched_tokens=512,
     max_num_seqs=6,
@@ -49,7 +42,7 @@ def loop(kind: str, recorder: Recorder | None, **fields: Any) -> SpeculativeLoop
     )
     generator = np.random.default_rng(1)
     prompts = [generator.integers(0, 96, length).tolist() for length in LENGTHS]
-    return SpeculativeLoop(*runner_pair(setting, kind, recorder, **WIDTHS), prompts, KS, temperature=1.0, seed=3)
+    return SpeculativeLoop(*runner_pair(setting, kind, recorder, **HOPPER_WIDTHS), prompts, KS, temperature=1.0, seed=3)
 
 
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
