@@ -267,7 +267,7 @@ def test_prompt_steps_are_measured_both_ways() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_tiny_slice_runs_through_the_engine(tmp_path: Path, num_ranks: int) -> None:
-    """As a whole, and as one of four ranks would run it."""
+    """The slice runs as a whole, and as one of four ranks would run it."""
     command = [sys.executable, "benchmarks/slice.py", "--preset", "tiny", "--layers", "2,3"]
     batches = [1, 2] if num_ranks == 1 else [2]
     command += ["--batches", ",".join(map(str, batches))]

@@ -1,4 +1,4 @@
-"""What a load's summary says of the server it ran against."""
+"""A load's summary describes the server it ran against."""
 
 from typing import Any
 

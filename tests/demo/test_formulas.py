@@ -21,7 +21,7 @@ def test_rounding_in_training_is_the_files_rounding() -> None:
 
 
 def test_training_can_go_on_from_rounded_weights() -> None:
-    """What a file holds, taken up again, rounds to itself; rounding it once more does not."""
+    """The weights of a file, taken up again, round to themselves; rounding them once more does not."""
     baked = fake_int4(torch.randn(3, 64, 192, generator=torch.Generator().manual_seed(0)))
     again = fake_int4(rounding_source(baked)) != baked
     assert (fake_int4(baked) != baked).float().mean() > 0.3

@@ -1,4 +1,4 @@
-"""What docker/ names exists: settings, paths, ports, flags, models, metrics. No docker engine is needed."""
+"""Everything that docker/ names exists: settings, paths, ports, flags, models, metrics. No docker engine is needed."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""What docker/start.sh asks before it starts the server, without one: room in /dev/shm, and which options it knows."""
+"""docker/start.sh checks before it starts the server, and without one: room in /dev/shm, and which options it knows."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is declared in code and repeated in docs/ or config.pbtxt says the same in both places."""
+"""Declarations in code that docs/ or config.pbtxt repeat say the same in both places."""
 
 import importlib.util
 from pathlib import Path

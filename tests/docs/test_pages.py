@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = pages()
 MOST_CHARACTERS, MOST_LINES, MOST_LINES_OF_A_DECISION = 120, 250, 80
 TABLES_OF_THE_CODE = {"docs/protocol.md", "docs/settings.md", "docs/metrics.md", "docs/openai.md"}
-"""As long as what they list."""
+"""Pages that are as long as what they list."""
 FENCE = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""What the documents point at exists: files, headings, and the options of commands."""
+"""Everything that the documents point at exists: files, headings, and the options of commands."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def text_of(document):
 
 @functools.cache
 def anchors_of(document):
-    """What GitHub makes of the headings; a repeated one gets a number."""
+    """The anchors that GitHub makes of the headings; a repeated one gets a number."""
     anchors, seen = set(), {}
     for heading in re.findall(r"^#+ +(.+?) *$", FENCE.sub("", text_of(document)), re.M):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")

@@ -1,4 +1,4 @@
-"""What the compiler makes of the expert and linear kernels for an H100: no GPU needed."""
+"""The expert and linear kernels are compiled for an H100 and judged by their machine code: no GPU needed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the compiler makes of the sampling kernels for an H100: no GPU needed."""
+"""The sampling kernels are compiled for an H100 and judged by their machine code: no GPU needed."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 REGISTERS = 65_536
-"""Of a multiprocessor."""
+"""The registers of a multiprocessor."""
 
 
 @pytest.fixture(scope="module")

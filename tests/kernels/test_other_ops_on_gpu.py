@@ -85,7 +85,7 @@ def test_rope_activation_and_cache_writes(rows: int, interleaved: bool) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 256])
 def test_a_narrow_layers_second_half(rows: int) -> None:
-    """Of a rank of eight; gate and up come in float32, beside the router's logits."""
+    """The shapes are those of a rank of eight; gate and up come in float32, beside the router's logits."""
     kernels = KernelSet.triton()
     gate_up = torch.randn(rows, 896, device="cuda")[:, 384:]
     weight = kernels.pack_linear((torch.randn(7168, 256, device="cuda") / 16).bfloat16())

@@ -55,7 +55,7 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text, after=0):
-        """Where the text ends."""
+        """Return where the text ends."""
         self._read_until(lambda: text in self.seen[after:])
         return self.seen.index(text, after) + len(text)
 
@@ -92,7 +92,7 @@ def terminal(url, tmp_path):
 
 
 READY = "\x1b[?2004h"
-"""What prompt_toolkit writes when it takes a line: pasted text comes in brackets."""
+"""prompt_toolkit writes this when it takes a line: pasted text comes in brackets."""
 CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 
 

@@ -21,7 +21,7 @@ from support.streams import control, reload, wait_for_speculation
 pytestmark = pytest.mark.gpu
 
 KILLED_TOKENS = 150
-"""Of a stream that is under way when a runner is killed."""
+"""The length of a stream that is under way when a runner is killed."""
 KV_TOKENS = 16_384
 FOLLOWS = "target and draft wait for each other on the GPU"
 SHARED, SENT = "aux hidden states stay on the GPU", "aux hidden states travel as tensors"

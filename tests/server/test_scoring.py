@@ -28,7 +28,7 @@ def scored(url):
 
 
 def test_scores_are_those_of_drawing_the_same_tokens(url, scored):
-    """What a request draws and is told of, another one that has it as its prompt is told too."""
+    """A request that has as its prompt what another one drew is told the same scores."""
     with KimiClient(url) as direct:
         fields = {"temperature": 0.0, "logprobs": 2, "max_tokens": 8, "return_token_ids": True, "ignore_eos": True}
         drawn = direct.generate(input_ids=PROMPT, num_speculative_tokens=3, **fields)

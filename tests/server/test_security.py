@@ -1,4 +1,4 @@
-"""What a stranger on the network can do to a server that `kimi serve` starts: the attacks of `scripts/attack.py`."""
+"""A stranger on the network cannot break a server that `kimi serve` starts: the attacks of `scripts/attack.py`."""
 
 import pytest
 

@@ -22,7 +22,7 @@ FIELDS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of the server's log and of what its runners note."""
+    """The folder of the server's log and of what its runners note."""
     return tmp_path_factory.mktemp("board")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-"""Where it is installed; None: nowhere."""
+"""The path of the browser; None: it is not installed."""
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update"),
@@ -116,7 +116,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **{k: v for k, v in held.items() if k != "text"})
 
     def screenshot(self) -> bytes:
-        """What is on the screen, as a PNG."""
+        """The screen, as a PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
 

@@ -24,13 +24,13 @@ MHA_FIELDS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how a pair of runners computes."""
+    """The device, types and sizes with which a pair of runners computes."""
 
     kernels: KernelSet
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
-    """Of the pools; None: dtype."""
+    """The pools' dtype; None: dtype."""
     kv_scale: float = 1.0
     limits: RunnerLimits = LIMITS
     num_blocks: int = NUM_BLOCKS

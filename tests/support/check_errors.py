@@ -6,7 +6,7 @@ class WrongTokensError(AssertionError):
 
 
 class WrongCountsError(AssertionError):
-    """What a request was told about its tokens is not what it got."""
+    """A request was told other counts of its tokens than it got."""
 
 
 class RejectedDraftError(AssertionError):

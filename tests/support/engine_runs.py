@@ -21,7 +21,7 @@ from support.scripted_models import connect
 
 @dataclass
 class Outcome:
-    """What one request got."""
+    """Everything that one request got."""
 
     request: GenerateRequest
     sequence: EngineSequence

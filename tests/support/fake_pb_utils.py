@@ -1,4 +1,4 @@
-"""As much of Triton Server's Python utilities as `serving` uses, in this process."""
+"""The part of Triton Server's Python utilities that `serving` uses, in this process."""
 
 import numpy as np
 

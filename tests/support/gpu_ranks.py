@@ -1,4 +1,4 @@
-"""What each rank, a process with a GPU of its own, does in the gpu tests of tensor parallelism."""
+"""The work of each rank, a process with a GPU of its own, in the gpu tests of tensor parallelism."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,8 +26,8 @@ from support.joined_ranks import check_collectives
 from support.target_steps import TargetSteps
 
 MAX_RMS_ERROR, MAX_MEAN_ERROR = 0.08, 0.015
-"""Of a row, and of all rows on average: activations and terms of sums are rounded to bf16. Between one rank and two the
-reference kernels differ by 0.040 and 0.008 at these widths; what is wrong differs by far more."""
+"""Bounds for a row, and for all rows on average: activations and terms of sums are rounded to bf16. Between one rank
+and two the reference kernels differ by 0.040 and 0.008 at these widths; what is wrong differs by far more."""
 SPLITS = [200, 77, 16, 4, 1]
 """Prefill chunks, verify rows, a single row."""
 AUX_LAYER_IDS = (1, 2, 3)

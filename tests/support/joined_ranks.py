@@ -1,4 +1,4 @@
-"""What a process of a tensor-parallel group does in tests of joining, apart from serving a model."""
+"""The work of a process of a tensor-parallel group in tests of joining, apart from serving a model."""
 
 import os
 from pathlib import Path

@@ -41,7 +41,7 @@ K = 3
 
 
 class _H100:
-    """What the launcher asks of a driver before it compiles."""
+    """A driver that answers what the launcher asks before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -17,7 +17,7 @@ STUCK_S = 60.0
 
 
 class _Meeting:
-    """Where ranks exchange tensors."""
+    """The place where ranks exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.turn = threading.Lock()
@@ -59,7 +59,7 @@ class LockstepRank:
 
 
 def run_ranks(size: int, work: Callable[[TensorParallelGroup], Result]) -> list[Result]:
-    """What `work` returns on each rank. One rank's failure fails all."""
+    """The results of `work`, one a rank. One rank's failure fails all."""
     meeting = _Meeting(size)
 
     def run(rank: int) -> Result:

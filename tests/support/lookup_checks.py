@@ -1,4 +1,4 @@
-"""What a sequence's text proposes, by its definition, and a check of every verify against it."""
+"""The proposals of a sequence's text, by their definition, and a check of every verify against them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -27,7 +27,7 @@ class LoopbackPeers:
         self.steps: Counter[str] = Counter()
         """By kind: verify, draft, and those whose tokens only the token table has: behind, follow."""
         self.problems: list[Exception] = []
-        """Of the other rank, which would have ended; an engine only sees a runner that fails, and goes on without."""
+        """Failures of the other rank, which would have ended; an engine only sees a runner that fails."""
 
     def run(self, plan: TargetPlan | DraftPlan, aux: torch.Tensor | None = None) -> AbstractContextManager[None]:
         self.steps[_kind(plan)] += 1

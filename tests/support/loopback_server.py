@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 SECRET = bytes(range(SECRET_BYTES))
-"""Of every loopback."""
+"""The secret of every loopback."""
 
 
 class LoopbackServer:

@@ -118,7 +118,7 @@ class NaiveDraft:
         return head @ normed, normed if self.config.norm_output else stream
 
     def _remember(self, first: torch.Tensor, second: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of this layer's rows so far, this one included."""
+        """This layer's rows so far, this one included."""
         self.rows[-1].append((first, second))
         layer = len(self.rows[-1]) - 1
         return [row[layer] for row in self.rows]

@@ -23,7 +23,7 @@ from support.nano_runs import NANO
 K = 3
 MAX_TOKENS = 96
 FAILS_BELOW = 0.95
-"""Of the reference."""
+"""A share of the reference."""
 PROMPTS = [
     "def fibonacci(n):\n    ",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",

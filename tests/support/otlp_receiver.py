@@ -1,4 +1,4 @@
-"""What an OpenTelemetry collector gets over HTTP, as protobuf or as JSON, kept span by span; and a real collector."""
+"""A receiver of OpenTelemetry's spans over HTTP, as protobuf or as JSON, kept span by span; and a real collector."""
 
 import gzip
 import importlib.util

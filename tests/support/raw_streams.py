@@ -20,7 +20,7 @@ def raw_input(name: str, array: Any, datatype: str) -> grpcclient.InferInput:
 
 
 def secret_input(server: EmbeddedServer) -> grpcclient.InferInput:
-    """What a runner of this server asks its caller for."""
+    """The secret that a runner of this server asks its caller for."""
     assert server.runner_secret_file is not None
     return raw_input("SECRET", np.frombuffer(server.runner_secret_file.read_bytes(), np.uint8), "UINT8")
 

@@ -55,7 +55,7 @@ def describe(role: str, script: LogitScript, **changes: object) -> RunnerDescrip
 
 
 class ScriptedRunner:
-    """What both models share: slots, epochs and failures on demand."""
+    """A runner without weights, of either model: slots, epochs and failures on demand."""
 
     def __init__(self, description: RunnerDescription, script: LogitScript) -> None:
         self.description = description
@@ -110,14 +110,14 @@ class ScriptedRunner:
 
 @dataclass
 class ScriptedTable:
-    """What a target and its draft hand to each other without the engine."""
+    """The table by which a target and its draft hand tokens to each other without the engine."""
 
     drawn: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     """By row: accepted draft tokens and the tokens drawn."""
     proposed: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
     """By row: step, status and proposals."""
     aux: Hashes | None = None
-    """Of the last verify."""
+    """The aux hidden states of the last verify."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class ScriptedTarget(ScriptedRunner):
             raise
 
     def _restart(self, num_blocks: int | None) -> None:
-        """What is in flight can still be waited for."""
+        """Begin anew; steps in flight can still be waited for."""
         super()._restart(num_blocks)
         self._in_flight = []
         self.tokens.drawn.clear()
@@ -296,8 +296,8 @@ class ScriptedDraft(ScriptedRunner):
         return int(self._leaves_tokens and self.tokens is not None)
 
     def launch(self, plan: DraftPlan) -> ScriptedPending:
-        """What the runners do on the device: rejected rows write provisional slots, the others are those of a plan that
-        was made with the verify's results."""
+        """Launch as the runners do on the device: rejected rows write provisional slots, the others are those of a plan
+        that was made with the verify's results."""
         with self._lock:
             self._begin_step()
             try:

@@ -21,7 +21,7 @@ READY_WITHIN_S = 180
 METRICS_LAG_S = 0.4
 GAUGE_WITHIN_S = 30
 FREE_WITHIN_S = 20.0
-"""Of a machine that does much else; `cut_short` shows that nothing has run to its own end meanwhile."""
+"""The limit on a machine that does much else; `cut_short` shows that nothing has run to its own end meanwhile."""
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -114,7 +114,7 @@ def gauge(server: EmbeddedServer, name: str) -> float:
 
 @contextmanager
 def cut_short(server: EmbeddedServer, num_tokens: int) -> Iterator[None]:
-    """What the block starts is ended in it: afterwards all is free, and not half of `num_tokens` was generated."""
+    """Check that the block ends what it starts: afterwards all is free, and not half of `num_tokens` was generated."""
     before = gauge(server, "kimi_generation_tokens_total")
     yield
     assert_everything_is_free(server)

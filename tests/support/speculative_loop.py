@@ -37,9 +37,9 @@ class LoopSequence:
     """Draft tokens accepted, in each verify that had some."""
     status: int = 0
     is_in_table: bool = False
-    """Whether its draft tokens stand in the token table; `draft_token_ids` are stand-ins then."""
+    """Its draft tokens stand in the token table; `draft_token_ids` are stand-ins then."""
     row: int = 0
-    """Of the token table."""
+    """The row of the token table."""
 
     @property
     def is_decoding(self) -> bool:
@@ -53,7 +53,7 @@ class LoopSequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What crossed the borders in one step."""
+    """The plans and replies that crossed the borders in one step."""
 
     target_plan: TargetPlan
     target_reply: TargetReply

@@ -1,4 +1,4 @@
-"""What is written is what is computed with: models from files equal models from memory, bit for bit."""
+"""Models from files equal models from memory, bit for bit: what is written is what is computed with."""
 
 import math
 from collections.abc import Callable

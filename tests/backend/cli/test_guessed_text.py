@@ -1,4 +1,4 @@
-"""What the draft guessed is green in a terminal, and text is the same everywhere."""
+"""Text that the draft guessed is green in a terminal, and the text is the same everywhere."""
 
 import re
 

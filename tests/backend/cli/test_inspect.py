@@ -173,7 +173,7 @@ def test_every_family_has_a_trillion_parameters(family: str) -> None:
 
 
 def test_configs_alone_are_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As they are fetched first, and as `make-checkpoint --no-weights` writes them."""
+    """Configs without weights are what one fetches first, and what `make-checkpoint --no-weights` writes."""
     out = tmp_path / "out"
     app(["make-checkpoint", str(out), "--no-weights"], standalone_mode=False)
     assert f"kimi inspect {out}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What would keep a server from starting is said before it is started, in one message, without a traceback."""
+"""Faults that would keep a server from starting are reported before that, in one message, without a traceback."""
 
 import os
 import subprocess

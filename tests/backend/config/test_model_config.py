@@ -466,7 +466,7 @@ def test_kv_dtypes_are_checked() -> None:
 
 
 def test_int4_files_may_list_the_modules_that_exist() -> None:
-    """As llm-compressor's exports do: no pattern covers `q_proj`, which the model does not have."""
+    """llm-compressor's exports do so: no pattern covers `q_proj`, which the model does not have."""
     modules = ["lm_head"]
     for layer in range(61):
         parts = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -510,7 +510,7 @@ def test_a_pattern_that_does_not_come_to_an_end_is_refused() -> None:
 
 
 def test_quarks_files_say_each_modules_format() -> None:
-    """As the tensors of amd/Kimi-K2.5-MXFP4 are: 69,303 of scales, of all MLPs; none of attention, router or head."""
+    """amd/Kimi-K2.5-MXFP4 has 69,303 tensors of scales, of all MLPs; none of attention, router or head."""
     config = KimiModelConfig.from_hf_json(TARGET_FAMILIES["K2.5-MXFP4"])
     specs = target_tensor_specs(config)
     scales = [name for name, spec in specs.items() if spec.role is TensorRole.MXFP4_SCALES]

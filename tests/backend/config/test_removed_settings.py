@@ -24,7 +24,7 @@ def test_it_is_named_with_what_to_do_instead(name: str) -> None:
 
 @pytest.mark.parametrize("name", REMOVED_SETTINGS)
 def test_an_empty_one_is_not_given(name: str) -> None:
-    """As compose and files of variables leave what nobody sets."""
+    """Compose and files of variables leave a setting empty that nobody sets."""
     assert ServingSettings.from_parameters({name: ""}, {f"KIMI_{name.upper()}": ""}) == ServingSettings()
 
 

@@ -1,4 +1,4 @@
-"""What the memory plan counts for steps: it grows with what steps grow with."""
+"""The memory that the plan counts for steps grows with what steps grow with."""
 
 from dataclasses import replace
 

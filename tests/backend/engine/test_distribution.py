@@ -55,7 +55,7 @@ def expected_distribution(output: list[int]) -> Floats:
 
 
 def p_value(pairs: npt.NDArray[np.int64]) -> float:
-    """Of the joint distribution of both tokens."""
+    """The p-value of the joint distribution of both tokens."""
     first = expected_distribution([])
     return chi_square_p_value(pairs, np.stack([first[t] * expected_distribution([t]) for t in range(VOCAB)]))
 

@@ -90,7 +90,7 @@ def test_most_end_by_themselves_and_fit(expected: list[list[int]]) -> None:
 
 
 def scores(outcome: Outcome) -> list[tuple[float, list[int], list[float]]]:
-    """Of each token its log-probability, and the two likeliest tokens with theirs."""
+    """The log-probability of each token, and the two likeliest tokens with theirs."""
     found = []
     for step in outcome.steps:
         if step.token_ids:

@@ -1,4 +1,4 @@
-"""What a sequence's own text proposes: checked beside what the draft proposes, exact whatever goes wrong around it."""
+"""Proposals of a sequence's own text: checked beside those of the draft, exact whatever goes wrong around them."""
 
 import random
 from collections.abc import Callable
@@ -32,7 +32,7 @@ SCRIPT = LogitScript(VOCAB)
 
 
 def some_requests(count: int, **changes: Any) -> list[GenerateRequest]:
-    """Of which half draw from three tokens only, so that what stood before comes again."""
+    """Random requests; half of them draw from three tokens only, so that what stood before comes again."""
     requests = random_requests(random.Random(1), count, VOCAB, longest_prompt=12, longest_output=24)
     few = [replace(r, sampling=replace(r.sampling, allowed_token_ids=(6, 7, 8), bad_words=())) for r in requests[::2]]
     return [replace(r, num_speculative_tokens=7, **changes) for r in few + requests[1::2]]
@@ -201,7 +201,7 @@ Patch = pytest.MonkeyPatch
 
 
 def a_match_past_the_end(patch: Patch) -> None:
-    """What lies behind the text's end in its array is taken for text."""
+    """Tokens that lie behind the text's end in its array are taken for text."""
 
     def planted(text: Int32Array, match: Match, count: int) -> list[int]:
         whole = text if text.base is None else text.base

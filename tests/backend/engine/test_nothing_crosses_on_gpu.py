@@ -85,7 +85,7 @@ def expected(loaded: Loaded, requests: list[GenerateRequest]) -> list[list[int]]
 
 
 def tokens(outcomes: list[Outcome]) -> list[list[int]]:
-    """Of requests that all ran to their ends."""
+    """The token ids of requests that all ran to their ends."""
     for outcome in outcomes:
         (finish,) = outcome.finishes
         assert finish.reason is FinishReason.LENGTH, finish

@@ -155,7 +155,7 @@ def test_the_same_tokens_as_in_lockstep(
 @SETTINGS
 @pytest.mark.parametrize("requests", [MIXED, DRAFTING], ids=["mixed", "drafting"])
 def test_the_same_steps_as_in_lockstep(settings: dict[str, object], requests: list[GenerateRequest]) -> None:
-    """Where one step of each model is in flight, every step holds the same blocks."""
+    """With one step of each model in flight, every step holds the same blocks as in lockstep."""
 
     def traced(one: EngineHarness) -> list[tuple[int, ...]]:
         trace: list[tuple[int, ...]] = []
@@ -206,7 +206,7 @@ def test_nearly_every_step_is_launched_behind_another() -> None:
 
 
 def test_host_given_proposals_stand_beside_those_of_the_draft() -> None:
-    """Of every second sequence the host writes proposals in place of the draft's: the texts stay the same."""
+    """The host writes proposals of every second sequence in place of the draft's: the texts stay the same."""
     one = harness(DRAFTING, max_num_seqs=40)
     num_given = 0
 

@@ -48,7 +48,7 @@ class PreparedTarget(ScriptedRunner):
 
 
 class PreparedDraft(ScriptedRunner):
-    """Likewise."""
+    """A draft that replies with what the test prepared."""
 
     depth = 0
 

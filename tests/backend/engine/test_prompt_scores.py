@@ -26,7 +26,7 @@ TENSORS = random_target(TARGET, seed=3)
 PROMPT = tuple(torch.randint(0, TARGET.vocab_size, (70,), generator=torch.Generator().manual_seed(5)).tolist())
 NUM_TOP = 4
 TOLERANCE = 2e-5
-"""Of float32 log-probabilities of some -5."""
+"""The rounding of float32 log-probabilities of some -5."""
 
 
 @pytest.fixture(scope="module", params=[KernelSet.reference(), KernelSet.cpu()], ids=lambda kernels: kernels.name)
@@ -58,7 +58,7 @@ def scored(name: str = "scored", prompt: tuple[int, ...] = PROMPT, k: int = 0, *
 
 
 def scores_of(outcome: Outcome) -> TokenScores:
-    """What came with the first output, and with no other."""
+    """The scores that came with the first output, and with no other."""
     first, *others = outcome.steps
     assert first.prompt_scores is not None
     assert all(output.prompt_scores is None for output in others)

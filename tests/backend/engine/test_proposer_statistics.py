@@ -1,4 +1,4 @@
-"""What a reply, the engine's statistics, metrics and the log say of each proposer: the same numbers."""
+"""A reply, the engine's statistics, metrics and the log have the same numbers of each proposer."""
 
 from kimi_backend.engine.engine import Engine
 from kimi_backend.engine.periodic_summary import _describe_proposers

@@ -1,4 +1,4 @@
-"""What a client of the engine reads: stop strings and tokens, log-probabilities."""
+"""The texts that a client of the engine reads: stop strings and tokens, log-probabilities."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -67,7 +67,7 @@ class Compiled:
         return matcher.forced(words)
 
     def takes(self, form: Form, text: str) -> bool:
-        """Whether the text follows the grammar to its end, each token of it allowed by its mask."""
+        """Return whether the text follows the grammar to its end, each token of it allowed by its mask."""
         matcher = self.grammar(form).matcher()
         for token_id in self.ids(text):
             if token_id not in self.allowed(matcher):

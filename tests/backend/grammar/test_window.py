@@ -1,4 +1,4 @@
-"""What a verify of a sequence with a grammar checks: guesses that fit, a mask for each row; the matcher stays."""
+"""A verify of a sequence with a grammar checks guesses that fit, with a mask for each row; the matcher stays."""
 
 from collections.abc import Iterator
 

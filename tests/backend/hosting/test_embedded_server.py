@@ -1,4 +1,4 @@
-"""What is checked before the embedded server starts, and what it must not leave behind."""
+"""Checks before the embedded server starts, and traces that it must not leave behind."""
 
 import socket
 from pathlib import Path

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Rank:
-    """Of a group that never communicates."""
+    """A rank of a group that never communicates."""
 
     rank: int
     size: int
@@ -63,7 +63,7 @@ def test_fp8_slices_may_cut_blocks(size: int, shard: Shard) -> None:
 @pytest.mark.parametrize("shard", [Shard.ROWS, Shard.COLUMNS])
 @pytest.mark.parametrize("name", ["weight", "weight_packed"])
 def test_mxfp4_slices_are_those_of_the_widened_matrix(name: str, shard: Shard) -> None:
-    """Of 96 columns a rank of two has one group and a half."""
+    """A rank of two has one group and a half of 96 columns."""
     weight = quantize_mxfp4(torch.randn(64, 96))
     tensors = {f"a.{name}": weight.codes, "a.weight_scale": weight.scales.view(torch.float8_e8m0fnu)}
     parts = [loader(tensors, rank, 2).matrix("a", (64, 96), shard) for rank in range(2)]

@@ -34,9 +34,9 @@ class Run:
     logits: Tensor
     """[T, vocab_size]"""
     choices: list[Tensor]
-    """Of each expert layer, [T, num_experts]: whether the expert was chosen."""
+    """A tensor for each expert layer, [T, num_experts]: whether the expert was chosen."""
     margins: list[Tensor]
-    """Of each expert layer, [T]: by how much the last expert chosen leads the first one left out."""
+    """A tensor for each expert layer, [T]: by how much the last expert chosen leads the first one left out."""
 
 
 def load(kernels: KernelSet) -> KimiTarget:

@@ -1,4 +1,4 @@
-"""What a draft takes from its file, from its target, and refuses."""
+"""A draft takes some tensors from its file, others from its target, and refuses the rest."""
 
 import pytest
 import torch

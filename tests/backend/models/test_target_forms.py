@@ -87,7 +87,7 @@ def test_fp8_scales_that_are_powers_of_two(tmp_path: Path) -> None:
 
 
 def test_an_int4_file_that_names_its_modules(tmp_path: Path) -> None:
-    """As llm-compressor writes them: the modules that exist in `ignore`, or the experts in `targets`."""
+    """llm-compressor names the modules that exist in `ignore`, or the experts in `targets`."""
     plain = random_target(KimiModelConfig.from_hf_json(target_json("int4")))
     expected = run(KimiModelConfig.from_hf_json(target_json("int4")), plain)
     modules = [name.removesuffix(".weight") for name in plain if name.endswith("_proj.weight") or "with_mqa" in name]

@@ -22,7 +22,7 @@ from support.tiny_configs import draft_config, target_config
 pytestmark = pytest.mark.gpu
 
 MAX_RMS_ERROR = 0.03
-"""Of a row: RMS of its difference over RMS of the reference."""
+"""The bound for a row: RMS of its difference over RMS of the reference."""
 GEOMETRY: dict[str, Any] = {
     "hidden_size": 1024,
     "num_attention_heads": 16,

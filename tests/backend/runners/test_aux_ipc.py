@@ -31,7 +31,7 @@ print("closed", flush=True)
 
 
 def as_told(rows: torch.Tensor) -> list[object]:
-    """What the reader says of rows that it sees as they are here."""
+    """The reader's answer for rows that it sees as they are here."""
     given = rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return [list(rows.shape), str(rows.dtype), hashlib.sha256(given).hexdigest()]
 

@@ -84,7 +84,7 @@ def test_a_step_waits_for_the_device_once(
 
 
 def score(target: TargetRunner) -> TokenScores:
-    """Of 100 tokens of a prompt, more than have their logits at once."""
+    """The scores of 100 tokens of a prompt, more than have their logits at once."""
     token_ids = np.arange(100, dtype=np.int32) * 7 % 90
     rows = RowPlan(
         token_ids=token_ids,

@@ -35,7 +35,7 @@ PlainTexts = Callable[..., list[list[int]]]
 
 @pytest.fixture(scope="module")
 def plain_texts() -> PlainTexts:
-    """What a target writes without a draft; each is written once."""
+    """The texts that a target writes without a draft; each is written once."""
     found: dict[tuple[object, ...], list[list[int]]] = {}
 
     def write(target: TargetRunner, num_tokens: int, **fields: Any) -> list[list[int]]:

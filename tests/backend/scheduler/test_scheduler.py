@@ -1,4 +1,4 @@
-"""Who gets rows and blocks. Block size 4; sequences advance by hand."""
+"""The scheduler decides who gets rows and blocks. Block size 4; sequences advance by hand."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def rows_of(batch: StepBatch) -> dict[int, int]:
 
 
 def advance(batch: StepBatch, num_drafts: int = 0) -> None:
-    """As if the step had run: all rows but drafts valid, one token drawn where the last known one was reached."""
+    """Advance as if the step had run: rows but drafts valid, one token drawn where the last known one was reached."""
     for sequence, rows in zip(batch.sequences, batch.num_rows, strict=True):
         sequence.target_len += rows - sequence.num_draft_tokens
         sequence.draft_len = sequence.target_len if sequence.uses_draft else 0
@@ -245,7 +245,7 @@ def test_block_tables_hold_the_blocks_in_order() -> None:
 
 
 def publish(scheduler: Scheduler) -> None:
-    """As the engine does behind each step."""
+    """Publish blocks as the engine does behind each step."""
     for s in scheduler.running:
         assert s.blocks is not None
         scheduler.kv.publish(s.blocks, s.token_ids, s.target_len, s.publishable_draft_len)

@@ -108,7 +108,7 @@ class Pair:
     server: LoopbackServer
     buffers: dict[bytes, AuxBuffer]
     seen: list[bytes] = field(default_factory=list)
-    """What the draft read, step by step."""
+    """The rows that the draft read, step by step."""
     num_open: int = 0
     can_open: bool = True
 

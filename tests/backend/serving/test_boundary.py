@@ -1,4 +1,4 @@
-"""What leaves for the server can always be sent."""
+"""Replies that leave for the server can always be sent."""
 
 import logging
 

@@ -71,7 +71,7 @@ class Pair:
         self._setting, self._kind = setting, kind
         self._buffers: dict[bytes, AuxBuffer] = {}
         self.followed: list[bool] = []
-        """Of each draft step, whether it was launched before it was known what its verify accepted."""
+        """One entry a draft step: whether it was launched before it was known what its verify accepted."""
         monkeypatch.setattr(target_server, "offer_aux_buffer", self._offer)
         monkeypatch.setattr(
             draft_server,
@@ -165,7 +165,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
 
 @pytest.fixture(scope="module")
 def lockstep() -> Lockstep:
-    """What such a pair writes when every step is waited for; each is run once."""
+    """The outcomes of such a pair when every step is waited for; each is run once."""
     found: dict[int, Outcomes] = {}
 
     def run(setting: Setting) -> Outcomes:
@@ -460,7 +460,7 @@ def open_pair() -> tuple[DraftSide, TargetSide]:
 
 
 def promise(side: DraftSide, step_id: int) -> None:
-    """What a target does as soon as it is given a verify."""
+    """Promise a step, as a target does as soon as it is given a verify."""
     side._board.set_word(PROMISED, step_id)
 
 

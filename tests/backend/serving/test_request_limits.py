@@ -1,4 +1,4 @@
-"""What is too long is refused by its field's name before any work, wherever in the request it stands."""
+"""A value that is too long is refused by its field's name before any work, wherever in the request it stands."""
 
 import json
 import time

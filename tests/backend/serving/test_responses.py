@@ -1,4 +1,4 @@
-"""What a response holds on every path a request can take."""
+"""Responses are whole on every path that a request can take."""
 
 import dataclasses
 import json

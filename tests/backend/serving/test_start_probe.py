@@ -1,4 +1,4 @@
-"""What the log says of a draft right after the start, over the real engine and scripted runners."""
+"""The log judges a draft right after the start: over the real engine and scripted runners."""
 
 import logging
 
@@ -18,7 +18,7 @@ COMMAND = "kimi probe TARGET --draft DRAFT"
 
 
 class Letters:
-    """As much of a tokenizer as the probe needs."""
+    """The part of a tokenizer that the probe needs."""
 
     def encode(self, text: str) -> list[int]:
         return [8 + ord(letter) % 24 for letter in text]

@@ -12,7 +12,7 @@ class Totals:
         self._drafted = self._accepted = 0
 
     def add(self, rounds: int, share: float) -> bool:
-        """Whether the verdict has changed."""
+        """Return whether the verdict has changed."""
         self._drafted += rounds
         self._accepted += round(rounds * share)
         stats = SpeculationStats(drafted_per_position=(self._drafted,), accepted_per_position=(self._accepted,))

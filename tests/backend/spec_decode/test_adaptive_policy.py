@@ -109,7 +109,7 @@ def rate_at(rates: tuple[float, ...], place: int) -> float:
 
 
 def expected(rates: tuple[float, ...], count: int) -> float:
-    """Of so many draft tokens kept, on the average."""
+    """The mean number of draft tokens kept of so many."""
     return float(np.cumprod([rate_at(rates, place) for place in range(count)]).sum())
 
 
@@ -237,7 +237,7 @@ def test_a_kind_that_does_not_pay_is_hardly_drafted_for_and_not_forgotten() -> N
 
 
 def test_the_draft_is_left_for_good_reasons_only() -> None:
-    """Where both are as fast, those that draft go on, and those that do not stay away."""
+    """If both are as fast, those that draft go on, and those that do not stay away."""
     machine, policy = Machine(*SLICE), AdaptivePolicy(*SLICE)
     own = [SpeculationController(7, 0.0) for _ in range(4)]
     for index, controller in enumerate(own):

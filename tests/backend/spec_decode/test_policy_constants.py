@@ -1,4 +1,4 @@
-"""What each constant of the policy and of its round times does: a fourth of it, or four times as much, is seen."""
+"""Each constant of the policy and of its round times does something: a fourth of it, or four times as much, is seen."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is chosen from a table: the best there is, by trying everything; and what a round of it takes."""
+"""The choice from a table is the best there is, by trying everything; a round takes what the table says."""
 
 import itertools
 

@@ -23,7 +23,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 BODY = b'{"prompt": "a"}'
 PATIENT_S = 60.0
 LATE_S = 20.0
-"""Of what takes a second at most, on a machine that does much else."""
+"""The limit of what takes a second at most, on a machine that does much else."""
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ CALLS = [("functions.find:0", "find", '{"q": "ü🙂"}'), ("functions.add:1", "a
 
 
 class Script:
-    """What the server will say."""
+    """The script of what the server will say."""
 
     marked = TEXT
     begins_thinking = True

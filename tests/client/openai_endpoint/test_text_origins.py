@@ -1,4 +1,4 @@
-"""Who said which text first: runs over what a reply shows, against the origin of each of its letters."""
+"""Origins are runs over the text that a reply shows, checked against the origin of each of its letters."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What the endpoint has besides OpenAI's: its description, tokens of texts, usage of every chunk, pages elsewhere,
+"""The endpoint has more than OpenAI's: its description, tokens of texts, usage of every chunk, pages elsewhere,
 fields that nobody knows."""
 
 import json

@@ -1,4 +1,4 @@
-"""What the endpoint answers by itself: HTTP, keys, names, and that nobody is behind it."""
+"""The endpoint answers some things by itself: HTTP, keys, names, and that nobody is behind it."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What is read out of a reply does not depend on how it was cut."""
+"""The parts read out of a reply do not depend on how it was cut."""
 
 import itertools
 import random
@@ -130,7 +130,7 @@ def test_without_tools_and_splitting_a_text_is_as_it_was(marked):
 
 
 def test_a_text_of_letters_has_no_calls():
-    """What a client can make the model repeat is no structure."""
+    """Text that a client can make the model repeat is no structure."""
     for case in TEXTS:
         text, _ = case.place()
         if case.splits and "section_begin" in text:

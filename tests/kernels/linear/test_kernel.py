@@ -52,7 +52,7 @@ def test_shapes(kind: str, num_tokens: int, out_features: int, in_features: int)
 def test_logits_are_not_rounded_to_the_rows_type(
     kind: str, num_tokens: int, out_features: int, in_features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of rows in half precision: as close to the reference as float32 sums are, and `linear` is what they round to."""
+    """Logits of half-precision rows are as close to the reference as float32 sums; `linear` is what they round to."""
     monkeypatch.setattr(kernel, "WIDENED_ROWS", 20)
     torch.manual_seed(num_tokens)
     weight = random_weight(kind, out_features, in_features)

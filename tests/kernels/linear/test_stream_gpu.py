@@ -12,7 +12,7 @@ from support.row_errors import worst_row_error
 pytestmark = pytest.mark.gpu
 TOLERANCE = 4e-3
 SHAPES = [(2112, 7168), (12288, 1536), (7168, 2048), (384, 7168), (36_864, 512), (100, 200), (65, 8), (1, 264)]
-"""Of Kimi-K2.5; fewer rows than a tile, fewer columns than a step, one more than either."""
+"""Shapes of Kimi-K2.5; fewer rows than a tile, fewer columns than a step, one more than either."""
 
 
 def random_case(

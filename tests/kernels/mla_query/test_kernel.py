@@ -8,7 +8,7 @@ from kimi_kernels.mla_query.kernel import mla_query
 from support.interpreted import INTERPRETED
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-"""Of values of size one: the products sum in another order; 16-bit results are rounded once."""
+"""Bounds for values of size one: the products sum in another order; 16-bit results are rounded once."""
 
 
 def inputs(

@@ -16,7 +16,7 @@ forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward
 
 
 def dequantize(values: Tensor, scales: Tensor, **args: Any) -> Tensor:
-    """What the library makes of one matrix, in the dtype of its scales."""
+    """The matrix that the library makes, in the dtype of its scales."""
     result: Tensor = forward.dequantize(values, scales, args=quantization.QuantizationArgs(**args))
     return result
 

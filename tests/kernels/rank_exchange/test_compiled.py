@@ -14,7 +14,7 @@ from support import compiled_kernels
 REGISTERS = 65_536
 THREADS = 256
 PROCESSORS = 132
-"""Of an H100."""
+"""The multiprocessors of an H100."""
 
 
 @pytest.fixture(scope="module")

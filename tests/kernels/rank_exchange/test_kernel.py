@@ -37,19 +37,19 @@ class Ranks:
             kind(Inboxes(rank, addresses, self.dtype, MOST, CPU), most_programs) for rank in range(size)
         ]
         self.num_calls = [0] * (MOST // self.block)
-        """Of each block: calls of few elements have fewer."""
+        """The calls of each block: those of few elements have fewer blocks."""
 
     def slot(self, rank: int, source: int, call: int) -> torch.Tensor:
         """[MOST] of a rank's inbox, where another rank's elements of a call come."""
         return self.inboxes[rank].view(NUM_BUFFERS, len(self.inboxes), MOST)[call % NUM_BUFFERS, source]
 
     def deliver(self, rank: int, source: int, given: torch.Tensor) -> None:
-        """What a rank's kernel would send, if one interpreter could run two at once; `given` has no bits to replace."""
+        """Send what a rank's kernel would, if one interpreter could run two at once; `given` has no bits to replace."""
         for block, part in enumerate(given.flatten().view(self.dtype).split(self.block)):
             self.slot(rank, source, self.num_calls[block])[block * self.block :][: len(part)] = part
 
     def __call__(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What each rank returns."""
+        """The result of each rank."""
         for rank in range(len(given)):
             for source, x in enumerate(given):
                 self.deliver(rank, source, x)

@@ -26,12 +26,12 @@ class Ranks:
         addresses = [inbox.data_ptr() for inbox in self.inboxes]
         self.ranks = [RankSumNorm(rank, addresses, MOST_BLOCKS, CPU, in_parts=in_parts) for rank in range(size)]
         self.num_calls = [0] * MOST_BLOCKS
-        """Of each program: calls of few rows have fewer."""
+        """The calls of each program: those of few rows have fewer programs."""
 
     def __call__(
         self, terms: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, second: bool = False
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What each rank returns; second: the terms are given in two halves each."""
+        """The results of each rank; second: the terms are given in two halves each."""
         summed = torch.stack(terms).float().sum(dim=0).to(terms[0].dtype)
         stream = residual.float() + summed.float()
         rows, width = residual.shape

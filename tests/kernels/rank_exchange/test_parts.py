@@ -23,7 +23,7 @@ class Ranks:
         addresses = [inbox.data_ptr() for inbox in self.inboxes]
         self.ranks = [RankSumInParts(rank, addresses, MOST, CPU, most_programs) for rank in range(size)]
         self.num_calls = [0] * NUM_BLOCKS
-        """Of each block: calls of few elements have fewer."""
+        """The calls of each block: those of few elements have fewer blocks."""
 
     def buffer(self, rank: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's terms and sums, [size, part] each, of a block's present call: by source, and by owner."""
@@ -31,7 +31,7 @@ class Ranks:
         return whole[0], whole[1]
 
     def __call__(self, terms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What each rank returns. An owner finds all terms, the others its sum, as if they ran beside each other."""
+        """The result of each rank. An owner finds all terms, the others its sum, as if they ran beside each other."""
         expected = torch.stack(terms).float().sum(dim=0).to(terms[0].dtype) + 0.0
         counted = -(-terms[0].numel() // BLOCK)
         for block in range(counted):

@@ -45,7 +45,7 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_add_rms_norm_of_two_addends(dtype: torch.dtype) -> None:
-    """As an addition of its own before, which rounds: with halves, 1 + 2^-11 is 1."""
+    """The sum of both addends is one that rounds, as an addition of its own before: with halves, 1 + 2^-11 is 1."""
     x, second, residual = (torch.randn(3, 72).to(dtype) for _ in range(3))
     if dtype == torch.float16:
         x[0], second[0], residual[0] = 1.0, 2.0**-11, -1.0

@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no kernel wrote is not a number, or no token, so that reading it changes a draw."""
+    """Memory that no kernel wrote is not a number, or no token, so that reading it changes a draw."""
 
     def poisoned(call: SamplingCall, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, torch.nan if dtype.is_floating_point else 2**30 + 7, dtype=dtype)
@@ -203,7 +203,7 @@ def test_tiles_below_the_first_candidate_are_not_read() -> None:
 
 @pytest.mark.parametrize("num_allowed", [1, 5])
 def test_few_tokens_are_allowed(num_allowed: int) -> None:
-    """As under a grammar: most tiles hold nothing, and a split may never have four candidates."""
+    """Under a grammar most tiles hold nothing, and a split may never have four candidates."""
     generator = torch.Generator().manual_seed(num_allowed)
     logits = torch.full((6, 300), float("-inf"))
     for row in range(6):

@@ -1,4 +1,4 @@
-"""What a verify and a draft step read of the token table and leave there: kernels against the reference."""
+"""A verify and a draft step read the token table and write it: kernels against the reference."""
 
 from typing import Any
 

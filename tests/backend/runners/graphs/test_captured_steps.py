@@ -94,7 +94,7 @@ def test_what_kernels_would_work_out_is_a_possible_index_where_they_only_compile
 
 
 def test_a_draft_step_that_may_propose_and_then_has_no_room_proposes_nothing() -> None:
-    """As at a request's last tokens, where more was accepted than needed: an empty row of each that might have."""
+    """A request's last tokens are such, where more was accepted than needed: an empty row of each that might have."""
     texts, replies = prompts(2), []
     for recorder in (None, PlainRecorder()):
         loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", recorder), texts, 2)
@@ -127,7 +127,7 @@ def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("in_table", [False, True])
 def test_a_draft_that_only_extends_runs_in_a_bucket(in_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a policy lets nobody propose for a while; then proposals go on from there."""
+    """A policy may let nobody propose for a while; then proposals go on from there."""
     texts, loops = prompts(3), []
     for recorder in (None, PlainRecorder()):
         target, draft = runner_pair(SETTING, "mla31", recorder)

@@ -52,14 +52,14 @@ def both_ways(
 
 
 def assert_equal_steps(ids: Step, left: Step) -> None:
-    """Of the target's reply everything; of the draft's what is known, which is nothing yet."""
+    """Everything in the target's reply is equal, and what is known of the draft's, which is nothing yet."""
     for name in ("seq_status", "output_token_ids", "num_accepted_tokens", "logprobs", "top_logprob_ids"):
         expected, found = getattr(ids.target_reply, name), getattr(left.target_reply, name)
         np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
 def assert_equal_aux(ids: Step, left: Step) -> None:
-    """Of rows whose draft tokens there are, bit for bit: so the rows embedded the same tokens."""
+    """Rows whose draft tokens exist are equal bit for bit: so the rows embedded the same tokens."""
     assert torch.equal(ids.target_reply.aux.tensor, left.target_reply.aux.tensor)  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def test_draws_that_read_the_window(is_captured: bool, monkeypatch: pytest.Monke
 
 
 def test_a_draft_step_that_runs_as_it_comes_leaves_its_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does whose draws want processors, or whose prompt does not end yet."""
+    """Such a step is one whose draws want processors, or whose prompt does not end yet."""
     loops = both_ways([3, 1, 2])
     for loop in loops:
         monkeypatch.setattr(loop._draft._graphs, "proposal_bucket", lambda plan: None)  # type: ignore[union-attr]

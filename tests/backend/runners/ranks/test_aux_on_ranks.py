@@ -34,7 +34,7 @@ class AskedPeers(NoPeers):
 
 
 class FakeOpened:
-    """Of rank 0."""
+    """An opened aux buffer of rank 0."""
 
     opened: list[bytes]
 
