@@ -36,7 +36,7 @@ def probe_command(
 
     from kimi_backend.cli.prompt_file import read_prompt_token_ids
     from kimi_backend.config.settings import ServingSettings
-    from kimi_backend.probe.probing import verdict
+    from kimi_backend.probe.probing import ranking, verdict
     from kimi_backend.probe.ranks import ProbeJob, opened_on_ranks
     from kimi_backend.text.tokenizer import load_tokenizer
 
@@ -58,23 +58,20 @@ def probe_command(
         for result in opened.run(texts, num_speculative_tokens):
             results.append(result)
             progress.advance(task)
-    chosen, rivals = verdict(results)
-    report = _report(results, chosen, rivals, opened.config_aux)
-    typer.echo(json.dumps(report, indent=2) if as_json else _text(results, report))
+    report = _report(ranking(results), verdict(results)[1], opened.config_aux)
+    typer.echo(json.dumps(report, indent=2) if as_json else _text(report))
     raise typer.Exit(0 if report["file_is_right"] else 1)
 
 
-def _report(
-    results: "list[ProbeResult]", chosen: "ProbeResult", rivals: "list[ProbeResult]", aux: tuple[int, ...]
-) -> dict[str, Any]:
-    ranked = sorted(results, key=lambda result: -result.acceptance_length)
-    own = next(result for result in results if result.setting.is_files_own)
+def _report(ranked: "list[ProbeResult]", rivals: "list[ProbeResult]", aux: tuple[int, ...]) -> dict[str, Any]:
+    best = max(ranked, key=lambda result: result.acceptance_length)
+    own = next(result for result in ranked if result.setting.is_files_own)
     return {
-        "trained_with": _as_json(chosen, ranked[0]),
-        "file": {**_as_json(own, ranked[0]), "aux_layer_ids": list(aux)},
-        "file_is_right": own is chosen,
+        "trained_with": _as_json(ranked[0], best),
+        "file": {**_as_json(own, best), "aux_layer_ids": list(aux)},
+        "file_is_right": own is ranked[0],
         "not_told_apart": [rival.setting.name for rival in rivals],
-        "settings": [_as_json(result, ranked[0]) for result in ranked],
+        "settings": [_as_json(result, best) for result in ranked],
     }
 
 
@@ -89,15 +86,18 @@ def _as_json(result: "ProbeResult", best: "ProbeResult") -> dict[str, Any]:
     }
 
 
-def _text(results: "list[ProbeResult]", report: dict[str, Any]) -> str:
-    lines = ["accepted  below best  setting"]
+def _text(report: dict[str, Any]) -> str:
+    lines, num_left = ["accepted  below best  setting"], len(report["settings"]) - SHOWN_ROWS
     for row in report["settings"][:SHOWN_ROWS]:
         lines.append(f"{row['acceptance_length']:8.3f}  {row['standard_errors_below_best']:7.1f} SE  {row['setting']}")
-    if len(results) > SHOWN_ROWS:
-        lines.append(f"... and {len(results) - SHOWN_ROWS} more with less")
+    if num_left > 0:
+        lines.append(f"... and {num_left} more")
     chosen, rivals = report["trained_with"], report["not_told_apart"]
     if rivals:
-        lines.append(f"Not told apart by these prompts: {len(rivals) + 1} settings. More prompts tell more.")
+        lines.append(
+            f"Not told apart by these prompts: the first {len(rivals) + 1}, in the order of how little of the file they"
+            " change. More prompts tell more."
+        )
     if report["file_is_right"]:
         lines.append(f"Nothing is clearly better than what the file says: {chosen['setting']}")
     else:

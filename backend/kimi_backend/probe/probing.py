@@ -203,9 +203,17 @@ def verdict(results: Sequence[ProbeResult]) -> tuple[ProbeResult, list[ProbeResu
     """The setting to believe, and the others that the texts do not tell apart from the best.
 
     Of those that the best is not clearly better than, it is the one that changes least of what the file says: a few
-    texts never decide between near equals.
+    texts never decide between near equals. The others follow by the same rule.
     """
     best = max(results, key=lambda result: result.acceptance_length)
     near = [result for result in results if result is best or best.errors_above(result) < CLEAR_ERRORS]
-    chosen = min(near, key=lambda result: (result.setting.num_overrides, -result.acceptance_length))
-    return chosen, [result for result in near if result is not chosen]
+    chosen, *rivals = sorted(near, key=lambda result: (result.setting.num_overrides, -result.acceptance_length))
+    return chosen, rivals
+
+
+def ranking(results: Sequence[ProbeResult]) -> list[ProbeResult]:
+    """All settings as the texts rank them: the one to believe, its rivals, then what is clearly worse by acceptance."""
+    chosen, rivals = verdict(results)
+    believed = [chosen, *rivals]
+    worse = [result for result in results if not any(result is near for near in believed)]
+    return believed + sorted(worse, key=lambda result: -result.acceptance_length)

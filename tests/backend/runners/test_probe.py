@@ -4,7 +4,7 @@ import pytest
 
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
-from kimi_backend.probe.probing import ProbeResult, verdict
+from kimi_backend.probe.probing import ProbeResult, ranking, verdict
 from kimi_backend.probe.settings import ProbeSetting, candidate_settings, layers_to_keep
 from kimi_nano.recipe import MICRO, DraftKind
 
@@ -52,6 +52,15 @@ def test_the_least_change_is_believed_among_near_equals() -> None:
     least = result("least", [2.0, 2.4, 1.9, 2.2], overrides=DraftOverrides(norm_output=True))
     more = result("more", [2.1, 2.3, 2.0, 2.25], overrides=DraftOverrides(norm_output=True, interleaved=False))
     assert verdict([own, more, least]) == (least, [more])
+
+
+def test_near_equals_rank_by_how_little_they_change_and_what_is_clearly_worse_by_acceptance() -> None:
+    own = result("own", [2.0, 2.4, 1.9, 2.2], is_files_own=True)
+    best = result("best", [2.1, 2.3, 2.0, 2.25], overrides=DraftOverrides(norm_output=True, interleaved=False))
+    near = result("near", [2.0, 2.4, 1.9, 2.1])
+    worse, worst = result("worse", [1.6, 1.7, 1.5, 1.6]), result("worst", [1.0, 1.1, 1.0, 1.1])
+    assert ranking([worst, best, near, worse, own]) == [own, near, best, worse, worst]
+    assert verdict([worst, best, near, worse, own]) == (own, [near, best])
 
 
 def test_equal_settings_are_not_told_apart() -> None:

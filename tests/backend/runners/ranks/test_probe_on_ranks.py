@@ -5,7 +5,7 @@ import pytest
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_backend.probe import ranks
-from kimi_backend.probe.probing import ProbeResult, verdict
+from kimi_backend.probe.probing import ProbeResult, ranking
 from kimi_backend.probe.ranks import ProbeJob, opened_on_ranks
 from kimi_backend.text.tokenizer import load_tokenizer
 from support.nano_runs import NANO
@@ -26,13 +26,13 @@ def results(wanted: ProbeJob) -> list[ProbeResult]:
         return list(opened.run(texts, wanted.num_draft_tokens))
 
 
-def test_two_ranks_score_as_one_and_believe_the_true_setting() -> None:
+def test_two_ranks_score_as_one_and_rank_the_true_setting_first() -> None:
     found = results(job(2))
     assert found == results(job(1))
     assert len(found) > 20
     lengths = [result.acceptance_length for result in found]
     assert max(lengths) > 1.5 * min(lengths)
-    assert verdict(found)[0].setting.is_files_own
+    assert ranking(found)[0].setting.is_files_own
 
 
 def test_a_size_that_does_not_divide_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
