@@ -1,4 +1,7 @@
-"""The target as the `transformers` library computes it, which shares nothing with ours."""
+"""The target and chat templates as the `transformers` library computes them, which shares nothing with ours.
+
+It is imported by those who need it: it costs four seconds, and each process that collects tests would pay them.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,6 @@ if TYPE_CHECKING:
 
 def transformers_model(json: dict[str, Any], tensors: Tensors) -> "DeepseekV3ForCausalLM":
     """The library's model with the checkpoint's weights, its experts stacked as it wants them."""
-    # Four seconds, for those who need it and not for every process that collects tests.
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = KimiModelConfig.from_hf_json(json)
@@ -34,3 +36,12 @@ def transformers_model(json: dict[str, Any], tensors: Tensors) -> "DeepseekV3For
     model = DeepseekV3ForCausalLM(library_config).eval()
     model.load_state_dict(state, strict=True)
     return model
+
+
+def render_with_transformers(messages: list[dict[str, Any]], chat_template: str, **kwargs: Any) -> str:
+    """One conversation's prompt."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, _ = render_jinja_template([messages], chat_template=chat_template, add_generation_prompt=True, **kwargs)
+    text: str = rendered[0]
+    return text

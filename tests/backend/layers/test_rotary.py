@@ -3,8 +3,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kimi_backend.config.json_fields import JsonFields
 from kimi_backend.config.rope_config import RopeConfig, RopeType
@@ -58,6 +56,9 @@ def test_the_ramp_of_kimis_settings(theta: float, beta_fast: float, ramp: tuple[
     ],
 )
 def test_frequencies_and_magnitude_equal_the_transformers_librarys(scaling: dict[str, float]) -> None:
+    from transformers import DeepseekV3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     scaling = {"original_max_position_embeddings": 4096, "rope_theta": 50000.0, **scaling}
     config = DeepseekV3Config(qk_rope_head_dim=64, rope_parameters={"rope_type": "yarn", **scaling})
     expected, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config)
@@ -77,6 +78,9 @@ def test_frequencies_and_magnitude_equal_the_transformers_librarys(scaling: dict
     ],
 )
 def test_the_frequencies_of_llama_drafts_equal_the_transformers_librarys(scaling: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     scaling = {"rope_theta": 500000.0, **scaling}
     if scaling["rope_type"] == "llama3":
         scaling["original_max_position_embeddings"] = 8192

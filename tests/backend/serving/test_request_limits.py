@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,13 @@ def texts(*values: str) -> Any:
 
 
 WORDS = "one two three " * MIB
-LONG = {
-    "text_input": WORDS,
-    "messages": json.dumps([{"role": "user", "content": WORDS}]),
-    "tools": json.dumps([{"type": "function", "function": {"name": "f", "description": WORDS}}]),
-    "logit_bias": json.dumps({str(i): 1.0 for i in range(200_000)}),
-    "cache_salt": "s" * 2 * KIB,
-    "chat_template_kwargs": json.dumps({"a": "b" * MIB}),
+LONG: dict[str, Callable[[], str]] = {
+    "text_input": lambda: WORDS,
+    "messages": lambda: json.dumps([{"role": "user", "content": WORDS}]),
+    "tools": lambda: json.dumps([{"type": "function", "function": {"name": "f", "description": WORDS}}]),
+    "logit_bias": lambda: json.dumps({str(i): 1.0 for i in range(200_000)}),
+    "cache_salt": lambda: "s" * 2 * KIB,
+    "chat_template_kwargs": lambda: json.dumps({"a": "b" * MIB}),
 }
 MANY: dict[str, Any] = {
     "bad_words": ["w"] * 100_000,
@@ -37,7 +38,7 @@ MANY: dict[str, Any] = {
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("place", ["input", "parameter", "sampling_parameters"])
 def test_more_bytes_than_allowed(name: str, place: str) -> None:
-    value = LONG[name]
+    value = LONG[name]()
     tensors, parameters = {}, {}
     if place == "input":
         tensors[name] = texts(value)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from kimi_backend.errors import CheckpointError, InvalidRequestError
 from kimi_backend.text.call_ids import number_calls
@@ -18,6 +17,7 @@ from kimi_backend.text.chat_template import ChatTemplate, load_chat_template
 from kimi_backend.text.tiktoken_files import kimi_chat_template, write_tokenizer
 from kimi_backend.text.tokenizer import load_tokenizer
 from support.tiny_tokenizers import tempting_tokenizer, texts
+from support.transformers_target import render_with_transformers
 
 TOKENIZER = tempting_tokenizer()
 TEMPLATE = ChatTemplate(kimi_chat_template(), TOKENIZER)
@@ -228,10 +228,7 @@ def test_only_the_template_writes_control_tokens(messages: list[Any], tools: lis
 @settings(max_examples=100)
 def test_the_text_is_what_transformers_renders(messages: list[Any], thinking: bool) -> None:
     prompt = TEMPLATE.render(messages, template_kwargs={"thinking": thinking})
-    rendered, _ = render_jinja_template(
-        [numbered(messages)], chat_template=kimi_chat_template(), add_generation_prompt=True, thinking=thinking
-    )
-    assert prompt.text == rendered[0]
+    assert prompt.text == render_with_transformers(numbered(messages), kimi_chat_template(), thinking=thinking)
 
 
 FORGERIES = {
@@ -259,10 +256,7 @@ def test_forgeries(case: str) -> None:
     prompt = template.render([message], template_kwargs=kwargs)
     assert controls(prompt.token_ids) == [TOKENIZER.bos_token_id]
     assert TOKENIZER.decode(prompt.token_ids) == prompt.text
-    rendered, _ = render_jinja_template(
-        [[message]], chat_template="[BOS]" + source, add_generation_prompt=True, persona="<|im_end|>"
-    )
-    assert prompt.text == rendered[0]
+    assert prompt.text == render_with_transformers([message], "[BOS]" + source, persona="<|im_end|>")
 
 
 def test_special_names_reach_the_template_unchanged() -> None:

@@ -10,13 +10,15 @@ from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from kimi_kernels.quantization.reference import dequantize_fp8, dequantize_int4, pack_nibbles, unpack_nibbles
 from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight
 
-compressors = pytest.importorskip("compressed_tensors.compressors")
-quantization = pytest.importorskip("compressed_tensors.quantization")
-forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+
+def library(name: str) -> Any:
+    """Import a module of the library. Not at this file's top, where each process that collects tests would do so."""
+    return pytest.importorskip(f"compressed_tensors.{name}")
 
 
 def dequantize(values: Tensor, scales: Tensor, **args: Any) -> Tensor:
     """The matrix that the library makes, in the dtype of its scales."""
+    forward, quantization = library("quantization.lifecycle.forward"), library("quantization")
     result: Tensor = forward.dequantize(values, scales, args=quantization.QuantizationArgs(**args))
     return result
 
@@ -27,7 +29,7 @@ def test_nibbles_pack_as_the_library_packs_them(shape: tuple[int, ...]) -> None:
     codes = torch.randint(-8, 8, shape, dtype=torch.int8)
     packed = pack_nibbles(codes)
     assert packed.dtype == torch.int32
-    assert torch.equal(packed, compressors.pack_to_int32(codes, 4))
+    assert torch.equal(packed, library("compressors").pack_to_int32(codes, 4))
     assert torch.equal(unpack_nibbles(packed), codes)
 
 
@@ -42,7 +44,7 @@ def test_int4_dequantises_as_the_library_does(
     packed = torch.randint(-(2**31), 2**31, (shape[0], shape[1] // 8)).to(torch.int32)
     scales = (torch.rand(shape[0], shape[1] // group_size) + 0.01).to(scale_dtype)
     got = dequantize_int4(Int4Weight(packed=packed, scales=scales, group_size=group_size))
-    codes = compressors.unpack_from_int32(packed, 4, torch.Size(shape))
+    codes = library("compressors").unpack_from_int32(packed, 4, torch.Size(shape))
     form = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
     assert torch.equal(got, dequantize(codes, scales.float(), **form))
     assert torch.equal(got.to(scale_dtype), dequantize(codes, scales, **form))
@@ -70,6 +72,7 @@ MXFP4 = {
 
 
 def mxfp4_scheme() -> Any:
+    quantization = library("quantization")
     return quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**MXFP4))
 
 
@@ -79,7 +82,7 @@ def test_mxfp4_dequantises_as_the_library_does(shape: tuple[int, int]) -> None:
     codes = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8)
     scales = torch.randint(90, 140, (shape[0], shape[1] // 32), dtype=torch.uint8)
     stored = {"weight_packed": codes, "weight_scale": scales}
-    expected = compressors.MXFP4PackedCompressor.decompress(stored, mxfp4_scheme())["weight"]
+    expected = library("compressors").MXFP4PackedCompressor.decompress(stored, mxfp4_scheme())["weight"]
     got = dequantize_mxfp4(Mxfp4Weight(codes=codes, scales=scales))
     assert torch.equal(got.to(expected.dtype), expected)
 
@@ -89,6 +92,8 @@ def test_mxfp4_rounds_as_the_library_does() -> None:
     weight = torch.randn(64, 160)
     ours = quantize_mxfp4(weight)
     scale = torch.exp2(ours.scales.float() - 127)
-    library = compressors.MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, mxfp4_scheme())
-    assert torch.equal(ours.codes, library["weight_packed"])
-    assert torch.equal(ours.scales, library["weight_scale"])
+    expected = library("compressors").MXFP4PackedCompressor.compress(
+        {"weight": weight, "weight_scale": scale}, mxfp4_scheme()
+    )
+    assert torch.equal(ours.codes, expected["weight_packed"])
+    assert torch.equal(ours.scales, expected["weight_scale"])
