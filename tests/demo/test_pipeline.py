@@ -213,15 +213,15 @@ def test_the_probe_check_measures_as_the_probe_does_however_many_processes_share
     data: Path, checkpoint: Path
 ) -> None:
     kind, prompts = DraftKind.MLA, [prompt[-24:] for prompt in prompts_of(data)[:2]]
-    shared = check_probe(checkpoint, prompts, [kind], num_processes=2, num_tokens=16)
-    assert shared == check_probe(checkpoint, prompts, [kind], num_tokens=16)
+    shared = check_probe(checkpoint, prompts, [kind], num_processes=2, num_tokens=8)
+    assert shared == check_probe(checkpoint, prompts, [kind], num_tokens=8)
     opened = open_probe(
         ServingSettings(checkpoint=str(checkpoint), device="cpu", draft=str(checkpoint / DRAFT_FOLDERS[kind])),
         MICRO.context,
     )
     statements = {row["false statement"]: row for row in shared["mla"]}
     assert set(statements) == {"nothing", *false_statements(opened.draft.config)}
-    results = list(opened.run(opened.write_texts(prompts, 16), K))
+    results = list(opened.run(opened.write_texts(prompts, 8), K))
     own = next(result for result in results if result.setting.is_files_own)
     assert statements["nothing"]["file's acceptance length"] == own.acceptance_length
     assert statements["nothing"]["chosen"] == verdict(results)[0].setting.name

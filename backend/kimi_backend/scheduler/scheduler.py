@@ -217,17 +217,20 @@ class Scheduler:
         One that would compute what a running one is just computing waits for that, and lets others pass.
         """
         passed: list[Sequence] = []
+        filling = [s for s in self.running if s.is_filling] if self.kv.enable_prefix_cache else []
         while budget > 0 and max(len(self.running), len(passed)) < self.settings.max_num_seqs:
             sequence = self.waiting.peek()
             if sequence is None:
                 break
-            if self._will_find_more(sequence):
+            if filling and self._will_find_more(sequence, filling):
                 passed.append(self.waiting.pop())
                 continue
             if not self._start(sequence):
                 self._refused = sequence
                 break
             self.waiting.pop()
+            if self.kv.enable_prefix_cache and sequence.is_filling:
+                filling.append(sequence)
             chunk = min(sequence.num_tokens - sequence.target_len, budget)
             budget -= chunk
             batch.sequences.append(sequence)
@@ -235,10 +238,9 @@ class Scheduler:
         for sequence in passed:
             self.waiting.push(sequence)
 
-    def _will_find_more(self, sequence: Sequence) -> bool:
-        """Tell whether a running sequence is about to publish the block behind those that this one would find now."""
-        filling = [s for s in self.running if s.is_filling]
-        if not filling or not self.kv.enable_prefix_cache or not sequence.reads_prefix_cache:
+    def _will_find_more(self, sequence: Sequence, filling: list[Sequence]) -> bool:
+        """Tell whether one of `filling` is about to publish the block behind those that a sequence would find now."""
+        if not sequence.reads_prefix_cache:
             return False
         uses_draft, chain = sequence.wants_draft and self.is_drafting, self._chain_of(sequence)
         num_found = self.kv.num_cached_blocks(chain, sequence.token_ids, uses_draft)

@@ -1,10 +1,12 @@
 """Sampling on a CPU: the reference's definition, with a row's noise computed once.
 
 Verifying draws a token's noise again at every round until it is accepted, and drafting draws it before that. So noise
-is made for NOISE_ROWS consecutive tokens of a sequence at a time, which also shares the price of some hundred small
-operations, and the latest blocks are kept.
+is made for NOISE_ROWS consecutive tokens of a sequence at a time, for all sequences of a step that need some in one
+go, which also shares the price of some hundred small operations, and the latest blocks are kept.
 """
 
+import threading
+from collections import OrderedDict
 from functools import lru_cache
 
 import torch
@@ -30,8 +32,8 @@ from kimi_kernels.sampling_inputs import (
 
 NOISE_ROWS = 8
 """Tokens of a block of noise."""
-_NOISE_BLOCKS = 128
-"""Blocks kept: 32 MB for a vocabulary of 4,096."""
+KEPT_VALUES = 2**22
+"""Values of noise that are kept, 32 MB, and at least those of the last call."""
 
 _column_order = lru_cache(maxsize=4)(ColumnOrder.from_map)
 
@@ -120,17 +122,45 @@ def _has_filters(inputs: SamplingInputs) -> bool:
 
 def gumbel_rows(seeds: list[int], token_indices: list[int], vocab_size: int) -> Tensor:
     """The noise of each (seed, token index): [R, vocab_size] float64, each value exactly a float32."""
-    places = (divmod(index, NOISE_ROWS) for index in token_indices)
-    rows = [_noise_block(seed, block, vocab_size)[place] for seed, (block, place) in zip(seeds, places, strict=True)]
-    return torch.stack(rows)
+    if not seeds:
+        return torch.empty(0, vocab_size, dtype=torch.float64)
+    places = [divmod(index, NOISE_ROWS) for index in token_indices]
+    keys = [(seed, block, vocab_size) for seed, (block, _) in zip(seeds, places, strict=True)]
+    blocks = _noise_blocks(keys)
+    return torch.stack([blocks[key][place] for key, (_, place) in zip(keys, places, strict=True)])
 
 
-@lru_cache(maxsize=_NOISE_BLOCKS)
-def _noise_block(seed: int, block: int, vocab_size: int) -> tuple[Tensor, ...]:
-    """Token indices block * NOISE_ROWS and on."""
-    token_index = torch.arange(block * NOISE_ROWS, (block + 1) * NOISE_ROWS)
-    bits = noise_bits(torch.full_like(token_index, seed), token_index, vocab_size)
-    return gumbel_from_bits(bits).double().unbind()
+_BlockKey = tuple[int, int, int]
+"""Seed, block of token indices, size of the vocabulary."""
+_kept: OrderedDict[_BlockKey, tuple[Tensor, ...]] = OrderedDict()
+"""The latest blocks of noise, the longest unused first."""
+_kept_lock = threading.Lock()
+
+
+def _noise_blocks(keys: list[_BlockKey]) -> dict[_BlockKey, tuple[Tensor, ...]]:
+    """The rows of each block: those of token indices block * NOISE_ROWS and on. Threads may call this at once."""
+    vocab_size = keys[0][2]
+    with _kept_lock:
+        found = {key: _kept.get(key) for key in keys}
+    missing = [key for key, rows in found.items() if rows is None]
+    made = _made_blocks(missing, vocab_size) if missing else {}
+    blocks = {key: made[key] if rows is None else rows for key, rows in found.items()}
+    with _kept_lock:
+        _kept.update(blocks)
+        for key in blocks:
+            _kept.move_to_end(key)
+        while len(_kept) > max(len(blocks), KEPT_VALUES // (NOISE_ROWS * vocab_size)):
+            _kept.popitem(last=False)
+    return blocks
+
+
+def _made_blocks(keys: list[_BlockKey], vocab_size: int) -> dict[_BlockKey, tuple[Tensor, ...]]:
+    first = torch.tensor([[seed, block * NOISE_ROWS] for seed, block, _ in keys])
+    token_index = (first[:, 1:] + torch.arange(NOISE_ROWS)).flatten()
+    bits = noise_bits(first[:, 0].repeat_interleave(NOISE_ROWS), token_index, vocab_size)
+    rows = gumbel_from_bits(bits).double().view(len(keys), NOISE_ROWS, vocab_size)
+    # Each block has memory of its own, so that the others go when they are no longer kept.
+    return {key: block.clone().unbind() for key, block in zip(keys, rows, strict=True)}
 
 
 def verify_draft_tokens(

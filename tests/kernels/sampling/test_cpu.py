@@ -1,11 +1,12 @@
 """The CPU kernel set's sampling: the reference's tokens, statuses and log-probabilities, bit for bit."""
 
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
 
-from kimi_kernels.sampling import reference
+from kimi_kernels.sampling import cpu, reference
 from kimi_kernels.sampling.cpu import NOISE_ROWS, gumbel_rows, sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.philox_reference import noise_bits
@@ -89,6 +90,23 @@ def test_noise_has_the_defined_bits_in_any_order_of_asking() -> None:
     assert torch.equal(gumbel_rows(seeds[::-1], indices[::-1], VOCAB_SIZE), expected.flip(0))
     narrow = gumbel_from_bits(noise_bits(torch.tensor([5]), torch.tensor([0]), 9)).double()
     assert torch.equal(gumbel_rows([5], [0], 9), narrow)
+
+
+def test_no_more_noise_is_kept_than_its_bound_or_than_one_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_kept", OrderedDict())
+    monkeypatch.setattr(cpu, "KEPT_VALUES", 6 * NOISE_ROWS * VOCAB_SIZE)
+    seeds = list(range(20))
+    expected = gumbel_from_bits(noise_bits(torch.tensor(seeds), torch.full((20,), 9), VOCAB_SIZE)).double()
+    for first, count, kept in ((0, 4, 4), (2, 4, 6), (7, 5, 6), (0, 20, 20), (3, 1, 6)):
+        part = slice(first, first + count)
+        assert torch.equal(gumbel_rows(seeds[part], [9] * count, VOCAB_SIZE), expected[part])
+        assert len(cpu._kept) == kept
+        assert set(list(cpu._kept)[-count:]) == {(seed, 9 // NOISE_ROWS, VOCAB_SIZE) for seed in seeds[part]}
+
+
+def test_no_rows() -> None:
+    inputs, rows = sampling_tensors([SequenceCase(rows=[])])
+    assert sample_tokens(torch.zeros(0, VOCAB_SIZE), inputs, rows).token_ids.shape == (0,)
 
 
 def test_a_kept_row_of_noise_does_not_change() -> None:
