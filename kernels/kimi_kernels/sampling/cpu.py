@@ -1,8 +1,8 @@
 """Sampling on a CPU: the reference's definition, with a row's noise computed once.
 
 Verifying draws a token's noise again at every round until it is accepted, and drafting draws it before that. So noise
-is made for NOISE_ROWS consecutive tokens of a sequence at a time, for all sequences of a step that need some in one
-go, which also shares the price of some hundred small operations, and the latest blocks are kept.
+is made for NOISE_ROWS consecutive tokens of a sequence at a time, and of small vocabularies for several sequences at
+once, which also shares the price of some hundred small operations. The latest blocks are kept.
 """
 
 import threading
@@ -32,6 +32,8 @@ from kimi_kernels.sampling_inputs import (
 
 NOISE_ROWS = 8
 """Tokens of a block of noise."""
+MADE_VALUES = 2**15
+"""Values of noise that are made at once, if a block has not more: what is beside them fits a core's cache."""
 KEPT_VALUES = 2**22
 """Values of noise that are kept, 32 MB, and at least those of the last call."""
 
@@ -143,7 +145,10 @@ def _noise_blocks(keys: list[_BlockKey]) -> dict[_BlockKey, tuple[Tensor, ...]]:
     with _kept_lock:
         found = {key: _kept.get(key) for key in keys}
     missing = [key for key, rows in found.items() if rows is None]
-    made = _made_blocks(missing, vocab_size) if missing else {}
+    at_once = max(1, MADE_VALUES // (NOISE_ROWS * vocab_size))
+    made: dict[_BlockKey, tuple[Tensor, ...]] = {}
+    for start in range(0, len(missing), at_once):
+        made |= _made_blocks(missing[start : start + at_once], vocab_size)
     blocks = {key: made[key] if rows is None else rows for key, rows in found.items()}
     with _kept_lock:
         _kept.update(blocks)
@@ -158,9 +163,9 @@ def _made_blocks(keys: list[_BlockKey], vocab_size: int) -> dict[_BlockKey, tupl
     first = torch.tensor([[seed, block * NOISE_ROWS] for seed, block, _ in keys])
     token_index = (first[:, 1:] + torch.arange(NOISE_ROWS)).flatten()
     bits = noise_bits(first[:, 0].repeat_interleave(NOISE_ROWS), token_index, vocab_size)
-    rows = gumbel_from_bits(bits).double().view(len(keys), NOISE_ROWS, vocab_size)
-    # Each block has memory of its own, so that the others go when they are no longer kept.
-    return {key: block.clone().unbind() for key, block in zip(keys, rows, strict=True)}
+    blocks = gumbel_from_bits(bits).view(len(keys), NOISE_ROWS, vocab_size)
+    # As float64 each block has memory of its own, so that the others' goes when they are no longer kept.
+    return {key: block.double().unbind() for key, block in zip(keys, blocks, strict=True)}
 
 
 def verify_draft_tokens(

@@ -95,6 +95,7 @@ def test_noise_has_the_defined_bits_in_any_order_of_asking() -> None:
 def test_no_more_noise_is_kept_than_its_bound_or_than_one_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_kept", OrderedDict())
     monkeypatch.setattr(cpu, "KEPT_VALUES", 6 * NOISE_ROWS * VOCAB_SIZE)
+    monkeypatch.setattr(cpu, "MADE_VALUES", 3 * NOISE_ROWS * VOCAB_SIZE)
     seeds = list(range(20))
     expected = gumbel_from_bits(noise_bits(torch.tensor(seeds), torch.full((20,), 9), VOCAB_SIZE)).double()
     for first, count, kept in ((0, 4, 4), (2, 4, 6), (7, 5, 6), (0, 20, 20), (3, 1, 6)):
