@@ -89,8 +89,7 @@ def client(server):
         yield connected
 
 
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "stop"), list(zip(FORMS, reversed(STOPS), strict=True)))
 def test_the_reply_is_the_same_for_every_k_on_every_way(server, direct, client, form, stop):
     asked = {**ASKED, **FORMS[form], "stop": STOPS[stop]}
     plain, guessed = (over_grpc(direct, asked, k) for k in (0, 3))

@@ -86,10 +86,10 @@ def test_temperature(temperature: float) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [names for size in range(1, 7) for names in itertools.combinations(PROCESSORS, size)],
+    [names for size in (1, 2, 5, 6) for names in itertools.combinations(PROCESSORS, size)],
     ids="+".join,
 )
-def test_every_combination_of_processors(names: tuple[str, ...]) -> None:
+def test_processors_alone_in_pairs_and_together(names: tuple[str, ...]) -> None:
     settings = {key: value for name in names for key, value in PROCESSORS[name].items()}
     case = SequenceCase(temperature=1.3, seed=sum(map(len, names)), **settings)
     assert_follows(draws(LOGITS, case), target_probabilities(LOGITS, case))
