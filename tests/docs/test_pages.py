@@ -38,3 +38,9 @@ def test_each_page_is_reached_from_the_readme():
         targets = {((ROOT / page).parent / link).resolve() for link in links if "://" not in link}
         new |= {str(target.relative_to(ROOT)) for target in targets if target.exists()} - reached
     assert set(PAGES) - reached == set(), "link them from docs/README.md"
+
+
+def test_each_file_of_the_support_code_has_its_line():
+    folder = ROOT / "tests" / "support"
+    listed = re.findall(r"`(\w+\.(?:py|json))`", (folder / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in folder.iterdir() if path.suffix in (".py", ".json"))

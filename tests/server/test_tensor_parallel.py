@@ -8,8 +8,7 @@ import signal
 import time
 
 from kimi_client import KimiClient, KimiClientError
-from support.rank_processes import rank_pids, wait_until_gone
-from support.server_process import running_server, serving_settings, stub_pids
+from support.server_process import rank_pids, running_server, serving_settings, stub_pids, wait_until_gone
 from support.streams import control, generate_when_back, reload, wait_for_speculation
 
 FIELDS = [

@@ -13,8 +13,7 @@ import torch
 from kimi_client import KimiClient, ServerFailed
 from support.nano_requests import MAX_TOKENS, request_fields, run_in_process, run_served
 from support.nano_runs import nano_settings
-from support.rank_processes import rank_pids, wait_until_gone
-from support.server_process import running_server, stub_pids
+from support.server_process import rank_pids, running_server, stub_pids, wait_until_gone
 from support.streams import control, reload, wait_for_speculation
 
 NUM_RANKS = int(os.environ.get("KIMI_TEST_RANKS", "2"))

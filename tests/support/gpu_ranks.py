@@ -22,7 +22,7 @@ from kimi_backend.runners.inboxes import EitherSum, EitherSumNorm
 from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps
-from support.joined_ranks import check_collectives
+from support.ranks import check_collectives
 from support.target_steps import TargetSteps
 
 MAX_RMS_ERROR, MAX_MEAN_ERROR = 0.08, 0.015

@@ -14,12 +14,14 @@ from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_backend.hosting.settings_to_server import make_server
+from kimi_backend.processes import is_alive
 
 MAX_MODEL_LEN = 512
 KV_TOKENS = 64 * 128
 READY_WITHIN_S = 180
 METRICS_LAG_S = 0.4
 GAUGE_WITHIN_S = 30
+GONE_WITHIN_S = 30
 FREE_WITHIN_S = 20.0
 """The limit on a machine that does much else; `cut_short` shows that nothing has run to its own end meanwhile."""
 
@@ -86,6 +88,21 @@ def stub_pids(server: EmbeddedServer) -> dict[str, int]:
             path = next(c.decode() for c in command if c.endswith(b"model.py"))
             found[Path(path).parent.parent.name] = int(entry.name)
     return found
+
+
+def rank_pids(stub: int) -> list[int]:
+    """Process ids of the ranks that a model's process has started."""
+    children = " ".join(path.read_text() for path in Path(f"/proc/{stub}/task").glob("*/children")).split()
+    commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    return [child for child, command in commands.items() if b"kimi_backend.rank_worker.worker" in command]
+
+
+def wait_until_gone(process_ids: list[int]) -> None:
+    """All of them."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while any(is_alive(process_id) for process_id in process_ids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.02)
 
 
 def resident_bytes(pid: int) -> int:
