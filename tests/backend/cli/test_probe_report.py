@@ -1,4 +1,4 @@
-"""`kimi probe` prints the setting to believe in the first row, how far it is below the best, and the verdict.
+"""`kimi probe` prints the setting to believe in the first row, how far it is below the best, and the verdict."""
 
 from kimi_backend.cli.probe import SHOWN_ROWS, _report, _text
 from kimi_backend.config.draft_config import DraftOverrides
