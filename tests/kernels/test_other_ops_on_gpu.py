@@ -1,6 +1,7 @@
 """Norms, rotary embedding, activation, cache writes and prompt attention compiled, in bf16, against the reference."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from kimi_kernels import KernelSet
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.choice_products import ChoiceProducts, plain_sum
 from kimi_kernels.compositions import composed_mla_values
-from support.attention_cases import PagedCase, paged_case, random_contents
+from support.attention_cases import PagedCase, paged_case, random_contents, see_more_keys, with_a_key_to_spare
 from support.row_errors import worst_row_error
 
 pytestmark = pytest.mark.gpu
@@ -187,16 +188,54 @@ def test_mha_attention(num_heads: int, num_kv_heads: int, window: int | None, bl
 
 @pytest.mark.parametrize("num_heads", [8, 3])
 def test_mla_prefill(num_heads: int) -> None:
-    case = paged_case([150, 1, 0, 33, 256], [700, 1, 64, 33, 256], 64, padding_rows=3)
-    check(
-        "mla_prefill", randn(case.batch.num_tokens, num_heads, 192), paged(case, 576),
-        (torch.randn(num_heads, 128, 512) / 512**0.5).to(torch.bfloat16),
-        (torch.randn(num_heads, 512, 128) / 512**0.5).to(torch.bfloat16), case.batch, 192**-0.5, limit=PREFILL_LIMIT,
-    )  # fmt: skip
+    case = paged_case([150, 1, 0, 33, 256, 129, 65], [700, 1, 64, 33, 256, 2000, 383], 64, padding_rows=3)
+    check(*prefill_arguments(case, num_heads), limit=PREFILL_LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "length"), [(1, 1), (64, 64), (127, 127), (128, 128), (129, 129), (2, 130), (300, 1300)]
+)
+def test_mla_prefill_at_the_edges_of_tiles(num_rows: int, length: int) -> None:
+    check(*prefill_arguments(paged_case([num_rows], [length], 64), 8), limit=PREFILL_LIMIT)
+
+
+@pytest.mark.parametrize("num_more_keys", [-1, 1])
+def test_a_prefill_whose_causal_bound_is_off_by_one_shows(num_more_keys: int) -> None:
+    """Planted fault."""
+    case = with_a_key_to_spare(paged_case([30, 2, 129], [61, 141, 300], 64))
+    op, *arguments = prefill_arguments(case, 8)
+    q, cache, w_uk, w_uv, _, scale = map(to_gpu, arguments)
+    shifted = to_gpu(see_more_keys(case.batch, num_more_keys))
+    found = KernelSet.triton().mla_prefill(q, cache, w_uk, w_uv, shifted, scale)  # type: ignore[arg-type]
+    assert worst_row_error(found, getattr(REFERENCE, op)(*arguments)) > 4 * PREFILL_LIMIT
+
+
+def test_mla_prefill_in_float16() -> None:
+    op, *arguments = prefill_arguments(paged_case([150, 33], [700, 33], 64), 8)
+    check(op, *(x.half() if isinstance(x, Tensor) else x for x in arguments), limit=PREFILL_LIMIT)
 
 
 def test_mla_prefill_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from kimi_kernels.mla_prefill import kernel
 
-    monkeypatch.setattr(kernel, "CHUNK_ROWS", 4 * 2 * 256)
-    test_mla_prefill(4)
+    monkeypatch.setattr(kernel, "CHUNK_ROWS", 7 * 8 * 256)
+    test_mla_prefill(8)
+
+
+def test_hopper_has_a_kernel_for_the_heads_of_kimi() -> None:
+    """The tests above run it there."""
+    from kimi_kernels.mla_prefill.kernel_hopper_launch import fits_hopper
+
+    q = randn(1, 1, 192)
+    assert fits_hopper(q.cuda(), 128, 64, 128) == (torch.cuda.get_device_capability()[0] == 9)
+    assert not fits_hopper(q.cuda(), 64, 64, 128)
+    assert not fits_hopper(q, 128, 64, 128)
+
+
+def prefill_arguments(case: PagedCase, num_heads: int) -> tuple[Any, ...]:
+    """The op and what it takes, of a case with Kimi-K2's widths."""
+    return (
+        "mla_prefill", randn(case.batch.num_tokens, num_heads, 192), paged(case, 576),
+        (torch.randn(num_heads, 128, 512) / 512**0.5).to(torch.bfloat16),
+        (torch.randn(num_heads, 512, 128) / 512**0.5).to(torch.bfloat16), case.batch, 192**-0.5,
+    )  # fmt: skip

@@ -144,6 +144,21 @@ def mla_any(rows: int) -> Build:
     )
 
 
+def prefill_types(keys: int, values: str, num_tiles: str, layout: str = "") -> dict[str, str]:
+    """Arguments of `mla_prefill`'s kernels at 192/128, for tiles of so many keys. values, num_tiles: their names."""
+    sizes = ("q_token_stride", "q_head_stride", "start", "chunk", "num_seqs", "num_heads", num_tiles)
+    return {
+        **dict.fromkeys(("q", "out"), "*bf16"),
+        "k_nope": f"tensordesc<bf16[{keys}, 128]{layout}>",
+        "k_rope": f"tensordesc<bf16[{keys}, 64]{layout}>",
+        values: f"tensordesc<bf16[{keys}, 128]{layout}>",
+        **dict.fromkeys(("cu_seqlens_q", "seq_lens"), "*i32"),
+        **dict.fromkeys(("state_out", "state_lse"), "*fp32"),
+        **dict.fromkeys(sizes, "i32"),
+        "scale": "fp32",
+    }
+
+
 def prefill() -> Build:
     """`attend_kernel` of `mla_prefill` at 192/128."""
     import triton.language as tl
@@ -151,27 +166,31 @@ def prefill() -> Build:
     from kimi_kernels.mla_prefill import kernel
 
     keys = kernel.TILE_KEYS
-    types = {
-        "q": "*bf16",
-        "k_nope": f"tensordesc<bf16[{keys}, 128]>",
-        "k_rope": f"tensordesc<bf16[{keys}, 64]>",
-        "values": f"tensordesc<bf16[{keys}, 128]>",
-        **dict.fromkeys(("cu_seqlens_q", "seq_lens"), "*i32"),
-        **dict.fromkeys(("state_out", "state_lse"), "*fp32"),
-        "out": "*bf16",
-        **dict.fromkeys(
-            ("q_token_stride", "q_head_stride", "start", "chunk", "num_seqs", "num_heads", "num_tiles"), "i32"
-        ),
-        "scale": "fp32",
-    }
     constants = {"P": 128, "Q": 64, "V": 128, "R": kernel.TILE_ROWS, "K": keys, "FIRST": True, "LAST": True}
     return Build(
         module="kimi_kernels.mla_prefill.kernel_attend",
         function="attend_kernel",
-        types=types,
+        types=prefill_types(keys, "values", "num_tiles"),
         constants={**constants, "MATH": tl.bfloat16, "STAGES": kernel.ATTEND_STAGES, "PDL": True},
         num_warps=kernel.ATTEND_WARPS,
         num_stages=kernel.ATTEND_STAGES,
+        multiples_of_16=("q_token_stride", "q_head_stride", "chunk"),
+    )
+
+
+def prefill_hopper(*, is_first: bool, is_last: bool) -> Build:
+    """The kernel of `mla_prefill` on Hopper; of one chunk, or one that goes on from the chunk before."""
+    from kimi_kernels.mla_prefill import kernel_hopper
+    from kimi_kernels.mla_prefill import kernel_hopper_launch as launch
+
+    sizes = {"P": 128, "Q": 64, "V": 128, "R": launch.WARPGROUP_ROWS, "K": launch.TILE_KEYS, "STAGES": launch.STAGES}
+    return Build(
+        module="kimi_kernels.mla_prefill.kernel_hopper",
+        function="attend_hopper_kernel",
+        types=prefill_types(launch.TILE_KEYS, "v", "num_row_tiles", f",{WIDE}"),
+        constants={**sizes, "FIRST": is_first, "LAST": is_last, "PDL": True},
+        num_warps=kernel_hopper.WARPS.value,
+        is_gluon=True,
         multiples_of_16=("q_token_stride", "q_head_stride", "chunk"),
     )
 
@@ -288,6 +307,9 @@ BUILDS: dict[str, Callable[[], Build]] = {
        for rows in (16, 32, 64) for name in ("bf16", "float8")},
     **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
     "prefill": prefill,
+    "prefill hopper": lambda: prefill_hopper(is_first=True, is_last=True),
+    "prefill hopper first of several": lambda: prefill_hopper(is_first=True, is_last=False),
+    "prefill hopper goes on": lambda: prefill_hopper(is_first=False, is_last=False),
     "mha": mha,
     "mha float8": lambda: mha("fp8e4nv"),
     **{f"streamed {rows} x {out}": lambda rows=rows, out=out: streamed_linear(rows, out)  # type: ignore[misc]

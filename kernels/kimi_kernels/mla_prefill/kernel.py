@@ -13,12 +13,15 @@ from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.early_start import starts_early
 from kimi_kernels.mla_prefill.kernel_attend import attend_kernel
 from kimi_kernels.mla_prefill.kernel_gather import gather_latents_kernel
+from kimi_kernels.mla_prefill.kernel_hopper_launch import Part, attend_hopper, fits_hopper
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_ROWS = 1 << 19 if not INTERPRETED else 1024
 """Rows of all heads and sequences up-projected at a time: 0.27 GB of keys and values."""
 TILE_ROWS = 128
 TILE_KEYS = 64
+CHUNK_STEP = 128
+"""Keys of a chunk are a multiple of this: whole tiles, of either kernel."""
 ATTEND_WARPS, ATTEND_STAGES = 8, 3
 GATHER_ROWS = 16
 MAX_ROWS = 2**31 - 1
@@ -45,19 +48,26 @@ def mla_prefill(
     num_seqs = batch.seq_lens.shape[0]
     if not num_tokens or not num_seqs or not batch.max_seq_len:
         return out.zero_()
-    most = max(TILE_KEYS, CHUNK_ROWS // (num_seqs * num_heads) // TILE_KEYS * TILE_KEYS)
-    chunk = min(most, triton.cdiv(batch.max_seq_len, TILE_KEYS) * TILE_KEYS)
+    most = max(CHUNK_STEP, CHUNK_ROWS // (num_seqs * num_heads) // CHUNK_STEP * CHUNK_STEP)
+    chunk = min(most, triton.cdiv(batch.max_seq_len, CHUNK_STEP) * CHUNK_STEP)
     num_chunks = triton.cdiv(batch.max_seq_len, chunk)
     state_out = state_lse = None
     if num_chunks > 1:
         state_out = torch.empty(out.shape, dtype=torch.float32, device=q.device)
         state_lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     for index in range(num_chunks):
-        latents, k_rope = _gather(latent_cache, w_uk.shape[2], batch, index * chunk, chunk, kv_scale, out)
-        _attend(
-            q, latents, k_rope, w_uk, w_uv, batch, softmax_scale, index * chunk, chunk, state_out, state_lse, out,
-            first=index == 0, last=index == num_chunks - 1,
-        )  # fmt: skip
+        part = Part(
+            start=index * chunk,
+            chunk=chunk,
+            state_out=state_out,
+            state_lse=state_lse,
+            is_first=index == 0,
+            is_last=index == num_chunks - 1,
+        )
+        latents, rope_keys = _gather(latent_cache, w_uk.shape[2], batch, part.start, chunk, kv_scale, out)
+        k_nope, values = _up_project(latents, w_uk, w_uv)
+        fits = fits_hopper(q, k_nope.shape[1], rope_keys.shape[1], values.shape[1])
+        (attend_hopper if fits else _attend)(q, k_nope, rope_keys, values, batch, softmax_scale, part, out)
     return out
 
 
@@ -86,31 +96,30 @@ def _gather(
     return latents, rope_keys
 
 
-def _attend(
-    q: Tensor,
-    latents: Tensor,
-    rope_keys: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    batch: AttentionBatch,
-    softmax_scale: float,
-    start: int,
-    chunk: int,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    out: Tensor,
-    *,
-    first: bool,
-    last: bool,
-) -> None:
+def _up_project(latents: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [heads * rows, nope] and values [heads * rows, v] of latents [rows, L]."""
     num_heads, nope_dim, _ = w_uk.shape
-    num_seqs, rope_dim, v_dim = batch.seq_lens.shape[0], rope_keys.shape[1], w_uv.shape[2]
     require(
         num_heads * latents.shape[0] <= MAX_ROWS, "q", f"{num_heads} heads over {latents.shape[0]} rows", "fewer rows"
     )
     every_head = latents.unsqueeze(0).expand(num_heads, -1, -1)
     k_nope = torch.bmm(every_head, w_uk.transpose(1, 2)).view(-1, nope_dim)
-    values = torch.bmm(every_head, w_uv).view(-1, v_dim)
+    return k_nope, torch.bmm(every_head, w_uv).view(-1, w_uv.shape[2])
+
+
+def _attend(
+    q: Tensor,
+    k_nope: Tensor,
+    rope_keys: Tensor,
+    values: Tensor,
+    batch: AttentionBatch,
+    softmax_scale: float,
+    part: Part,
+    out: Tensor,
+) -> None:
+    """Launch `attend_kernel` over one chunk of up-projected keys and values."""
+    (nope_dim, v_dim), rope_dim = (k_nope.shape[1], values.shape[1]), rope_keys.shape[1]
+    num_heads, num_seqs = q.shape[1], batch.seq_lens.shape[0]
     num_tiles = triton.cdiv(max(1, batch.max_query_len), TILE_ROWS)
     early = starts_early(q.device)
     attend_kernel[(num_heads, num_tiles, num_seqs)](
@@ -118,9 +127,9 @@ def _attend(
         TensorDescriptor.from_tensor(k_nope, [TILE_KEYS, nope_dim]),
         TensorDescriptor.from_tensor(rope_keys, [TILE_KEYS, rope_dim]),
         TensorDescriptor.from_tensor(values, [TILE_KEYS, v_dim]),
-        batch.cu_seqlens_q, batch.seq_lens, state_out, state_lse, out, q.stride(0), q.stride(1), start, chunk,
-        num_seqs, num_heads, num_tiles, softmax_scale * math.log2(math.e),
-        P=nope_dim, Q=rope_dim, V=v_dim, R=TILE_ROWS, K=TILE_KEYS, FIRST=first, LAST=last,
+        batch.cu_seqlens_q, batch.seq_lens, part.state_out, part.state_lse, out, q.stride(0), q.stride(1), part.start,
+        part.chunk, num_seqs, num_heads, num_tiles, softmax_scale * math.log2(math.e),
+        P=nope_dim, Q=rope_dim, V=v_dim, R=TILE_ROWS, K=TILE_KEYS, FIRST=part.is_first, LAST=part.is_last,
         MATH=_math_dtype(q.dtype), STAGES=ATTEND_STAGES, PDL=early, num_warps=ATTEND_WARPS, num_stages=ATTEND_STAGES,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
