@@ -12,12 +12,22 @@ import pytest
 MAX_SHARED_BYTES = 232_448
 SPILLED_BYTES = {"down tall 128": 96}
 """Kernels that may spill, all of it outside the loop's critical path, and how much."""
-MMA_SYNC = ("gate_up choice", "down choice", "linear 8", "gate_up sorted int4 8", "down resident 8")
-"""Eight columns: too few for wgmma to be worth its waits; mma.sync takes them without padding."""
-WGMMA = (
-    "gate_up sorted fp8 16",
+MMA_SYNC = (
+    "gate_up choice",
+    "down choice",
+    "linear 8",
+    "gate_up sorted int4 8",
+    "gate_up sorted int4 16",
     "gate_up sorted mxfp4 16",
-    "gate_up sorted int4 64",
+    "gate_up sorted fp8 16",
+    "down sorted int4 16",
+    "down resident 8",
+)
+"""Eight columns, or two halves of eight: too few for wgmma to be worth its waits; mma.sync takes them without
+padding."""
+WGMMA = (
+    "gate_up sorted int4 32",
+    "gate_up sorted fp8 32",
     "gate_up tall 64",
     "gate_up tall mxfp4 64",
     "down tall 128",
@@ -64,9 +74,11 @@ def test_products_are_not_serialised(compiled: dict[str, dict[str, Any]]) -> Non
 
 
 def test_dequantisation_is_packed(compiled: dict[str, dict[str, Any]]) -> None:
-    """Two weights an instruction: a 128 x 128 int4 step of four warps subtracts the offset in 64 of them."""
+    """Two weights an instruction: a 128 x 128 int4 step of four warps widens them in 64 of them."""
     instructions = compiled["gate_up sorted int4 8"]["instructions"]
-    assert instructions["HADD2"] == 64
+    assert instructions["HFMA2"] == 64
+    # One for both halves of a tile of sixteen, and another body for a tile that fills one half.
+    assert compiled["gate_up sorted int4 16"]["instructions"]["HFMA2"] == 128
     # One conversion, of the division that finds the program's tile; none of a weight.
     assert instructions.get("I2F", 0) + instructions.get("I2FP", 0) <= 2
 
@@ -78,15 +90,15 @@ def test_dequantisation_is_packed(compiled: dict[str, dict[str, Any]]) -> None:
 def test_an_mxfp4_weight_costs_what_an_int4_one_does(
     compiled: dict[str, dict[str, Any]], mxfp4: str, int4: str
 ) -> None:
-    """A product that scales replaces the subtraction, and where int4 scales products, those too."""
+    """A product that scales replaces the offset's, and where int4 scales products, those too; codes take more masks."""
     counts = [sum(compiled[name]["instructions"].values()) for name in (mxfp4, int4)]
-    assert counts[0] <= counts[1]
+    assert counts[0] <= 1.05 * counts[1]
     assert compiled[mxfp4]["registers"] <= compiled[int4]["registers"]
 
 
 def test_blocks_share_a_multiprocessor(compiled: dict[str, dict[str, Any]]) -> None:
-    """Four blocks of the few-token kernels: their loads in flight are what hides the memory's latency."""
-    for name in ("gate_up choice", "down choice", "linear 8", "gate_up sorted int4 8"):
+    """Four blocks of the kernels for few choices: their loads in flight are what hides the memory's latency."""
+    for name in ("gate_up choice", "down choice", "linear 8", "gate_up sorted int4 8", "gate_up sorted int4 16"):
         kernel = compiled[name]
         assert kernel["registers"] * 128 * 4 <= 65_536, name
         assert kernel["shared_bytes"] * 4 <= MAX_SHARED_BYTES, name

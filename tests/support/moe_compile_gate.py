@@ -59,12 +59,14 @@ def main() -> None:
         "place": compile_case(place_kernel, "int4", 4, COLUMNS=16, CHUNK=512, BINS=512, SINGLE=True),
         "linear 8": compile_case(tiled_linear_kernel, "int4", 4, COLUMNS=8, STAGES=4, SCALE_WEIGHTS=False, SPLITS=1),
     }
-    for kind, columns in (("int4", 8), ("int4", 16), ("mxfp4", 16), ("fp8", 16), ("int4", 64)):
-        constants = {"COLUMNS": columns, "STAGES": 3, "SCALE_WEIGHTS": columns == 64}
+    for kind, columns in (("int4", 8), ("int4", 16), ("mxfp4", 16), ("fp8", 16), ("int4", 32), ("fp8", 32)):
+        constants = {"COLUMNS": columns, "STAGES": 4 if columns <= 16 else 3, "SCALE_WEIGHTS": columns == 32}
         results[f"gate_up sorted {kind} {columns}"] = compile_case(gate_up_sorted_kernel, kind, 4, **constants)
     results["down resident 8"] = compile_case(
-        down_sorted_kernel, "int4", 4, COLUMNS=8, STAGES=3, SORTED=True, **RESIDENT
+        down_sorted_kernel, "int4", 4, COLUMNS=8, STAGES=4, SORTED=True, **RESIDENT
     )
+    wide = {"COLUMNS": 16, "STAGES": 4, "SCALE_WEIGHTS": False, "RESIDENT_STEPS": 0, "SORTED": True}
+    results["down sorted int4 16"] = compile_case(down_sorted_kernel, "int4", 4, **wide)
     tall = {"STAGES": 4, "WARPS": 8}
     for kind, name in (("int4", "gate_up tall 64"), ("mxfp4", "gate_up tall mxfp4 64")):
         results[name] = compile_case(gate_up_tall_kernel, kind, 8, COLUMNS=64, ROWS=128, **tall)

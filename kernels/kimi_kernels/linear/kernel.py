@@ -68,19 +68,20 @@ def tiled_linear_kernel(
     acc = multiply_steps(
         TILES + first_tile * (TILE_ROWS * WORDS),
         SCALES + first_tile * TILE_ROWS,
-        X + x_row.to(tl.int64) * x_stride,
-        is_valid,
+        (X + x_row.to(tl.int64) * x_stride,),
+        (is_valid,),
         split * num_steps // SPLITS,
         (split + 1) * num_steps // SPLITS,
         in_features,
         KIND,
+        WORDS,
         TILE_ROWS,
         COLUMNS,
         STAGES,
         SCALE_WEIGHTS,
         EVEN,
         PORTABLE,
-    )
+    )[0]
     row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     target = OUT + x_row.to(tl.int64)[None, :] * out_features + row[:, None]
     mask = is_valid[None, :] & (row < out_features)[:, None]

@@ -6,6 +6,28 @@ from triton.language.extra.cuda import gdc_wait
 
 TILE_COUNT_SHIFT = tl.constexpr(16)
 """A tile's entry is (number of its choices) << 16 | local expert id."""
+PAIR_COLUMNS = tl.constexpr(16)
+"""Tiles of so many choices are two halves of eight: each takes a product that wgmma, which has to be waited for, does
+not do, a weight is widened once for both, and a tile of at most eight choices takes one."""
+
+
+@triton.constexpr_function
+def half_columns(columns):  # type: ignore[no-untyped-def]
+    """Columns of one product with a tile of so many choices."""
+    return columns // 2 if columns == PAIR_COLUMNS else columns
+
+
+@triton.jit
+def load_choices(choices, count, HALVES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Choices of each half of a tile, and which of the columns have one: two tuples of [COLUMNS]."""
+    found = ()
+    valid = ()
+    for half in tl.static_range(HALVES):
+        column = half * COLUMNS + tl.arange(0, COLUMNS)
+        is_valid = column < count
+        found = found + (tl.load(choices + column, mask=is_valid, other=0),)
+        valid = valid + (is_valid,)
+    return found, valid
 
 
 @triton.jit

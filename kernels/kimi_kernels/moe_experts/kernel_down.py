@@ -4,12 +4,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
+from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT, half_columns, load_choices
 from kimi_kernels.quantization.kernel_tiles import (
     TILE_ROWS,
-    load_planes,
+    load_halves,
     multiply_steps,
     multiply_tile,
+    zeros_of,
 )
 
 
@@ -56,27 +57,42 @@ def down_sorted_kernel(
     tile = program // num_groups
     if PDL:
         gdc_wait()
+    first_row_tile = group * tiles_a_group
+    end_row_tile = tl.minimum(first_row_tile + tiles_a_group, num_row_tiles)
     if SORTED:
         if tile >= tl.load(NUM_TILES):
             return
         entry = tl.load(TILE_ENTRIES + tile)
-        expert = entry & 0xFFFF
-        column = tl.arange(0, COLUMNS)
-        is_valid = column < (entry >> TILE_COUNT_SHIFT)
-        choice = tl.load(TILE_CHOICES + tile * COLUMNS + column, mask=is_valid, other=0)
+        count = entry >> TILE_COUNT_SHIFT
+        choices = TILE_CHOICES + tile * COLUMNS
+        first_matrix = (entry & 0xFFFF).to(tl.int64) * num_row_tiles
+        HALF_COLUMNS: tl.constexpr = half_columns(COLUMNS)
+        if COLUMNS > HALF_COLUMNS:
+            if count > HALF_COLUMNS:
+                choice, is_valid = load_choices(choices, count, 2, HALF_COLUMNS)
+                _multiply_rows(
+                    HIDDEN, TILES, SCALES, OUT, choice, is_valid, first_matrix, first_row_tile, end_row_tile,
+                    intermediate_size, out_features, num_steps, KIND, WORDS, HALF_COLUMNS, STAGES, SCALE_WEIGHTS, EVEN,
+                    PORTABLE, RESIDENT_STEPS,
+                )  # fmt: skip
+                return
+        choice, is_valid = load_choices(choices, count, 1, HALF_COLUMNS)
+        _multiply_rows(
+            HIDDEN, TILES, SCALES, OUT, choice, is_valid, first_matrix, first_row_tile, end_row_tile,
+            intermediate_size, out_features, num_steps, KIND, WORDS, HALF_COLUMNS, STAGES, SCALE_WEIGHTS, EVEN,
+            PORTABLE, RESIDENT_STEPS,
+        )  # fmt: skip
     else:
         expert = tl.load(TOPK_IDS + tile) - first_expert
         if (expert < 0) | (expert >= num_experts):
             return
-        choice = tile + tl.zeros([COLUMNS], tl.int32)
-        is_valid = tl.arange(0, COLUMNS) == 0
-    first_matrix = expert.to(tl.int64) * num_row_tiles
-    first_row_tile = group * tiles_a_group
-    end_row_tile = tl.minimum(first_row_tile + tiles_a_group, num_row_tiles)
-    _multiply_rows(
-        HIDDEN, TILES, SCALES, OUT, choice, is_valid, first_matrix, first_row_tile, end_row_tile, intermediate_size,
-        out_features, num_steps, KIND, WORDS, COLUMNS, STAGES, SCALE_WEIGHTS, EVEN, PORTABLE, RESIDENT_STEPS,
-    )  # fmt: skip
+        choice = (tile + tl.zeros([COLUMNS], tl.int32),)
+        is_valid = (tl.arange(0, COLUMNS) == 0,)
+        _multiply_rows(
+            HIDDEN, TILES, SCALES, OUT, choice, is_valid, expert.to(tl.int64) * num_row_tiles, first_row_tile,
+            end_row_tile, intermediate_size, out_features, num_steps, KIND, WORDS, COLUMNS, STAGES, SCALE_WEIGHTS,
+            EVEN, PORTABLE, RESIDENT_STEPS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -85,35 +101,42 @@ def _multiply_rows(
     out_features, num_steps, KIND: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr, EVEN: tl.constexpr, PORTABLE: tl.constexpr, RESIDENT_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Products of some row tiles with COLUMNS choices."""
-    x_rows = HIDDEN + choice.to(tl.int64) * intermediate_size
-    targets = OUT + choice.to(tl.int64) * out_features
+    """Products of some row tiles with one or two halves of COLUMNS choices."""
+    x_rows = ()
+    for half in tl.static_range(len(choice)):
+        x_rows = x_rows + (HIDDEN + choice[half].to(tl.int64) * intermediate_size,)
     TILE_WORDS: tl.constexpr = TILE_ROWS * WORDS
     if RESIDENT_STEPS > 0:
-        planes = load_planes(x_rows, is_valid, 0, intermediate_size, KIND, EVEN)
+        halves = load_halves(x_rows, is_valid, 0, intermediate_size, KIND, EVEN)
         if RESIDENT_STEPS > 1:
-            planes_1 = load_planes(x_rows, is_valid, 1, intermediate_size, KIND, EVEN)
+            halves_1 = load_halves(x_rows, is_valid, 1, intermediate_size, KIND, EVEN)
         for row_tile in tl.range(first_row_tile, end_row_tile, num_stages=STAGES):
             matrix = first_matrix + row_tile
             tiles = TILES + matrix * (RESIDENT_STEPS * TILE_WORDS)
             scales = SCALES + matrix * (RESIDENT_STEPS * TILE_ROWS)
-            acc = tl.zeros([TILE_ROWS, COLUMNS], tl.float32)
-            acc = multiply_tile(acc, tiles, scales, 0, planes, 1.0, KIND, TILE_ROWS, SCALE_WEIGHTS, PORTABLE)
+            accs = zeros_of(choice, TILE_ROWS, COLUMNS)
+            accs = multiply_tile(
+                accs, tiles, scales, 0, halves, KIND, WORDS, TILE_ROWS, COLUMNS, SCALE_WEIGHTS, PORTABLE
+            )
             if RESIDENT_STEPS > 1:
-                acc = multiply_tile(acc, tiles, scales, 1, planes_1, 1.0, KIND, TILE_ROWS, SCALE_WEIGHTS, PORTABLE)
-            _store_product(targets, acc, row_tile, is_valid, out_features)
+                accs = multiply_tile(
+                    accs, tiles, scales, 1, halves_1, KIND, WORDS, TILE_ROWS, COLUMNS, SCALE_WEIGHTS, PORTABLE
+                )
+            _store_products(OUT, accs, choice, is_valid, row_tile, out_features)
     else:
         for row_tile in range(first_row_tile, end_row_tile):
             matrix = first_matrix + row_tile
-            acc = multiply_steps(
+            accs = multiply_steps(
                 TILES + matrix * num_steps * TILE_WORDS, SCALES + matrix * num_steps * TILE_ROWS, x_rows, is_valid, 0,
-                num_steps, intermediate_size, KIND, TILE_ROWS, COLUMNS, STAGES, SCALE_WEIGHTS, EVEN, PORTABLE,
+                num_steps, intermediate_size, KIND, WORDS, TILE_ROWS, COLUMNS, STAGES, SCALE_WEIGHTS, EVEN, PORTABLE,
             )  # fmt: skip
-            _store_product(targets, acc, row_tile, is_valid, out_features)
+            _store_products(OUT, accs, choice, is_valid, row_tile, out_features)
 
 
 @triton.jit
-def _store_product(targets, acc, row_tile, is_valid, out_features):
+def _store_products(OUT, accs, choice, is_valid, row_tile, out_features):
     row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    mask = is_valid[None, :] & (row < out_features)[:, None]
-    tl.store(targets[None, :] + row[:, None], acc.to(targets.dtype.element_ty), mask=mask)
+    for half in tl.static_range(len(accs)):
+        target = OUT + choice[half].to(tl.int64)[None, :] * out_features + row[:, None]
+        mask = is_valid[half][None, :] & (row < out_features)[:, None]
+        tl.store(target, accs[half].to(OUT.dtype.element_ty), mask=mask)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
+from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT, half_columns, load_choices
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, first_column, multiply_steps
 
 STRIPE = tl.constexpr(8)
@@ -54,32 +54,48 @@ def gate_up_sorted_kernel(
     if tile >= tl.load(NUM_TILES):
         return
     entry = tl.load(TILE_ENTRIES + tile)
-    column = tl.arange(0, COLUMNS)
-    is_valid = column < (entry >> TILE_COUNT_SHIFT)
-    choice = tl.load(TILE_CHOICES + tile * COLUMNS + column, mask=is_valid, other=0)
+    count = entry >> TILE_COUNT_SHIFT
+    choices = TILE_CHOICES + tile * COLUMNS
     matrix = (entry & 0xFFFF).to(tl.int64) * num_row_tiles + row_tile
-    acc = multiply_steps(
-        TILES + matrix * num_steps * (TILE_ROWS * WORDS),
-        SCALES + matrix * num_steps * TILE_ROWS,
-        X + (choice // top_k).to(tl.int64) * x_stride,
-        is_valid,
-        0,
-        num_steps,
-        in_features,
-        KIND,
-        TILE_ROWS,
-        COLUMNS,
-        STAGES,
-        SCALE_WEIGHTS,
-        EVEN,
-        PORTABLE,
-    )
-    # Rows r and r + 8 belong to the same thread: splitting the stripes moves no data.
-    gate, up = tl.split(acc.reshape(STRIPE, 2, STRIPE, COLUMNS).permute(0, 2, 3, 1))
-    hidden = _activate(gate, up).reshape(HALF, COLUMNS)
+    tiles = TILES + matrix * num_steps * (TILE_ROWS * WORDS)
+    scales = SCALES + matrix * num_steps * TILE_ROWS
+    HALF_COLUMNS: tl.constexpr = half_columns(COLUMNS)
+    if COLUMNS > HALF_COLUMNS:
+        if count > HALF_COLUMNS:
+            _multiply_choices(
+                X, tiles, scales, HIDDEN, choices, count, x_stride, top_k, in_features, intermediate_size, row_tile,
+                num_steps, KIND, WORDS, 2, HALF_COLUMNS, STAGES, SCALE_WEIGHTS, EVEN, PORTABLE,
+            )  # fmt: skip
+            return
+    _multiply_choices(
+        X, tiles, scales, HIDDEN, choices, count, x_stride, top_k, in_features, intermediate_size, row_tile,
+        num_steps, KIND, WORDS, 1, HALF_COLUMNS, STAGES, SCALE_WEIGHTS, EVEN, PORTABLE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply_choices(
+    X, tiles, scales, HIDDEN, choices, count, x_stride, top_k, in_features, intermediate_size, row_tile, num_steps,
+    KIND: tl.constexpr, WORDS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr, EVEN: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """The activations of a row tile and one or two halves of a tile of choices."""
+    choice, is_valid = load_choices(choices, count, HALVES, COLUMNS)
+    x_rows = ()
+    for half in tl.static_range(HALVES):
+        x_rows = x_rows + (X + (choice[half] // top_k).to(tl.int64) * x_stride,)
+    accs = multiply_steps(
+        tiles, scales, x_rows, is_valid, 0, num_steps, in_features, KIND, WORDS, TILE_ROWS, COLUMNS, STAGES,
+        SCALE_WEIGHTS, EVEN, PORTABLE,
+    )  # fmt: skip
     row = row_tile * HALF + tl.arange(0, HALF)
-    target = HIDDEN + choice.to(tl.int64)[None, :] * intermediate_size + row[:, None]
-    tl.store(target, hidden.to(HIDDEN.dtype.element_ty), mask=is_valid[None, :] & (row < intermediate_size)[:, None])
+    for half in tl.static_range(HALVES):
+        # Rows r and r + 8 belong to the same thread: splitting the stripes moves no data.
+        gate, up = tl.split(accs[half].reshape(STRIPE, 2, STRIPE, COLUMNS).permute(0, 2, 3, 1))
+        hidden = _activate(gate, up).reshape(HALF, COLUMNS)
+        target = HIDDEN + choice[half].to(tl.int64)[None, :] * intermediate_size + row[:, None]
+        mask = is_valid[half][None, :] & (row < intermediate_size)[:, None]
+        tl.store(target, hidden.to(HIDDEN.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -128,15 +144,16 @@ def gate_up_choice_kernel(
         return
     matrix = expert.to(tl.int64) * num_row_tiles + row_tile
     x_row = X + (choice // top_k).to(tl.int64) * x_stride
-    acc = multiply_steps(
+    accs = multiply_steps(
         TILES + matrix * num_steps * (TILE_ROWS * WORDS),
         SCALES + matrix * num_steps * TILE_ROWS,
-        x_row + tl.zeros([COLUMNS], tl.int64),
-        tl.arange(0, COLUMNS) == 0,
+        (x_row + tl.zeros([COLUMNS], tl.int64),),
+        (tl.arange(0, COLUMNS) == 0,),
         split * num_steps // SPLITS,
         (split + 1) * num_steps // SPLITS,
         in_features,
         KIND,
+        WORDS,
         TILE_ROWS,
         COLUMNS,
         STAGES,
@@ -144,7 +161,7 @@ def gate_up_choice_kernel(
         EVEN,
         PORTABLE,
     )
-    product = first_column(acc)
+    product = first_column(accs[0])
     hidden_row = row_tile * HALF + tl.arange(0, HALF)
     target = HIDDEN + choice * intermediate_size + hidden_row
     if SPLITS == 1:

@@ -170,7 +170,7 @@ def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
         layer.gate_up_row_tiles,
         layer.gate_up_steps,
         COLUMNS=launch.columns,
-        STAGES=launch.gate_up_stages,
+        STAGES=launch.stages,
         SCALE_WEIGHTS=launch.scale_weights,
         **layer.gate_up_flags,
         **layer.early,
@@ -207,7 +207,7 @@ def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor
     """[choices, hidden_size] products; rows of experts held elsewhere are not written."""
     if launch.down_tall_rows:
         return _down_tall(layer, launch, order, hidden, layer.empty(layer.num_choices, layer.hidden_size))
-    constants = {"COLUMNS": launch.columns, "STAGES": launch.down_stages, "SCALE_WEIGHTS": launch.scale_weights}
+    constants = {"COLUMNS": launch.columns, "STAGES": launch.stages, "SCALE_WEIGHTS": launch.scale_weights}
     resident_steps = layer.down_steps if launch.resident else 0
     return _down(layer, order, launch.tiles_a_group, hidden, constants | {"RESIDENT_STEPS": resident_steps})
 

@@ -17,11 +17,10 @@ MAX_SPLITS = 8
 MAX_TILES_A_GROUP = 7
 MAX_CHUNK = 512
 """Choices that one program sorts."""
-COLUMNS_BY_MEAN = ((8, 6.5), (16, 8.0), (32, 24.0), (64, 64.0))
+WIDE_COLUMNS = ((8, 4.0), (16, 12.0), (32, 24.0), (64, 64.0))
 """Choices a tile, and the mean number of choices an expert up to which it is taken."""
-DEEP_MEAN = 4.0
-"""Mean up to which tiles of eight choices keep three steps of the first product on their way, not two: with more
-choices arithmetic binds, and programs that need less shared memory are more at a time."""
+NARROW_COLUMNS = ((8, 7.0), (32, 24.0), (64, 64.0))
+"""The same where the second product's activations stay on the multiprocessor: registers hold those of eight choices."""
 PROCESSORS = 132
 """Multiprocessors of an H100: a split of the few-token products aims at several programs on each."""
 
@@ -46,8 +45,8 @@ class SortedLaunch:
     """Choices a tile."""
     scale_weights: bool
     """Scale int4 weights rather than the products of a group."""
-    gate_up_stages: int
-    down_stages: int
+    stages: int
+    """Steps of the weight on their way to the multiprocessor."""
     tiles_a_group: int
     """Row tiles of the second product that one program walks through."""
     resident: bool
@@ -92,16 +91,16 @@ def few_launch(num_choices: int, gate_up_row_tiles: int, gate_up_steps: int, dow
 def sorted_launch(num_choices: int, num_experts: int, down_steps: int, tall: TallShapes) -> SortedLaunch:
     """A launch for any number of choices."""
     mean = num_choices / num_experts
-    columns = next((size for size, most in COLUMNS_BY_MEAN if mean <= most), 128 if tall.down else 64)
     resident = down_steps <= RESIDENT_STEPS
+    columns_by_mean = NARROW_COLUMNS if resident else WIDE_COLUMNS
+    columns = next((size for size, most in columns_by_mean if mean <= most), 128 if tall.down else 64)
     tall_rows = 0 if columns < 64 else 128 if columns == 64 else 256
     # Up to a mean of 64 a narrow layer reads for longer than it computes: the plain kernel is as fast.
     gate_up_is_tall = tall.gate_up and (tall.down or mean > 64)
     return SortedLaunch(
         columns=columns,
         scale_weights=columns >= 32,
-        gate_up_stages=4 if columns == 8 and mean <= DEEP_MEAN else 3,
-        down_stages=4 if columns <= 16 and not resident else 3,
+        stages=4 if columns <= 16 else 3,
         tiles_a_group=MAX_TILES_A_GROUP if resident else 1,
         resident=resident,
         gate_up_tall_rows=tall_rows if gate_up_is_tall else 0,

@@ -13,12 +13,17 @@ FP8_WORDS = tl.constexpr(64)
 FLOAT_WORDS = tl.constexpr(64)
 
 
-def _int4_asm(shift: str) -> tl.constexpr:
-    """PTX: the nibbles of two words at one place, as two bf16."""
+def _int4_asm(mask: str, factor: str, shift: str = "") -> tl.constexpr:
+    """PTX: the nibbles of two words at one place, as two bf16 that are 2^7 too small. A nibble in a bf16's lowest eight
+    bits is a subnormal, 2^133 or 2^129 too small: the factor leaves 2^7 of that, and 8 * 2^-7 are subtracted."""
     return tl.constexpr(
-        "{ .reg .b32 t, c; mov.b32 t, $1; mov.b32 c, 0x43084308; "
+        "{ .reg .b32 t, f, o; mov.b32 f, "
+        + factor
+        + "; mov.b32 o, 0xbd80bd80; mov.b32 t, $1; "
         + shift
-        + "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; sub.bf16x2 $0, t, c; }"
+        + "and.b32 t, t, "
+        + mask
+        + "; fma.rn.bf16x2 $0, t, f, o; }"
     )
 
 
@@ -38,10 +43,14 @@ def _mxfp4_asm(code: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 s, t; " + code + " }")
 
 
-INT4_ASM_0 = _int4_asm("")
-INT4_ASM_1 = _int4_asm("shr.u32 t, t, 4; ")
-INT4_ASM_2 = _int4_asm("shr.u32 t, t, 8; ")
-INT4_ASM_3 = _int4_asm("shr.u32 t, t, 12; ")
+LOW_NIBBLES, LOW_FACTOR = "0x000f000f", "0x7e807e80"
+HIGH_NIBBLES, HIGH_FACTOR = "0x00f000f0", "0x7c807c80"
+SECOND_BYTE = "shr.u32 t, t, 8; "
+INT4_ASM_0 = _int4_asm(LOW_NIBBLES, LOW_FACTOR)
+INT4_ASM_1 = _int4_asm(HIGH_NIBBLES, HIGH_FACTOR)
+# The compiler shares the shift: two planes for one.
+INT4_ASM_2 = _int4_asm(LOW_NIBBLES, LOW_FACTOR, SECOND_BYTE)
+INT4_ASM_3 = _int4_asm(HIGH_NIBBLES, HIGH_FACTOR, SECOND_BYTE)
 MXFP4_ASM_0 = _mxfp4_asm("and.b32 $0, $1, 0x81c081c0;")
 MXFP4_ASM_1 = _mxfp4_asm("shl.b32 t, $1, 3; and.b32 $0, t, 0x81c081c0;")
 # 68 shifts by 6 and by 2: what overlaps is masked out, and no carry reaches what is not.
@@ -55,12 +64,9 @@ FP8_ASM_1 = _fp8_asm("", "shr.u32 t, $1, 4; ")
 
 @triton.jit
 def int4_plane(words, PLANE: tl.constexpr, PORTABLE: tl.constexpr):
-    """Codes of nibble PLANE, -8 … 7, exact.
-
-    A register holds two words. Or-ing a nibble into the bf16 128.0 gives 128 + nibble; subtracting 136 undoes both.
-    """
+    """Codes of nibble PLANE, -8 … 7, exact but 2^7 too small, as their scales are 2^7 too large (`tiles`)."""
     if PORTABLE:
-        values = ((words >> (4 * PLANE)) & 15).to(tl.float32) - 8.0
+        values = (((words >> (4 * PLANE)) & 15).to(tl.float32) - 8.0) * 2.0**-7
     elif PLANE == 0:
         values = tl.inline_asm_elementwise(INT4_ASM_0, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif PLANE == 1:
@@ -177,93 +183,101 @@ def load_planes(x_rows, is_valid, step, in_features, KIND: tl.constexpr, EVEN: t
 
 
 @triton.jit
+def load_halves(x_rows, is_valid, step, in_features, KIND: tl.constexpr, EVEN: tl.constexpr):
+    """`load_planes` of each half of the columns: a tuple of tuples."""
+    halves = ()
+    for half in tl.static_range(len(x_rows)):
+        halves = halves + (load_planes(x_rows[half], is_valid[half], step, in_features, KIND, EVEN),)
+    return halves
+
+
+@triton.jit
+def zeros_of(halves, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros for the products of so many halves: a tuple of [ROWS, COLUMNS]."""
+    accs = ()
+    for _ in tl.static_range(len(halves)):
+        accs = accs + (tl.zeros([ROWS, COLUMNS], tl.float32),)
+    return accs
+
+
+@triton.jit
+def _dot_halves(weights, halves, plane, accs):
+    """Each half's acc + weights x its plane of activations."""
+    sums = ()
+    for half in tl.static_range(len(accs)):
+        sums = sums + (_dot(weights, halves[half][plane], accs[half]),)
+    return sums
+
+
+@triton.jit
+def _add_scaled(accs, products, scale):
+    sums = ()
+    for half in tl.static_range(len(accs)):
+        sums = sums + (accs[half] + products[half] * scale,)
+    return sums
+
+
+@triton.jit
 def multiply_tile(
-    acc,
-    tiles,
-    scales,
-    step,
-    planes,
-    factor,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE_WEIGHTS: tl.constexpr,
-    PORTABLE: tl.constexpr,
-):
-    """acc + factor * (one step's tile) x (its planes of activations).
+    accs, tiles, scales, step, halves, KIND: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SCALE_WEIGHTS: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """accs + (one step's tile) x (its planes of activations), each weight widened once for all halves.
 
     Args:
-        acc: [ROWS, COLUMNS] float32.
-        tiles: the first tile of this row tile (or of its lower half). scales: its scales.
+        accs: a tuple, a half of the columns each: [ROWS, COLUMNS] float32. halves: of `load_halves`.
+        tiles: the first tile of this row tile. scales: its scales.
         SCALE_WEIGHTS: scale the int4 weights, which rounds them to bf16, rather than the products of a group; pays when
             there are more columns than a group's 32 products. mxfp4 weights are always scaled, which rounds nothing.
-            Allows no factor.
     """
     row = tl.arange(0, ROWS)
+    word = tl.arange(0, WORDS)
+    words = tl.load(tiles + step * (TILE_ROWS * WORDS) + row[:, None] * WORDS + word[None, :])
     if KIND == "int4":
-        word = tl.arange(0, INT4_WORDS)
-        words = tl.load(tiles + step * (TILE_ROWS * INT4_WORDS) + row[:, None] * INT4_WORDS + word[None, :])
         packed = tl.load(scales + step * TILE_ROWS + row)
         for p in tl.static_range(4):
             weights = int4_plane(words, p, PORTABLE)
             # A bf16 is the upper half of the float32 of the same value.
-            scale = ((packed >> (16 * p)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            scale = ((packed >> (16 * p)).to(tl.int32) << 16).to(tl.float32, bitcast=True)[:, None]
             if SCALE_WEIGHTS:
-                acc = _dot(weights * scale.to(weights.dtype)[:, None], planes[p], acc)
+                accs = _dot_halves(weights * scale.to(weights.dtype), halves, p, accs)
             else:
-                product = _dot(weights, planes[p], tl.zeros_like(acc))
-                acc += product * (scale * factor)[:, None]
+                products = _dot_halves(weights, halves, p, zeros_of(accs, ROWS, COLUMNS))
+                accs = _add_scaled(accs, products, scale)
     elif KIND == "mxfp4":
-        word = tl.arange(0, INT4_WORDS)
-        words = tl.load(tiles + step * (TILE_ROWS * INT4_WORDS) + row[:, None] * INT4_WORDS + word[None, :])
         packed = tl.load(scales + step * TILE_ROWS + row)
-        product = acc if SCALE_WEIGHTS else tl.zeros_like(acc)
         for p in tl.static_range(4):
-            product = _dot(mxfp4_plane(words, packed, p, PORTABLE), planes[p], product)
-        acc = product if SCALE_WEIGHTS else acc + product * factor
+            accs = _dot_halves(mxfp4_plane(words, packed, p, PORTABLE), halves, p, accs)
     elif KIND == "fp8":
-        word = tl.arange(0, FP8_WORDS)
-        words = tl.load(tiles + step * (TILE_ROWS * FP8_WORDS) + row[:, None] * FP8_WORDS + word[None, :])
-        scale = tl.load(scales + step * TILE_ROWS + row)
-        product = _dot(fp8_plane(words, 0, PORTABLE), planes[0], tl.zeros_like(acc))
-        product = _dot(fp8_plane(words, 1, PORTABLE), planes[1], product)
-        acc += product * (scale * factor)[:, None]
+        scale = tl.load(scales + step * TILE_ROWS + row)[:, None]
+        products = _dot_halves(fp8_plane(words, 0, PORTABLE), halves, 0, zeros_of(accs, ROWS, COLUMNS))
+        products = _dot_halves(fp8_plane(words, 1, PORTABLE), halves, 1, products)
+        accs = _add_scaled(accs, products, scale)
     else:
-        word = tl.arange(0, FLOAT_WORDS)
-        weights = tl.load(tiles + step * (TILE_ROWS * FLOAT_WORDS) + row[:, None] * FLOAT_WORDS + word[None, :])
-        if SCALE_WEIGHTS:
-            acc = _dot(weights, planes[0], acc)
-        else:
-            acc += _dot(weights, planes[0], tl.zeros_like(acc)) * factor
-    return acc
+        accs = _dot_halves(words, halves, 0, accs)
+    return accs
 
 
 @triton.jit
 def multiply_steps(
-    tiles,
-    scales,
-    x_rows,
-    is_valid,
-    first_step,
-    end_step,
-    in_features,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SCALE_WEIGHTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    PORTABLE: tl.constexpr,
-):
-    """(row tile of the weight) x (activation rows) over the steps [first_step, end_step): [ROWS, COLUMNS] float32."""
+    tiles, scales, x_rows, is_valid, first_step, end_step, in_features, KIND: tl.constexpr, WORDS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, SCALE_WEIGHTS: tl.constexpr,
+    EVEN: tl.constexpr, PORTABLE: tl.constexpr,
+):  # fmt: skip
+    """(row tile of the weight) x (activation rows) over the steps [first_step, end_step).
+
+    Args:
+        x_rows, is_valid: tuples, a half of the columns each: [COLUMNS] pointers to rows; which of them are rows.
+    Returns:
+        A tuple, a half each: [ROWS, COLUMNS] float32.
+    """
     # Else a path around the loop would set the accumulators too, and ptxas would serialise the asynchronous products.
     tl.assume(first_step < end_step)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    accs = zeros_of(x_rows, ROWS, COLUMNS)
     for step in tl.range(first_step, end_step, num_stages=STAGES):
-        planes = load_planes(x_rows, is_valid, step, in_features, KIND, EVEN)
-        acc = multiply_tile(
-            acc, tiles, scales, step, planes, 1.0, KIND, ROWS, SCALE_WEIGHTS or KIND == "mxfp4", PORTABLE
-        )
-    return acc
+        halves = load_halves(x_rows, is_valid, step, in_features, KIND, EVEN)
+        accs = multiply_tile(accs, tiles, scales, step, halves, KIND, WORDS, ROWS, COLUMNS, SCALE_WEIGHTS, PORTABLE)
+    return accs
 
 
 @triton.jit

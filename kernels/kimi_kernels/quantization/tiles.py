@@ -10,9 +10,10 @@ plane is taken out of a register of two words by one mask and never has to be in
 | fp8   | 128     | [128, 64] int16: byte p is column 64 p + j, float8_e4m3fn | [128] float32          |
 | float | 64      | [128, 64] in the weight's own dtype                       | none                   |
 
-An int4 or mxfp4 plane is one scale group. Rows past the weight and columns past a whole step hold zeros. An mxfp4 scale
-is kept 2^126 too large, as the code's bits, seen as a bf16, are 2^126 too small; one mask leaves those of planes 0 and
-1, or of 2 and 3 in a word turned right by 8, as two bf16.
+An int4 or mxfp4 plane is one scale group. Rows past the weight and columns past a whole step hold zeros. An int4 scale
+is kept 2^7 too large, as the kernels widen a code to a number that is 2^7 too small. An mxfp4 scale is kept 2^126 too
+large, as the code's bits, seen as a bf16, are 2^126 too small; one mask leaves those of planes 0 and 1, or of 2 and 3
+in a word turned right by 8, as two bf16.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
 TILE_ROWS = 128
 INT4_PLANE_COLUMNS = 32
 INT4_STEP_COLUMNS = 4 * INT4_PLANE_COLUMNS
+INT4_SCALE_FACTOR = 2.0**7
 MXFP4_BITS = ((15, 6), (12, 3), (13, 0), (14, 9))
 """Bits of each plane's code, in a word: its sign, the lowest of its three bits of magnitude. A bf16 has them at
 bits 15 and 6: one shift and one mask take a code of the first two planes out, the others need more."""
@@ -136,7 +138,7 @@ def _int4_tiles(packed: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, T
     low = planes[..., 0, :] | planes[..., 1, :] << 4
     high = planes[..., 2, :] | planes[..., 3, :] << 4
     words = torch.stack([low, high], dim=-1).view(torch.int16).squeeze(-1)
-    padded = _gather(scales.to(torch.bfloat16), rows, 4, 0)
+    padded = _gather(scales.to(torch.bfloat16) * INT4_SCALE_FACTOR, rows, 4, 0)
     groups = padded.view(-1, TILE_ROWS, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
     return words, groups.view(torch.int64).squeeze(-1)
 

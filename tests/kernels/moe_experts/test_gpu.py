@@ -49,8 +49,7 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(kind: str, columns:
         columns=columns,
         gate_up_tall_rows=0,
         down_tall_rows=0,
-        gate_up_stages=2,
-        down_stages=2,
+        stages=2,
     )
     tall = dataclasses.replace(plain, gate_up_tall_rows=rows, down_tall_rows=rows)
     order = kernel_layer.sort_choices(layer, columns)
@@ -59,6 +58,23 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(kind: str, columns:
     assert torch.equal(
         kernel_layer.down_sorted(layer, tall, order, hidden), kernel_layer.down_sorted(layer, plain, order, hidden)
     )
+
+
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8", "float"])
+def test_pairs_of_halves_have_the_bits_of_tiles_of_eight(kind: str) -> None:
+    torch.manual_seed(0)
+    packed = kernel.pack_experts(random_experts(kind, 12, 1024, 512, "cuda", torch.bfloat16))
+    x = torch.randn(48, 1024, device="cuda", dtype=torch.bfloat16)
+    ids, weights = random_choices(48, 12, 2, "cuda")
+    layer = kernel_layer.Layer(x, ids, weights, packed, 0)
+    pairs = sorted_launch(layer.num_choices, 12, layer.down_steps, layer.tall_shapes())
+    assert pairs.columns == 16
+    found = []
+    for launch in (pairs, dataclasses.replace(pairs, columns=8)):
+        order = kernel_layer.sort_choices(layer, launch.columns)
+        hidden = kernel_layer.gate_up_sorted(layer, launch, order)
+        found.append((hidden, kernel_layer.down_sorted(layer, launch, order, hidden)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 48, 256, 2000])

@@ -48,11 +48,17 @@ def check(
     [
         *((2, 5, 288, 160, 2, kind) for kind in KINDS),
         *((65, 3, 160, 288, 1, kind) for kind in KINDS),
+        *((48, 12, 160, 288, 2, kind) for kind in KINDS),
         (1, 4, 64, 32, 2, "int4"),
         (3, 3, 160, 64, 3, "fp8"),
         (33, 4, 96, 64, 2, "mxfp4"),
     ],
-    ids=[*(f"{name}, {kind}" for name in ("few", "sorted") for kind in KINDS), "one", "all experts", "short tiles"],
+    ids=[
+        *(f"{name}, {kind}" for name in ("few", "sorted", "two halves") for kind in KINDS),
+        "one",
+        "all experts",
+        "short tiles",
+    ],
 )
 def test_widths_and_counts(
     num_tokens: int, num_experts: int, hidden: int, intermediate: int, top_k: int, kind: str

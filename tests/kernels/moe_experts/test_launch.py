@@ -20,12 +20,19 @@ def test_max_tiles_with_fewer_choices_than_experts() -> None:
     assert max_tiles(3, 384, 8) == 3
 
 
-def test_tiles_of_eight_choices_up_to_the_mean_that_was_measured() -> None:
-    """384 experts of 2,048 columns, 8 a token."""
-    tall = TallShapes(gate_up=True, down=True)
-    found = {tokens: sorted_launch(8 * tokens, 384, 16, tall) for tokens in (64, 128, 256, 320, 512)}
-    assert {tokens: launch.columns for tokens, launch in found.items()} == {64: 8, 128: 8, 256: 8, 320: 16, 512: 32}
-    assert [launch.gate_up_stages for launch in found.values()] == [4, 4, 3, 3, 3]
+def test_tiles_by_the_mean_that_was_measured() -> None:
+    """384 experts, 8 a token, of 2,048 columns and of a rank's 256."""
+    tokens = (64, 192, 256, 320, 512, 576, 768, 1024, 2048)
+    found = [
+        [
+            sorted_launch(8 * count, 384, down_steps, TallShapes(gate_up=True, down=down_steps % 4 == 0))
+            for count in tokens
+        ]
+        for down_steps in (16, 2)
+    ]
+    assert [launch.columns for launch in found[0]] == [8, 8, 16, 16, 16, 16, 32, 32, 64]
+    assert [launch.columns for launch in found[1]] == [8, 8, 8, 8, 32, 32, 32, 32, 64]
+    assert {(launch.columns, launch.stages) for launch in (*found[0], *found[1])} == {(8, 4), (16, 4), (32, 3), (64, 3)}
 
 
 def test_few_tokens_take_as_many_programs_as_keep_the_memory_busy() -> None:

@@ -17,7 +17,7 @@ def read_back(cut: WeightTiles) -> Tensor:
         values = words.float()
     elif cut.kind == "int4":
         nibbles = torch.stack([words.int() >> 4 * plane & 15 for plane in range(4)], dim=-2) - 8
-        scales = cut.scales.unsqueeze(-1).view(torch.bfloat16).float()
+        scales = cut.scales.unsqueeze(-1).view(torch.bfloat16).float() / 128  # 2^7 too large
         values = (nibbles * scales.unsqueeze(-1)).flatten(-2)
     elif cut.kind == "mxfp4":
         halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])

@@ -1,4 +1,4 @@
-"""The bit tricks of mxfp4, which only a GPU runs: their PTX carried out here on every code."""
+"""The bit tricks of int4 and mxfp4, which only a GPU runs: their PTX carried out here on every code."""
 
 import re
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kimi_kernels.quantization import kernel_tiles
+from kimi_kernels.quantization import kernel_tiles, reference
 from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows
-from kimi_kernels.weights import Mxfp4Weight
+from kimi_kernels.weights import Int4Weight, Mxfp4Weight
 
-INSTRUCTION = re.compile(r"(and|shl|shr|mul\.lo|lop3)\.[bu]32 ([^;]+);")
+INSTRUCTION = re.compile(r"(mov|and|shl|shr|mul\.lo|lop3|fma\.rn)\.(?:[bu]32|bf16x2) ([^;]+);")
 A_AND_B_OR_C = "0xea"
 
 
@@ -24,14 +24,42 @@ def run_ptx(assembly: str, words: Tensor) -> Tensor:
 
     for name, operands in INSTRUCTION.findall(assembly):
         target, *sources = operands.split(", ")
+        if name == "mov":
+            registers[target] = value(sources[0])
+            continue
         a, b = value(sources[0]), value(sources[1])
         if name == "lop3":
             assert sources[3] == A_AND_B_OR_C, "the one truth table in use"
             registers[target] = a & b | value(sources[2])
+        elif name == "fma.rn":
+            # Exact in float64: what a bf16 cannot hold would show as another value.
+            factors, offset = (_bf16_pair(a).double(), _bf16_pair(b).double()), _bf16_pair(value(sources[2])).double()
+            halves = (factors[0] * factors[1] + offset).bfloat16().view(torch.int16).long() & 0xFFFF
+            registers[target] = halves[..., 0] | halves[..., 1] << 16
         else:
             result = {"and": a & b, "shl": a << b, "shr": a >> b, "mul.lo": a * b}[name]
             registers[target] = result & 0xFFFFFFFF
     return registers["$0"]
+
+
+def _bf16_pair(registers: Tensor) -> Tensor:
+    """[..., 2], the lower half first."""
+    return torch.stack([registers & 0xFFFF, registers >> 16], dim=-1).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("plane", range(4))
+def test_int4_codes_become_bf16(plane: int) -> None:
+    """Two words a register, every pair of words' nibbles at this place, the others' bits at random."""
+    torch.manual_seed(plane)
+    packed = torch.randint(-(2**31), 2**31, (1, 128, 16), dtype=torch.int64).to(torch.int32)
+    weight = Int4Weight(packed=packed, scales=torch.ones(1, 128, 4))
+    cut = cut_tiles(weight, identity_rows(128, torch.device("cpu")))
+    registers = cut.tiles[0, 0, 0].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    found = _bf16_pair(run_ptx(getattr(kernel_tiles, f"INT4_ASM_{plane}").value, registers)).flatten(-2)
+    scales = cut.scales[0, 0, 0].unsqueeze(-1).view(torch.bfloat16)
+    expected = reference.dequantize_int4(weight)[0, :, 32 * plane : 32 * plane + 32]
+    assert torch.equal(found.float() * scales[:, plane : plane + 1].float(), expected.float())
+    assert set(expected.flatten().tolist()) == set(range(-8, 8))
 
 
 @pytest.mark.parametrize("plane", range(4))
@@ -43,7 +71,7 @@ def test_mxfp4_codes_become_bf16(plane: int) -> None:
     words = cut_tiles(weight, identity_rows(128, torch.device("cpu"))).tiles[0, 0, 0]
     registers = words.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     found = run_ptx(getattr(kernel_tiles, f"MXFP4_ASM_{plane}").value, registers)
-    tiny = torch.stack([found & 0xFFFF, found >> 16], dim=-1).flatten(-2).to(torch.int16).view(torch.bfloat16)
+    tiny = _bf16_pair(found).flatten(-2)
     expected = dequantize_mxfp4(weight)[0, :, 32 * plane : 32 * plane + 32]
     assert torch.equal(tiny.float() * 2.0**126, expected)
     assert set(expected.abs().flatten().tolist()) == {0, 0.5, 1, 1.5, 2, 3, 4, 6}
