@@ -85,7 +85,8 @@ def _pretend_gpu() -> None:
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
     early_start.starts_early = lambda _: True  # type: ignore[assignment]
     # No number of a product is read by anything.
-    torch.nn.functional.linear = lambda x, weight: x.new_zeros(*x.shape[:-1], len(weight))  # type: ignore[assignment]
+    torch.nn.functional.linear = lambda x, weight: x.new_empty(*x.shape[:-1], len(weight))  # type: ignore[assignment]
+    torch.bmm = lambda x, y, **_: x.new_empty(*x.shape[:2], y.shape[2])  # type: ignore[assignment]
     empty: Callable[..., torch.Tensor] = torch.empty
     torch.empty = lambda *size, **how: _whole_numbers_zeroed(empty(*size, **how))  # type: ignore[assignment]
     new_empty: Callable[..., torch.Tensor] = torch.Tensor.new_empty

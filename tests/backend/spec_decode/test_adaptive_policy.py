@@ -1,5 +1,6 @@
 """The policy on a machine that its table knows well, badly, and not at all any more: simulated rounds."""
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -108,6 +109,7 @@ def rate_at(rates: tuple[float, ...], place: int) -> float:
     return rates[place] if place < len(rates) else rates[-1] * 0.71 ** (place - len(rates) + 1)
 
 
+@functools.cache
 def expected(rates: tuple[float, ...], count: int) -> float:
     """The mean number of draft tokens kept of so many."""
     return float(np.cumprod([rate_at(rates, place) for place in range(count)]).sum())
