@@ -45,8 +45,8 @@ from support.loopback_peers import LoopbackPeers
 from support.loopback_server import SECRET, LoopbackServer
 from support.plain_recorder import PlainRecorder
 
-SETTING = Setting(kernels=KernelSet.reference())
-ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.reference(), 2.5, torch.device("cpu")))
+SETTING = Setting(kernels=KernelSet.cpu())
+ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.cpu(), 2.5, torch.device("cpu")))
 """Draft tokens become the text: these models agree on none by themselves."""
 
 Outcomes = list[tuple[list[int], list[tuple[int, int]]]]

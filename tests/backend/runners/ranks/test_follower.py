@@ -21,7 +21,7 @@ from support.loopback_peers import LoopbackPeers
 from support.plain_recorder import PlainRecorder
 from support.random_requests import random_requests
 
-SETTING = Setting(kernels=KernelSet.reference())
+SETTING = Setting(kernels=KernelSet.cpu())
 
 
 def two_ranks(*, captures: bool) -> tuple[list[tuple[TargetRunner, DraftRunner]], LoopbackPeers]:
