@@ -16,6 +16,7 @@ STACK_BYTES = {
     # A few addresses that the loop needs once a tile.
     "mla hopper 32 bf16": 48,
     "mla hopper 64 bf16": 16,
+    "mla hopper 64 row keys": 16,
     "mla hopper 16 float8": 16,
     "mla hopper 32 float8": 112,
     "mla hopper 64 float8": 32,

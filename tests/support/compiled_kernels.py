@@ -76,8 +76,8 @@ def _run(*command: object) -> str:
     return done.stdout + done.stderr
 
 
-def mla_hopper(rows: int, is_float8: bool) -> Build:
-    """The Hopper kernels of `mla_decode` for tiles of `rows`."""
+def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Build:
+    """The Hopper kernels of `mla_decode` for tiles of `rows`, whose keys are told if `has_row_keys`."""
     from kimi_kernels.mla_decode import kernel_hopper_launch as launch
 
     if is_float8:
@@ -109,6 +109,10 @@ def mla_hopper(rows: int, is_float8: bool) -> Build:
         **dict.fromkeys(("num_heads", "num_teams", "team_size"), "i32"),
         **dict.fromkeys(("scale", "kv_scale"), "fp32"),
     }
+    if has_row_keys:
+        types["row_keys"] = "*i32"
+    else:
+        constants["row_keys"] = None
     name = "kernel_hopper_float8" if is_float8 else "kernel_hopper"
     return Build(
         module=f"kimi_kernels.mla_decode.{name}",
@@ -138,7 +142,7 @@ def mla_any(rows: int) -> Build:
         module="kimi_kernels.mla_decode.kernel_attend",
         function="attend_kernel",
         types=types,
-        constants={**constants, "MATH": tl.bfloat16},
+        constants={"row_keys": None, **constants, "MATH": tl.bfloat16},
         num_warps=8,
         multiples_of_16=("q_token_stride", "q_head_stride"),
     )
@@ -305,6 +309,7 @@ EXCHANGES: dict[str, Callable[[], Build]] = {
 BUILDS: dict[str, Callable[[], Build]] = {
     **{f"mla hopper {rows} {name}": lambda rows=rows, name=name: mla_hopper(rows, name == "float8")  # type: ignore[misc]
        for rows in (16, 32, 64) for name in ("bf16", "float8")},
+    "mla hopper 64 row keys": lambda: mla_hopper(64, False, has_row_keys=True),
     **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
     "prefill": prefill,
     "prefill hopper": lambda: prefill_hopper(is_first=True, is_last=True),

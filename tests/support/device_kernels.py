@@ -97,6 +97,7 @@ def _mla_decode(
     softmax_scale: float,
     kv_scale: float = 1.0,
     return_lse: bool = False,
+    row_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     return q[..., :kv_lora_rank], None
 

@@ -17,6 +17,8 @@ class AttendCall:
     latent_cache: Tensor
     """[num_blocks, block_size, kv_lora_rank + rope width]."""
     batch: AttentionBatch
+    row_keys: Tensor | None
+    """[T] int32: keys that each row sees; None: as the batch says."""
     geometry: DecodeGeometry
     records: Tensor
     """The plan's, see kernel_plan.py."""

@@ -22,6 +22,7 @@ def mla_decode(
     softmax_scale: float,
     kv_scale: float = 1.0,
     return_lse: bool = False,
+    row_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`signatures.MlaDecode`.
 
@@ -31,8 +32,8 @@ def mla_decode(
     num_tokens, num_heads, latent_dim = q.shape
     fits = latent_cache.shape[2:] == (latent_dim,) and num_tokens == batch.num_tokens and kv_lora_rank <= latent_dim
     is_aligned = keeps_rows_aligned(num_heads * latent_dim, num_heads * kv_lora_rank)
-    if not fits or not is_aligned or q.dtype != torch.float32 or return_lse:
-        return reference.mla_decode(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, return_lse)
+    if not fits or not is_aligned or q.dtype != torch.float32 or return_lse or row_keys is not None:
+        return reference.mla_decode(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, return_lse, row_keys)
     block_size = latent_cache.shape[1]
     out = torch.zeros(num_tokens, num_heads, kv_lora_rank)
     q_rows, out_rows = aligned(q * softmax_scale).unbind(), out.unbind()

@@ -97,6 +97,7 @@ def mla_decode(
     softmax_scale: float,
     kv_scale: float = 1.0,
     return_lse: bool = False,
+    row_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`signatures.MlaDecode`. Plans by itself if `batch.decode_plan` is None.
 
@@ -104,7 +105,7 @@ def mla_decode(
         ValueError: a shape, dtype or layout that the kernels do not take, or a plan made for another problem.
     """
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-    call = attend_pieces(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, lse)
+    call = attend_pieces(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, lse, row_keys)
     if call is None:
         return torch.empty(*q.shape[:2], kv_lora_rank, dtype=q.dtype, device=q.device), lse
     merge_pieces(call)
@@ -119,6 +120,7 @@ def attend_pieces(
     softmax_scale: float,
     kv_scale: float,
     lse: Tensor | None = None,
+    row_keys: Tensor | None = None,
 ) -> AttendCall | None:
     """`mla_decode` but for `merge_pieces`; None where there is nothing to attend.
 
@@ -126,6 +128,9 @@ def attend_pieces(
         ValueError: as `mla_decode`.
     """
     _check(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale)
+    if row_keys is not None:
+        require_shape("row_keys", row_keys, batch.num_tokens)
+        require_dtype("row_keys", row_keys, torch.int32)
     num_tokens, num_heads, _ = q.shape
     out = torch.empty(num_tokens, num_heads, kv_lora_rank, dtype=q.dtype, device=q.device)
     plan = batch.decode_plan or plan_mla_decode(batch, num_heads, latent_cache.shape[1])
@@ -148,6 +153,7 @@ def attend_pieces(
         q=q,
         latent_cache=latent_cache,
         batch=batch,
+        row_keys=row_keys,
         geometry=geometry,
         records=records,
         entries=entries,
@@ -171,8 +177,8 @@ def _launch_attend(call: AttendCall) -> None:
     block_size, latent_dim = call.latent_cache.shape[1:]
     swapped = geometry.tile_rows < 64
     attend_kernel[(geometry.num_teams * geometry.team_size,)](
-        q, call.latent_cache, block_table, call.records, call.out, call.lse, call.part_out, call.part_lse,
-        q.stride(0), q.stride(1), block_table.stride(0), geometry.num_heads, geometry.num_teams,
+        q, call.latent_cache, block_table, call.row_keys, call.records, call.out, call.lse, call.part_out,
+        call.part_lse, q.stride(0), q.stride(1), block_table.stride(0), geometry.num_heads, geometry.num_teams,
         geometry.team_size, call.scale, call.kv_scale,
         L=call.kv_lora_rank, P=latent_dim - call.kv_lora_rank, PAGE=block_size, R=geometry.tile_rows, K=TILE_KEYS,
         SWAP=swapped, LSE=call.lse is not None,

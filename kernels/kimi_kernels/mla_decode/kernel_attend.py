@@ -24,6 +24,16 @@ def _key_rows(table, tile, length, PAGE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def _last_keys(row_keys, first_row, num_rows, token, length):
+    """The last key that rows may see; rows past the last one see what that one sees."""
+    token = tl.minimum(token, num_rows - 1)
+    if row_keys is None:
+        return length - num_rows + token
+    else:
+        return tl.load(row_keys + first_row + token) - 1
+
+
+@triton.jit
 def _load_keys(cache, rows, in_sequence, L: tl.constexpr, P: tl.constexpr):
     """[K, L] and [K, P], with 0 past the end of the sequence, where 0 * NaN would spoil the values."""
     at = cache + rows[:, None] * (L + P)
@@ -94,6 +104,7 @@ def attend_kernel(
     q,  # [tokens, heads, L + P], last dimension contiguous
     cache,  # [cache rows, L + P]
     block_table,  # [seqs, max blocks] int32
+    row_keys,  # [tokens] int32: keys that each row sees, or None: a row sees one key less than the next
     records,
     out,  # [tokens, heads, L]
     lse,  # [tokens, heads] float32, natural log, or unused
@@ -133,8 +144,7 @@ def attend_kernel(
         length = tl.load(record + 7)
         token = tile_row // num_heads
         exists = tile_row < num_rows * num_heads
-        # The last key a row may see; rows that do not exist see what the last one sees.
-        last_key = length - num_rows + tl.minimum(token, num_rows - 1)
+        last_key = _last_keys(row_keys, first_row, num_rows, token, length)
         end = tl.minimum(end, tl.cdiv(tl.max(last_key) + 1, K))
         q_row = (first_row + token).to(tl.int64) * q_token_stride + tile_row % num_heads * q_head_stride
         q_at = q + q_row[:, None]

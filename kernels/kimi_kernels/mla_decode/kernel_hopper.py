@@ -19,6 +19,7 @@ from kimi_kernels.mla_decode.kernel_hopper_tiles import (
     accumulate,
     clear_unused,
     find_tile,
+    last_keys,
     load_first,
     load_queries,
     load_second,
@@ -42,6 +43,7 @@ def attend_hopper_kernel(
     latents,  # the cache: descriptor of [K, H] boxes
     rope_keys,  # the same: descriptor of [K, P] boxes
     block_table,  # [seqs, max blocks] int32
+    row_keys,  # [tokens] int32, or None
     records,
     out,  # [tokens, heads, L]
     lse,  # [tokens, heads] float32, natural log, or unused
@@ -113,7 +115,7 @@ def attend_hopper_kernel(
     num_segments = gl.load(records + team * RECORD + 8)
     first_item = gl.load(records + team * RECORD + 9)
     seq, first_row, num_rows, tile_start, begin, num_tiles, slot, length = read_segment(
-        records, team, member, num_heads, R, K
+        records, row_keys, team, member, num_heads, num_segments > 0, R, K
     )
     if num_segments == 0:
         num_tiles = 0
@@ -136,10 +138,10 @@ def attend_hopper_kernel(
         more = segment + 1 < num_segments
         next_at = gl.where(more, num_teams + first_item + segment + 1, team)
         (next_seq, next_first_row, next_num_rows, next_tile_start, next_begin, next_num_tiles, next_slot,
-         next_length) = read_segment(records, next_at, member, num_heads, R, K)  # fmt: skip
+         next_length) = read_segment(records, row_keys, next_at, member, num_heads, more, R, K)  # fmt: skip
         next_num_tiles = gl.where(more, next_num_tiles, 0)
         token = (tile_start + gl.arange(0, R, score_row)) // num_heads
-        last_key = length - num_rows + gl.minimum(token, num_rows - 1)
+        last_key = last_keys(row_keys, first_row, num_rows, token, length, True)
         key_in_tile = gl.arange(0, K, score_key)
         row_max = gl.full([R], NO_SCORE, gl.float32, score_row)
         weight_sum = gl.zeros(score_shape, gl.float32, score_layout)  # of every key position in a tile

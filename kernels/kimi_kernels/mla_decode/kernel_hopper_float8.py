@@ -25,7 +25,7 @@ from kimi_kernels.mla_decode.kernel_hopper_float8_tiles import (
     widen,
     widen_queries,
 )
-from kimi_kernels.mla_decode.kernel_hopper_tiles import clear_unused, prefetch_tiles, read_segment
+from kimi_kernels.mla_decode.kernel_hopper_tiles import clear_unused, last_keys, prefetch_tiles, read_segment
 
 RECORD = gl.constexpr(16)
 NO_SCORE = gl.constexpr(-1e30)
@@ -40,6 +40,7 @@ def attend_hopper_float8_kernel(
     latents,  # the cache as [cache rows, (L + P) / 2] int16: descriptor of [BOX, BOX] boxes
     rope_keys,  # the same: descriptor of [BOX, P / 2] boxes
     block_table,  # [seqs, max blocks] int32
+    row_keys,  # [tokens] int32, or None
     records,
     out,  # [tokens, heads, L]
     lse,  # [tokens, heads] float32, natural log, or unused
@@ -102,7 +103,7 @@ def attend_hopper_float8_kernel(
     num_segments = gl.load(records + team * RECORD + 8)
     first_item = gl.load(records + team * RECORD + 9)
     seq, first_row, num_rows, tile_start, begin, num_tiles, slot, length = read_segment(
-        records, team, member, num_heads, R, BOX
+        records, row_keys, team, member, num_heads, num_segments > 0, R, BOX
     )
     if num_segments == 0:
         num_tiles = 0
@@ -115,7 +116,7 @@ def attend_hopper_float8_kernel(
         more = segment + 1 < num_segments
         next_at = gl.where(more, num_teams + first_item + segment + 1, team)
         (next_seq, next_first_row, next_num_rows, next_tile_start, next_begin, next_num_tiles, next_slot,
-         next_length) = read_segment(records, next_at, member, num_heads, R, BOX)  # fmt: skip
+         next_length) = read_segment(records, row_keys, next_at, member, num_heads, more, R, BOX)  # fmt: skip
         next_num_tiles = gl.where(more, next_num_tiles, 0)
         unit = widen_queries(
             q, first_row * num_heads + tile_start, num_rows * num_heads - tile_start, q0, q1, rope0, rope1, L, P, R,
@@ -124,7 +125,7 @@ def attend_hopper_float8_kernel(
         fence_async_shared()
         row_scale = unit * scale
         token = (tile_start + gl.arange(0, R, score_row)) // num_heads
-        last_key = length - num_rows + gl.minimum(token, num_rows - 1)
+        last_key = last_keys(row_keys, first_row, num_rows, token, length, True)
         last_key = gl.minimum(last_key, (begin + num_tiles) * BOX - 1)
         key_in_tile = gl.arange(0, K, score_key)
         row_max = gl.full([R], NO_SCORE, gl.float32, score_row)

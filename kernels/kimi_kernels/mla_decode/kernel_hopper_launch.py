@@ -47,9 +47,9 @@ def launch_hopper(call: AttendCall) -> None:
     cache = latent_cache.view(-1, latent_dim)
     grid = (geometry.num_teams * geometry.team_size,)
     arguments = (
-        block_table, call.records, call.out, call.lse, call.part_out, call.part_lse, block_table.stride(0),
-        *block_table.shape, num_blocks, geometry.num_heads, geometry.num_teams, geometry.team_size, call.scale,
-        call.kv_scale,
+        block_table, call.row_keys, call.records, call.out, call.lse, call.part_out, call.part_lse,
+        block_table.stride(0), *block_table.shape, num_blocks, geometry.num_heads, geometry.num_teams,
+        geometry.team_size, call.scale, call.kv_scale,
     )  # fmt: skip
     constants = {"L": kv_lora_rank, "P": rope_dim, "PAGE": block_size, "R": rows, "LSE": call.lse is not None}
     if latent_cache.dtype == call.q.dtype:

@@ -87,17 +87,27 @@ def load_queries(queries, rope_queries, row, q1, q2, qr, ready, L: gl.constexpr,
 
 
 @gluon.jit
-def read_segment(records, at, member, num_heads, R: gl.constexpr, K: gl.constexpr):
+def last_keys(row_keys, first_row, num_rows, token, length, exists):
+    """The last key that rows may see, if their segment exists; rows past its last one see what that one sees."""
+    token = gl.minimum(token, num_rows - 1)
+    if row_keys is None:
+        return length - num_rows + token
+    else:
+        return gl.load(row_keys + first_row + token, mask=exists, other=0) - 1
+
+
+@gluon.jit
+def read_segment(records, row_keys, at, member, num_heads, exists, R: gl.constexpr, K: gl.constexpr):
     """(sequence, first query row, query rows, first packed row of this tile, first key tile, key tiles, slot, length)
-    of a record, for one member of the team."""
+    of a record, for one member of the team; of no use, but harmless, where no such record exists."""
     record = records + at * RECORD
     num_rows = gl.load(record + 2)
     tile_start = (gl.load(record + 3) + member) * R
     begin = gl.load(record + 4)
     length = gl.load(record + 7)
     # The last row of the tile sees most keys.
-    last_token = gl.minimum((tile_start + R - 1) // num_heads, num_rows - 1)
-    end = gl.minimum(gl.load(record + 5), gl.cdiv(length - num_rows + last_token + 1, K))
+    last_key = last_keys(row_keys, gl.load(record + 1), num_rows, (tile_start + R - 1) // num_heads, length, exists)
+    end = gl.minimum(gl.load(record + 5), gl.cdiv(last_key + 1, K))
     num_tiles = gl.where(tile_start < num_rows * num_heads, gl.maximum(end - begin, 0), 0)
     return gl.load(record), gl.load(record + 1), num_rows, tile_start, begin, num_tiles, gl.load(record + 6), length
 

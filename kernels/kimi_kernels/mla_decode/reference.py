@@ -27,11 +27,12 @@ def mla_decode(
     softmax_scale: float,
     kv_scale: float = 1.0,
     return_lse: bool = False,
+    row_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`signatures.MlaDecode`.
 
     Raises:
-        ValueError: q and latent_cache differ in width, or the batch does not fit them.
+        ValueError: q and latent_cache differ in width, or the batch or its rows' keys do not fit them.
     """
     require_shape("latent_cache", latent_cache, None, None, None)
     latent_dim = latent_cache.shape[2]
@@ -45,5 +46,5 @@ def mla_decode(
     out_tiles = torch.zeros(num_tokens, padded_heads, kv_lora_rank, dtype=torch.float32, device=q.device)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=q.device) if return_lse else None
     attend = attend_batched if q.is_cuda else attend_rows
-    attend(q_tiles, latent_cache, batch, kv_scale, out_tiles, lse)
+    attend(q_tiles, latent_cache, batch, kv_scale, out_tiles, lse, row_keys)
     return out_tiles[:, :num_heads].to(q.dtype).contiguous(), lse

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.attention_batch import AttentionBatch
-from kimi_kernels.mla_decode.reference_rows import log_sum_exp
-from kimi_kernels.paged_rows import read_slots, sequences_with_queries
+from kimi_kernels.mla_decode.reference_rows import log_sum_exp, sequences_with_rows
+from kimi_kernels.paged_rows import read_slots
 from kimi_kernels.row_tiles import ceil_to
 
 KEYS = 256
@@ -22,10 +22,16 @@ ROWS_TIMES_KEYS = 1 << 18
 
 
 def attend_batched(
-    q: Tensor, latent_cache: Tensor, batch: AttentionBatch, kv_scale: float, out: Tensor, lse: Tensor | None
+    q: Tensor,
+    latent_cache: Tensor,
+    batch: AttentionBatch,
+    kv_scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    row_keys: Tensor | None = None,
 ) -> None:
     """`reference_rows.attend_rows`, with other last bits."""
-    for capacity, rows, sequences, num_keys in _groups(batch, latent_cache.shape[1]):
+    for capacity, rows, sequences, num_keys in _groups(batch, latent_cache.shape[1], row_keys):
         size = max(1, ROWS_TIMES_KEYS // capacity)
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
@@ -46,16 +52,16 @@ def attend_batched(
                 lse[row[:count]] = log_sum_exp(scores[:count, : lse.shape[1]]).float()
 
 
-def _groups(batch: AttentionBatch, block_size: int) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
+def _groups(
+    batch: AttentionBatch, block_size: int, row_keys: Tensor | None
+) -> Iterator[tuple[int, list[int], list[int], list[int]]]:
     """(padded number of keys, rows, their sequences, their numbers of keys) of the rows that have keys."""
     groups: dict[int, tuple[list[int], list[int], list[int]]] = {}
-    for sequence, first, num_rows, length in sequences_with_queries(batch, block_size):
-        for row in range(first, first + num_rows):
-            num_keys = length - (first + num_rows - 1 - row)
-            if num_keys > 0:
-                group = groups.setdefault(ceil_to(KEYS, num_keys), ([], [], []))
-                for values, value in zip(group, (row, sequence, num_keys), strict=True):
-                    values.append(value)
+    for sequence, _, rows in sequences_with_rows(batch, block_size, row_keys):
+        for row, num_keys in rows:
+            group = groups.setdefault(ceil_to(KEYS, num_keys), ([], [], []))
+            for values, value in zip(group, (row, sequence, num_keys), strict=True):
+                values.append(value)
     for capacity, group in groups.items():
         yield capacity, *group
 

@@ -109,14 +109,19 @@ class MlaDecode(Protocol):
         softmax_scale: float,
         kv_scale: float = 1.0,
         return_lse: bool = False,
+        row_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             q: [T, N, L + R]: q_nope @ W_uk, then rotated q_pe.
             latent_cache: [num_blocks, block_size, L + R]; this step's rows are stored already.
+            row_keys: [T] int32, how many keys each row sees, where `batch` does not say so: where a cache holds some of
+                each sequence's keys. From a sequence's row to its next the number rises or stays, up to at most its
+                `seq_lens`. A row may see none.
         Returns:
-            out: [T, N, L], softmax-weighted latents (the caller applies W_uv); 0 for rows of empty sequences.
-            lse: [T, N] float32, natural log of the softmax denominator; -inf for rows of empty sequences; or None.
+            out: [T, N, L], softmax-weighted latents (the caller applies W_uv); 0 for rows without keys.
+            lse: [T, N] float32, natural log of the softmax denominator; -inf for rows without keys; or None. Results
+                over disjoint keys, each times exp(lse - lse of all), add up to the result over all of them.
         """
         ...
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.mla_decode import kernel, reference
 from support.attention_cases import PagedCase, paged_case, random_contents
+from support.attention_shards import merge_shards, shards_of
 from support.row_errors import worst_row_error
 
 pytestmark = pytest.mark.gpu
@@ -128,3 +129,49 @@ def test_a_graph_follows_lengths_on_the_device_and_repeats_itself() -> None:
         plain = dataclasses.replace(case.batch, seq_lens=torch.tensor(lengths, dtype=torch.int32))
         expected, _ = reference.mla_decode(q.cpu().float(), cache.cpu().float(), plain, LORA_RANK, SCALE)
         assert worst_row_error(first, expected) < ERROR_LIMIT
+
+
+@pytest.mark.parametrize(("num_heads", "num_shards"), [(8, 2), (16, 4), (64, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_shards_add_up_in_a_graph(dtype: torch.dtype, num_heads: int, num_shards: int) -> None:
+    """Every alignment of four rows to the shards; numbers of keys and lengths follow the device."""
+    kv_scale = 1.0 if dtype == torch.bfloat16 else 0.02
+    longest = [0, 1, 3, *range(1000, 1000 + num_shards), 3000]
+    case = paged_case([4] * len(longest), longest, 64, padding_rows=2)
+    contents = [(content / kv_scale).to(dtype).float() for content in random_contents(longest, LATENT_DIM)]
+    q = torch.randn(case.batch.num_tokens, num_heads, LATENT_DIM).to(torch.bfloat16)
+    shards = shards_of(case, contents, num_shards, 1)
+    caches = [shard.case.cache(shard.contents).to(dtype).cuda() for shard in shards]
+    batches, counts = [on_gpu(shard.case.batch) for shard in shards], [shard.row_keys.cuda() for shard in shards]
+    rows = q.cuda()
+
+    def step() -> list[tuple[Tensor, Tensor | None]]:
+        found = []
+        for cache, batch, row_keys in zip(caches, batches, counts, strict=True):
+            planned = dataclasses.replace(batch, decode_plan=kernel.plan_mla_decode(batch, num_heads, 64))
+            found.append(kernel.mla_decode(rows, cache, planned, LORA_RANK, SCALE, kv_scale, True, row_keys))
+        return found
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        parts = step()
+    for fewer in (0, 5, 997):
+        seen = [max(0, length - fewer) for length in longest]
+        whole = dataclasses.replace(case.batch, seq_lens=torch.tensor(seen, dtype=torch.int32))
+        left = [content[:length] for content, length in zip(contents, seen, strict=True)]
+        shorter = shards_of(dataclasses.replace(case, batch=whole), left, num_shards, 1)
+        for batch, row_keys, shard in zip(batches, counts, shorter, strict=True):
+            batch.seq_lens.copy_(shard.case.batch.seq_lens)
+            row_keys.copy_(shard.row_keys)
+        graph.replay()
+        outs, lses = zip(*parts, strict=True)
+        out, lse = merge_shards(outs, lses)
+        expected, expected_lse = reference.mla_decode(
+            q.float(), case.cache(contents), whole, LORA_RANK, SCALE, kv_scale, True
+        )
+        assert expected_lse is not None
+        assert worst_row_error(out.cpu(), expected) < ERROR_LIMIT
+        finite = expected_lse.isfinite()
+        assert torch.equal(lse.cpu().isfinite(), finite)
+        assert (lse.cpu()[finite] - expected_lse[finite]).abs().max() < LSE_LIMIT
