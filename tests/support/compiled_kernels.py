@@ -273,14 +273,19 @@ def rank_exchange(name: str, size: int) -> Build:
 
 
 def sum_norm(name: str, size: int) -> Build:
-    """A sum over `size` ranks with its norm, of two addends in rows of 7168, whole or "in parts"."""
+    """A sum over `size` ranks with its norm, of two addends in rows of 7168, whole or "in parts"; "of choices": the
+    first addend is the sum of eight."""
     from kimi_kernels.rank_exchange import kernel, kernel_norm
 
     tensors = ("x", "second", "residual", "weight", "out", "total")
     sizes = ("residual_stride", "width", "columns", "slot_elements", "most_programs")
     types = dict.fromkeys(tensors, "*bf16") | {"inboxes": "*i64", "calls": "*i32", "squares": "*i32"}
     types |= dict.fromkeys(("rank", *sizes), "i32") | {"eps": "fp32"}
+    top_k = 8 if "of choices" in name else 0
+    if top_k:
+        types |= {"topk_ids": "*i32", "topk_weights": "*fp32", "first_expert": "i32", "num_experts": "i32"}
     constants = {
+        "TOP_K": top_k,
         "SIZE": size,
         "PROGRAMS": kernel_norm.ROW_BLOCKS,
         "BLOCK": kernel_norm.BLOCK,
@@ -290,19 +295,19 @@ def sum_norm(name: str, size: int) -> Build:
         module="kimi_kernels.rank_exchange.kernel_norm",
         function="sum_norm_kernel",
         types=types,
-        constants=constants | {"HAS_SECOND": True, "IN_PARTS": name == "norm in parts", "PDL": True},
+        constants=constants | {"HAS_SECOND": True, "IN_PARTS": name.endswith("in parts"), "PDL": True},
         num_warps=8,
         multiples_of_16=sizes,
     )
 
 
 EXCHANGES: dict[str, Callable[[], Build]] = {
-    f"{name} over {size} ranks": lambda name=name, size=size: rank_exchange(name, size)  # type: ignore[misc]
-    for name in ("sum", "gather", "in parts")
-    for size in (2, 8)
-} | {
-    f"{name} over {size} ranks": lambda name=name, size=size: sum_norm(name, size)  # type: ignore[misc]
-    for name in ("norm", "norm in parts")
+    f"{name} over {size} ranks": lambda make=make, name=name, size=size: make(name, size)  # type: ignore[misc]
+    for make, names in (
+        (rank_exchange, ("sum", "gather", "in parts")),
+        (sum_norm, ("norm", "norm in parts", "norm of choices", "norm of choices in parts")),
+    )
+    for name in names
     for size in (2, 8)
 }
 """Four ranks may have as many programs as eight, and those need more registers."""
