@@ -84,7 +84,7 @@ def test_no_text_is_wrong_and_nothing_is_left(server_to_break, broken_client):
     for reader in readers:
         reader.start()
     for action, model in EVENTS:
-        time.sleep(1.0)
+        time.sleep(0.4)
         if action == "kill":
             os.kill(stub_pids(server_to_break)[model], signal.SIGKILL)
             time.sleep(0.3)

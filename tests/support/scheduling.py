@@ -13,18 +13,21 @@ ALONE = ("test_start_script", "test_watchdog", "test_shutdown", "test_documented
 """Files of tests/server that start what they need themselves, the longest first; the others share `server`."""
 LONG = (
     "demo/test_pipeline.py",
-    "demo/test_acceptance.py",
     "backend/runners/ranks/test_two_ranks.py",
     "kernels/test_compile_gate.py",
-    "backend/engine/test_overlap.py",
-    "backend/models/test_sharded_kernels.py",
+    "demo/test_acceptance.py",
     "backend/serving/test_hand_over.py",
+    "backend/models/test_sharded_kernels.py",
+    "backend/engine/test_overlap.py",
     "kernels/sampling/test_kernel.py",
+    "kernels/test_compile_gate_moe.py",
     "kernels/moe_experts/test_kernel.py",
     "backend/engine/test_exactness.py",
-    "kernels/test_compile_gate_moe.py",
-    "backend/runners/graphs/test_captured_steps.py",
-    "benchmarks/test_slice.py",
+    "backend/engine/test_distribution.py",
+    "backend/spec_decode/test_adaptive_policy.py",
+    "backend/runners/graphs/test_token_table.py",
+    "kernels/mla_decode/test_kernel.py",
+    "kernels/test_compile_gate_sampling.py",
 )
 """The longest of the other files, by processor time."""
 assert all((TESTS / name).exists() for name in LONG)
