@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("backend", "benchmarks", "client", "demo", "docker", "kernels", "model_repository", "scripts")
+FOLDERS = ("backend", "benchmarks", "client", "demo", "docker", "kernels", "model_repository", "scripts", "tests")
 FRAGMENTS = frozenset({"Of", "Whether", "Who", "As", "Likewise", "Where", "What"})
 
 

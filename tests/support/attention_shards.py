@@ -15,7 +15,7 @@ ANY_COUNT = 2_147_480_000
 
 @dataclass(frozen=True)
 class Shard:
-    """What one of several ranks holds of a batch's keys."""
+    """The keys of a batch that one of several ranks holds."""
 
     case: PagedCase
     contents: list[Tensor]

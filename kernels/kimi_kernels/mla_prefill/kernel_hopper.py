@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NO_SCORE = gl.constexpr(-1e30)
 WARPS = gl.constexpr(4)
-"""Of each warpgroup that multiplies."""
+"""The warps of each warpgroup that multiplies."""
 
 
 @gluon.jit

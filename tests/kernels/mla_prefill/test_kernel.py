@@ -21,7 +21,7 @@ def check(case: PagedCase, dtype: torch.dtype = torch.float32) -> None:
 
 
 def error_of(case: PagedCase, dtype: torch.dtype, num_more_keys: int = 0) -> float:
-    """Of the worst row. num_more_keys: the kernel's rows see so many keys more than the reference's.
+    """The error of the worst row. num_more_keys: the kernel's rows see so many keys more than the reference's.
 
     Queries and up-projections of unit gain: scores of size one, so that a row attends to many keys and not to one.
     """

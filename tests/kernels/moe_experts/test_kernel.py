@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no kernel wrote is not a number, so that reading or returning it fails."""
+    """Memory that no kernel wrote is not a number, so that reading or returning it fails."""
 
     def poisoned(layer: kernel_layer.Layer, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype = dtype or layer.x.dtype

@@ -36,7 +36,7 @@ def test_tiles_by_the_mean_that_was_measured() -> None:
 
 
 def test_few_tokens_take_as_many_programs_as_keep_the_memory_busy() -> None:
-    """Of a rank of eight: 4 row tiles of the first product in 56 steps, 56 row tiles of the second."""
+    """A rank of eight has 4 row tiles of the first product in 56 steps, 56 row tiles of the second."""
     found = [few_launch(8 * tokens, 4, 56, 56) for tokens in (1, 2, 4, 8)]
     assert [launch.splits for launch in found] == [8, 4, 2, 1]
     assert [launch.down_tiles_a_group for launch in found] == [2, 4, 7, 7]
