@@ -15,17 +15,14 @@ from kimi_kernels.sampling import kernel, kernel_noise, kernel_tuning, reference
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.kernel_launch import SamplingCall
 from kimi_kernels.sampling.kernel_rows import STATE_DONE, STATE_DOUBT, STATE_ESTIMATE, STATE_LIST, STATE_SELECT
-from kimi_kernels.sampling.kernel_shard import draw_shard, finish_shards, merge_candidates, shard_masses
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logits
 from kimi_kernels.sampling.weights_reference import token_weights
-from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
 from support.interpreted import INTERPRETED
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
 from support.sampling_logits import (
     assert_draws_as_reference,
     assert_masks_as_reference,
-    random_logits,
     random_mask,
     vocabulary_map,
 )
@@ -323,36 +320,3 @@ def test_verify(width: int) -> None:
     for name in ("output_token_ids", "num_accepted_tokens", "last_row", "status"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
         assert getattr(got, name).dtype == getattr(expected, name).dtype
-
-
-@pytest.mark.parametrize("seed", [0, 2, 3])
-def test_shards_draw_as_the_whole(seed: int) -> None:
-    """Three ranks of unequal width; rows that stay open are those with top-k or without a surviving candidate."""
-    rng = random.Random(seed)
-    cases = [random_case(rng, 100, num_window=1) for _ in range(3)]
-    num_rows = sum(len(case.rows) for case in cases)
-    logits = random_logits(rng, num_rows, 100)
-    inputs, rows = sampling_tensors(cases, random_mask(rng, num_rows, 100) if seed == 3 else None)
-    cuts = [(0, 40), (40, 48), (48, 100)]
-    parts = [(logits[:, start:stop], inputs, rows, start) for start, stop in cuts]
-    best = merge_candidates([draw_shard(*part) for part in parts])
-    masses = sum(shard_masses(*part, best) for part in parts)
-    result, is_open = finish_shards(inputs, rows, best, masses)
-    expected = reference.sample_tokens(logits, inputs, rows)
-    assert torch.equal(result.status, expected.status)
-    assert torch.equal(result.token_ids[~is_open], expected.token_ids[~is_open])
-    can_be_open = (inputs.top_k > 0) | (inputs.top_p < 1.0) | (inputs.min_p > 0.0)
-    assert not is_open[~can_be_open[rows.sequence]].any()
-    assert is_open[(inputs.top_k > 0)[rows.sequence] & (expected.status == 0) & ~is_greedy(inputs, rows)].all()
-    turned = merge_candidates([draw_shard(*part) for part in reversed(parts)])
-    assert torch.equal(turned.token_ids, best.token_ids)
-
-
-def is_greedy(inputs: SamplingInputs, rows: SamplingRows) -> torch.Tensor:
-    return inputs.temperature[rows.sequence] < 1e-5
-
-
-def test_shards_begin_at_whole_blocks_of_noise() -> None:
-    inputs, rows = sampling_tensors([SequenceCase()])
-    with pytest.raises(ValueError, match="first_token_id: got 6, expected a multiple of 4"):
-        draw_shard(torch.zeros(1, 8), inputs, rows, 6)
