@@ -1,6 +1,6 @@
 """Is k chosen well from costs that are measured once? Slices of Kimi-K2.5 at full width on one GPU.
 
-    PYTHONPATH=kernels:backend python benchmarks/k_from_costs.py --draft bf16 --out results
+    PYTHONPATH=kernels:backend python benchmarks/k_from_costs.py --draft bf16,cheap --out results
     PYTHONPATH=kernels:backend python benchmarks/k_from_costs.py --draft cheap --batches 1,16,64 --ks 0,3,7
 
 First both models time their steps, as at a server's first start. Then rounds of every k and batch size run once, and
@@ -8,15 +8,20 @@ the table's prediction stands beside each. Draft tokens are accepted at random w
 depend on k, in four strengths. Of the adaptive policy, what it drafts and the time are measured, from the first request
 of an engine that has seen nothing. Tokens are those that the chances give on the average, for what it drafted and for
 each k alike: luck of a few hundred rounds would hide what is looked for. Weights are random and routing is uniform.
+
+A card at its power limit runs slower the longer it has not rested. So the runs of a batch size follow one another
+without a pause, of each k the last two thirds of its rounds count, and all of the policy's.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,12 @@ import torch
 
 from kimi_backend.checkpoint.presets import Preset
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.load.loading import load_pair
+from kimi_backend.engine.engine import Engine
+from kimi_backend.parallel import SingleRank
+from kimi_backend.runners.load import loading
+from kimi_backend.runners.load.opened_checkpoints import Checkpoints
+from kimi_backend.runners.load.placement import place
+from kimi_backend.runners.ranks.peers import NO_PEERS
 from kimi_backend.spec_decode.round_times import RoundTimes
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_kernels.pretending import chances_of
@@ -43,9 +53,8 @@ DRAFTS: dict[str, dict[str, str]] = {
     "bf16": {},
     "cheap": {"draft_quantization": "fp8", "draft_head_quantization": "int4", "draft_vocab": "32768"},
 }
-WARM_ROUNDS = 4
-FEW, FEW_ROUNDS_MORE = 4, 3
-"""Batches of so few sequences run so many times as long: luck counts for more in them."""
+FEW = 4
+"""Batches of so few sequences run twice as many rounds: luck counts for more in them."""
 MARGIN_TOKENS = 16
 
 
@@ -58,10 +67,12 @@ def main() -> None:
         "chances": CHANCES,
         "drafts": {},
     }
-    for name in options.draft:
-        for result in measure_draft(name, options):
-            document["drafts"][name] = result
-            save(options, document)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = Pairs(options, Path(folder))
+        for name in options.draft:
+            for result in measure_draft(name, pairs, options):
+                document["drafts"][name] = result
+                save(options, document)
     print(verdict(document))
 
 
@@ -76,8 +87,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ks", type=numbers, default=list(range(8)), help="rounds that are measured; 0 among them")
     parser.add_argument("--lengths", type=lambda text: [float(part) for part in text.split(",")], default=list(LENGTHS))
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=50, help="of each fixed k")
-    parser.add_argument("--adaptive-rounds", type=int, default=150)
+    parser.add_argument("--seconds", type=float, default=0.8, help="of each fixed k, in rounds of the predicted time")
+    parser.add_argument("--fewest-rounds", type=int, default=24, help="of each fixed k, whatever they take")
+    parser.add_argument("--adaptive-rounds", type=int, default=120)
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE", help="any other setting")
     parser.add_argument("--out", type=Path, help="folder for the JSON")
     return parser.parse_args()
@@ -91,39 +103,92 @@ def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def measure_draft(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+class Pairs:
+    """One target, and each form of the draft in turn."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self.settings = self.target = self.draft = None
+        self._plain_rounds: dict[int, float] = {}
+
+    def load(self, name: str) -> None:
+        """Make it the draft of the pair."""
+        self.settings = settings = slice_settings(name, self._options, self._folder)
+        if self.target is None:
+            self.target, self.draft = loading.load_pair(settings)
+        else:
+            self.draft.close()
+            target, placement = self.target, place(settings)
+            self.draft = loading._load_draft(
+                settings,
+                Checkpoints.open(settings, placement),
+                placement,
+                loading._recorder(settings, placement),
+                SingleRank(),
+                NO_PEERS,
+                target._model.get_embed_and_head(),
+                target.aux_buffer,
+                target.table,
+            )
+        gc.collect()
+        gc.freeze()  # as in a server: a look at all that is loaded takes as long as many rounds
+
+    def run(self, policy: str, k: int, batch: int, rounds: int, **more: Any) -> list[Round]:
+        """So many rounds of equal requests, none of which ends in them."""
+        found = run_batch(
+            self.target,
+            self.draft if k else None,
+            dataclasses.replace(self.settings, speculation_policy=policy),
+            batch_size=batch,
+            prompt_len=self._options.prompt,
+            num_output_tokens=(k + 1) * (rounds + MARGIN_TOKENS),
+            num_speculative_tokens=k,
+            launch_ahead=True,
+            temperature=1.0,
+            seed=k,
+            num_rounds=rounds,
+            **more,
+        )
+        return [item for item in found if item.is_decode and item.num_seqs == batch][:rounds]
+
+    def round_ms(self, k: int, batch: int, rounds: int) -> float:
+        """Of rounds that follow others; those without a draft are the same for each."""
+        if k == 0 and batch in self._plain_rounds:
+            return self._plain_rounds[batch]
+        ends = [item.target_end_s for item in self.run("fixed", k, batch, rounds)[rounds // 3 :]]
+        found = 1e3 * float(np.mean(np.diff(ends)))
+        if k == 0:
+            self._plain_rounds[batch] = found
+        return found
+
+
+def measure_draft(name: str, pairs: Pairs, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Everything of one form of the draft, once more after each case."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = slice_settings(name, options, Path(folder))
-        started = time.perf_counter()
-        target, draft = load_pair(settings)
-        assert draft is not None
-        loaded_s, started = time.perf_counter() - started, time.perf_counter()
-        times = RoundTimes(target.measure_costs(), draft.measure_costs())
-        timed_s = time.perf_counter() - started
-        print(f"{name}: loaded in {loaded_s:.1f} s, steps timed in {timed_s:.1f} s", flush=True)
-        result: dict[str, Any] = {"loaded_s": round(loaded_s, 1), "timed_s": round(timed_s, 1)}
-        result["settings"] = {name: value for name, value in dataclasses.asdict(settings).items() if value}
-        result["costs"] = {"target": dataclasses.asdict(target.measure_costs())}
-        result["costs"]["draft"] = dataclasses.asdict(draft.measure_costs())
-        result |= {"rounds": [], "adaptive": []}
-        for found in fixed_rounds(target, draft, settings, times, options):
+    started = time.perf_counter()
+    pairs.load(name)
+    loaded_s, started = time.perf_counter() - started, time.perf_counter()
+    costs = {"target": pairs.target.measure_costs(), "draft": pairs.draft.measure_costs()}
+    timed_s = time.perf_counter() - started
+    print(f"{name}: loaded in {loaded_s:.1f} s, steps timed in {timed_s:.1f} s", flush=True)
+    result: dict[str, Any] = {"loaded_s": round(loaded_s, 1), "timed_s": round(timed_s, 1)}
+    result["settings"] = {name: value for name, value in dataclasses.asdict(pairs.settings).items() if value}
+    result["costs"] = {role: dataclasses.asdict(of_role) for role, of_role in costs.items()}
+    result |= {"rounds": [], "adaptive": []}
+    for batch in options.batches:
+        times = RoundTimes(costs["target"], costs["draft"])
+        for found in fixed_rounds(pairs, times, batch, options):
             result["rounds"].append(found)
             print(json.dumps(found), flush=True)
-            yield result
-        for found in adaptive_runs(target, draft, settings, result["rounds"], options):
+        for found in adaptive_runs(pairs, batch, result["rounds"], options):
             result["adaptive"].append(found)
-            print(json.dumps(found), flush=True)
+            print(json.dumps({name: value for name, value in found.items() if name != "trace"}), flush=True)
             yield result
-        for runner in (target, draft):
-            runner.close()
 
 
 def slice_settings(name: str, options: argparse.Namespace, folder: Path) -> ServingSettings:
     """Room for the largest case."""
     target, draft = write_slice(folder, options.layers, options.preset)
-    most_tokens = 8 * max(options.rounds, FEW_ROUNDS_MORE * options.adaptive_rounds) + 8 * WARM_ROUNDS
-    longest = options.prompt + most_tokens + MARGIN_TOKENS
+    longest = options.prompt + 8 * (2 * options.adaptive_rounds + 2 * MARGIN_TOKENS)
     values = {
         "checkpoint": str(target),
         "draft": str(draft),
@@ -140,41 +205,16 @@ def slice_settings(name: str, options: argparse.Namespace, folder: Path) -> Serv
     return ServingSettings.from_parameters(values | dict(item.split("=", 1) for item in options.set), {})
 
 
-def run(
-    target: Any, draft: Any, settings: ServingSettings, policy: str, k: int, batch: int, rounds: int, prompt: int
-) -> list[Round]:
-    """Rounds of equal requests of whose tokens none is the last one in the first `rounds` rounds."""
-    return run_batch(
-        target,
-        draft,
-        dataclasses.replace(settings, speculation_policy=policy),
-        batch_size=batch,
-        prompt_len=prompt,
-        num_output_tokens=(k + 1) * rounds + k + 2,
-        num_speculative_tokens=k,
-        launch_ahead=True,
-        temperature=1.0,
-        seed=k,
-    )
-
-
-def decode_rounds(rounds: Sequence[Round], batch: int, most: int) -> list[Round]:
-    """Rounds in which all of a batch decode."""
-    return [item for item in rounds if item.is_decode and item.num_seqs == batch][:most]
-
-
-def fixed_rounds(
-    target: Any, draft: Any, settings: ServingSettings, times: RoundTimes, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """Each k with each batch size, and the prediction."""
-    for batch in options.batches:
-        for k in options.ks:
-            rounds = run(target, draft if k else None, settings, "fixed", k, batch, options.rounds, options.prompt)
-            ends = [item.target_end_s for item in decode_rounds(rounds, batch, options.rounds)[WARM_ROUNDS:]]
-            round_ms = 1e3 * float(np.mean(np.diff(ends))) if len(ends) > 1 else float("nan")
-            predicted_ms = 1e3 * predicted_s(times, batch, k, batch * (options.prompt + options.rounds))
-            entry = {"batch": batch, "k": k, "round_ms": round(float(round_ms), 4)}
-            yield entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / round_ms - 1, 4)}
+def fixed_rounds(pairs: Pairs, times: RoundTimes, batch: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each k, the longest rounds first, and the prediction."""
+    for k in sorted(options.ks, reverse=True):
+        predicted_ms = 1e3 * predicted_s(times, batch, k, batch * options.prompt)
+        rounds = max(options.fewest_rounds, min(round(1e3 * options.seconds / predicted_ms), options.adaptive_rounds))
+        round_ms = pairs.round_ms(k, batch, rounds)
+        num_context_tokens = round(batch * (options.prompt + rounds))
+        predicted_ms = 1e3 * predicted_s(times, batch, k, num_context_tokens)
+        entry = {"batch": batch, "k": k, "round_ms": round(float(round_ms), 4)}
+        yield entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / round_ms - 1, 4)}
 
 
 def predicted_s(times: RoundTimes, batch: int, k: int, num_context_tokens: int) -> float:
@@ -187,34 +227,53 @@ def predicted_s(times: RoundTimes, batch: int, k: int, num_context_tokens: int) 
 
 
 def adaptive_runs(
-    target: Any, draft: Any, settings: ServingSettings, fixed: list[dict[str, Any]], options: argparse.Namespace
+    pairs: Pairs, batch: int, fixed: list[dict[str, Any]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """The policy in each strength of the draft, beside what each fixed k would give."""
-    chances_here = target._kernels.sample_tokens.chances
+    chances_here = pairs.target._kernels.sample_tokens.chances
+    of_batch = {item["k"]: item["round_ms"] for item in fixed if item["batch"] == batch}
+    most = options.adaptive_rounds * (2 if batch <= FEW else 1)
     for length in options.lengths:
         chances = scaled_chances(length)
         chances_here.copy_(chances_of(chances))
-        for batch in options.batches:
-            of_batch = {item["k"]: item["round_ms"] for item in fixed if item["batch"] == batch}
-            rates = {k: 1e3 * batch * emitted(chances, k) / round_ms for k, round_ms in of_batch.items()}
-            most = options.adaptive_rounds * (FEW_ROUNDS_MORE if batch <= FEW else 1)
-            rounds = run(target, draft, settings, "adaptive", 7, batch, most, options.prompt)
-            counted = decode_rounds(rounds, batch, most)
-            rate, later = (tokens_per_s(part, chances) for part in (counted, counted[len(counted) // 3 :]))
-            best = max(rates, key=lambda k: rates[k])
-            rows = statistics.mean(item.num_rows / batch - 1 for item in counted)
-            yield {
-                "length": length,
-                "batch": batch,
-                "fixed": {k: round(value) for k, value in rates.items()},
-                "best_k": best,
-                "adaptive": round(rate),
-                "mean_k": round(rows, 2),
-                "slow_rounds": slow_rounds(counted),
-                "later_of_best": round(later / rates[best], 3),
-                "of_best": round(rate / rates[best], 3),
-                "of_plain": round(rate / rates[0], 3) if 0 in rates else None,
-            }
+        rates = {k: 1e3 * batch * emitted(chances, k) / round_ms for k, round_ms in of_batch.items()}
+        ended = Ended()
+        counted = pairs.run("adaptive", 7, batch, most, at_end=ended)
+        rate, later = (tokens_per_s(part, chances) for part in (counted, counted[len(counted) // 3 :]))
+        best = max(rates, key=lambda k: rates[k])
+        rows = statistics.mean(item.num_rows / batch - 1 for item in counted)
+        yield {
+            "length": length,
+            "batch": batch,
+            "fixed": {k: round(value) for k, value in rates.items()},
+            "best_k": best,
+            "adaptive": round(rate),
+            "mean_k": round(rows, 2),
+            "factors": ended.factors,
+            "slow_rounds": slow_rounds(counted),
+            "later_of_best": round(later / rates[best], 3),
+            "of_best": round(rate / rates[best], 3),
+            "of_plain": round(rate / rates[0], 3) if 0 in rates else None,
+            "trace": trace(counted),
+        }
+    chances_here.copy_(chances_of(CHANCES))
+
+
+class Ended:
+    """What an engine's policy has learned."""
+
+    factors: Sequence[float] = ()
+
+    def __call__(self, engine: Engine) -> None:
+        assert engine._loop.core is not None
+        self.factors = engine._loop.core.scheduler.policy.times.factors
+
+
+def trace(rounds: Sequence[Round]) -> list[list[Any]]:
+    """[milliseconds, {draft tokens: sequences}] of each round."""
+    ends = [item.target_end_s for item in rounds]
+    counts = [dict(sorted(Counter(item.num_draft_tokens).items())) for item in rounds[1:]]
+    return [[round(1e3 * ms, 3), of_round] for ms, of_round in zip(np.diff(ends).tolist(), counts, strict=True)]
 
 
 def tokens_per_s(rounds: Sequence[Round], chances: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
 """Runs a batch of equal requests through the in-process engine and returns its rounds."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,8 @@ def run_batch(
     num_masked: int = 0,
     masked_by: str = "grammar",
     matches: MatchScript | None = None,
+    num_rounds: int = 0,
+    at_end: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Round]:
     """Requests of random prompts, all submitted at once, none of which ends early.
 
@@ -41,6 +44,8 @@ def run_batch(
     num_masked: how many of them may not draw every token.
     masked_by: "grammar", or "allowed_token_ids", which older code knows too.
     matches: what is found in each sequence's own text, and proposed instead of what the draft does.
+    num_rounds: after so many in which all decode, the rest of their tokens is not waited for; 0 for all.
+    at_end: called before the engine is stopped.
     launch_ahead: the setting of that name; plans that are kept can be run again only where it is off.
 
     Raises:
@@ -61,6 +66,7 @@ def run_batch(
     engine.start()
     problems: list[str] = []
     done = threading.Semaphore(0)
+    recording.on_round = _Countdown(num_rounds, batch_size, done)
 
     def sink(delta: TokenDelta) -> None:
         if delta.finish_reason is not None:
@@ -93,11 +99,27 @@ def run_batch(
                 engine.submit(request, sink)
         for _ in range(batch_size):
             done.acquire()
+        failed = list(problems)  # of those that are stopped none counts
+        at_end(engine)
     finally:
         engine.stop()
-    if problems:
-        raise RuntimeError(f"{len(problems)} of {batch_size} requests failed: {problems[0]}")
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {batch_size} requests failed: {failed[0]}")
     return recording.rounds
+
+
+class _Countdown:
+    """Counts rounds in which a whole batch decodes; after the last one nobody is waited for."""
+
+    def __init__(self, num_rounds: int, batch_size: int, done: threading.Semaphore) -> None:
+        self._num_left, self._batch_size, self._done = num_rounds, batch_size, done
+
+    def __call__(self, last: Round) -> None:
+        if not last.is_decode or last.num_seqs < self._batch_size:
+            return
+        self._num_left -= 1
+        if not self._num_left:
+            self._done.release(self._batch_size)
 
 
 def _masks(vocab_size: int, masked_by: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -50,6 +50,7 @@ class Recording:
 
     keeps_plans: bool = False
     rounds: list[Round] = field(default_factory=list)
+    on_round: Callable[[Round], None] = lambda done: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +87,18 @@ class RecordedTarget:
 
     def _note(self, plan: TargetPlan, reply: TargetReply, start: float) -> None:
         is_decode = bool((plan.num_sampled_rows == plan.rows.query_lens).all())
-        self._recording.rounds.append(
-            Round(
-                target_start_s=start,
-                target_end_s=perf_counter(),
-                num_seqs=len(plan.rows.query_lens),
-                num_rows=len(plan.rows.token_ids),
-                is_decode=is_decode,
-                num_tokens=int(reply.num_accepted_tokens.sum()) + len(reply.num_accepted_tokens),
-                num_draft_tokens=tuple((plan.rows.query_lens - 1).tolist()) if is_decode else (),
-                target_plan=plan if self._recording.keeps_plans else None,
-            )
+        done = Round(
+            target_start_s=start,
+            target_end_s=perf_counter(),
+            num_seqs=len(plan.rows.query_lens),
+            num_rows=len(plan.rows.token_ids),
+            is_decode=is_decode,
+            num_tokens=int(reply.num_accepted_tokens.sum()) + len(reply.num_accepted_tokens),
+            num_draft_tokens=tuple((plan.rows.query_lens - 1).tolist()) if is_decode else (),
+            target_plan=plan if self._recording.keeps_plans else None,
         )
+        self._recording.rounds.append(done)
+        self._recording.on_round(done)
 
 
 class RecordedDraft:

@@ -1,7 +1,8 @@
 """Times a runner's decode steps over made-up sequences, for `types.step_costs`. It writes KV: before any real sequence.
 
 Every shape is run with random tokens in all rows, at two contexts; a captured one with few live rows too. All shapes
-are run in one pass after another, so that no shape has all its runs while a card's clock is low.
+are run in one pass after another, so that no shape has all its runs while other programs are busy. A GPU does not rest
+meanwhile: rounds in service do not either, and at its power limit its clock is another.
 """
 
 import time
@@ -29,12 +30,18 @@ Launch = Callable[[RowPlan, int], Pending[Any]]
 SHORT_CONTEXT, LONG_CONTEXT = 64, 4096
 """Tokens of each sequence; less where the runner takes no such sequence."""
 CPU_SIZES, CPU_QUERY_LENS = (1, 4, 16), (1, 2, 4, 8)
-FEWEST_PASSES, MOST_PASSES = 3, 6
-GPU_BUDGET_S, CPU_BUDGET_S = 8.0, 1.0
+FEWEST_PASSES, MOST_PASSES = 4, 6
+"""From the smallest shape to the largest and back: a card's clock lags behind what its power limit allows, once from
+above and once from below."""
+CPU_BUDGET_S = 1.0
 """Passes go on until they took so long, if there were enough."""
-BURST = 4
-"""Steps one behind another, on a GPU: the first is not timed, and after them the card rests for as long, since rounds
-in service rest too while another model's part of them runs."""
+GPU_BUDGET_S = 6.0
+"""All visits to shapes together. The second half of a visit counts: the power limit moves the clock in tens of
+milliseconds."""
+FEWEST_STEPS = 4
+"""A visit to a shape on a GPU."""
+CYCLES_A_SECOND = 2e9
+"""At most, of any card's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +125,30 @@ def _sampling(num_seqs: int) -> SamplingPlan:
     return SamplingPlan.plain(num_seqs, temperature=1.0)
 
 
-def step_seconds(launch: Callable[[], Pending[Any]], device: torch.device) -> float:
-    """One burst: seconds of a step."""
-    start_s = time.perf_counter()
-    if device.type != "cuda":
-        launch().wait()
-        return time.perf_counter() - start_s
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    launch()  # while it runs, the host gets ahead of the device
-    start.record()
-    for _ in range(BURST - 1):
-        pending = launch()
-    end.record()
+def step_seconds(launch: Callable[[], Pending[Any]], device: torch.device, visit_s: float) -> float:
+    """Seconds of a step: of one on a CPU, of those that a GPU runs in `visit_s`, one behind another."""
+    started_s = time.perf_counter()
+    pending = launch()
+    launched_s = time.perf_counter() - started_s
     pending.wait()
-    end.synchronize()
-    time.sleep(time.perf_counter() - start_s)
-    return 1e-3 * float(start.elapsed_time(end)) / (BURST - 1)
+    if device.type != "cuda":
+        return time.perf_counter() - started_s
+    torch.cuda.synchronize(device)
+    step_s = time.perf_counter() - started_s - launched_s
+    # A step that takes less time than its launch waits on the device until it is launched.
+    pause_s = max(2 * launched_s - step_s, 0.0)
+    events = []
+    for _ in range(max(FEWEST_STEPS, round(visit_s / (step_s + pause_s)))):
+        if pause_s:
+            torch.cuda._sleep(round(pause_s * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        pending = launch()
+        end.record()
+        events.append((start, end))
+    pending.wait()
+    torch.cuda.synchronize(device)
+    return 1e-3 * median(float(start.elapsed_time(end)) for start, end in events[len(events) // 2 :])
 
 
 def sizes_of(limits: RunnerLimits, *, is_captured: bool) -> tuple[int, ...]:
@@ -156,12 +171,14 @@ def shapes_of(limits: RunnerLimits, *, is_captured: bool, is_draft: bool) -> lis
     shapes = []
     for size in reversed(sizes_of(limits, is_captured=is_captured)):
         lens = [n for n in query_lens_of(limits, is_captured=is_captured) if size * n <= limits.max_num_batched_tokens]
-        shapes += [Shape(size, length) for length in reversed(lens or [1])]
-        shapes += [Shape(size, length, is_full=False) for length in lens[1:] if is_captured and size > 1]
-        shapes.append(Shape(size, 1, is_long=True))
+        one = int(is_draft)
+        shapes += [Shape(size, length, num_proposals=one) for length in reversed(lens or [1])]
+        if is_captured and size > 1:
+            shapes += [Shape(size, length, is_full=False, num_proposals=one) for length in reversed(lens[1:])]
+        shapes.append(Shape(size, 1, is_long=True, num_proposals=one))
         most = limits.max_speculative_tokens if is_draft else 0
-        counts = range(1, most + 1) if is_captured else sorted({min(1, most), most} - {0})
-        shapes += [Shape(size, 1, num_proposals=count) for count in counts]
+        counts = range(2, most + 1) if is_captured else sorted({most} - {0, 1})
+        shapes += [Shape(size, 1, num_proposals=count) for count in [*reversed(counts), *[0] * is_draft]]
     return shapes
 
 
@@ -183,20 +200,21 @@ def time_steps(
     for start in launches.values():  # the first run of a captured step takes longer
         start().wait()
     found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
-    budget_s = GPU_BUDGET_S if device.type == "cuda" else CPU_BUDGET_S
+    visit_s, is_cpu = GPU_BUDGET_S / (FEWEST_PASSES * len(shapes)), device.type == "cpu"
     started, before = time.perf_counter(), scheduled_seconds()
     for number in range(MOST_PASSES):
-        if number >= FEWEST_PASSES and (time.perf_counter() - started) * (number + 1) / number > budget_s:
+        is_late = (time.perf_counter() - started) * (number + 1) / max(number, 1) > CPU_BUDGET_S
+        if number >= FEWEST_PASSES and (is_late or not is_cpu):
             break
         for shape in shapes if number % 2 else reversed(shapes):
-            found[shape].append(step_seconds(launches[shape], device))
+            found[shape].append(step_seconds(launches[shape], device, visit_s))
             if number < FEWEST_PASSES:
                 advance(1)
     # On a CPU other programs only ever make a step longer.
-    best = median if device.type == "cuda" else min
+    best = min if is_cpu else median
     us = {shape: 1e6 * best(seconds) for shape, seconds in found.items()}
     ran_s, waited_s = (after - first for after, first in zip(scheduled_seconds(), before, strict=True))
-    share = waited_s / max(ran_s + waited_s, 1e-9) if device.type == "cpu" else 0.0
+    share = waited_s / max(ran_s + waited_s, 1e-9) if is_cpu else 0.0
     return _costs(sequences, us, is_captured=is_captured), share
 
 
@@ -211,21 +229,30 @@ def scheduled_seconds() -> tuple[float, float]:
 
 
 def _costs(sequences: Sequences, us: dict[Shape, float], *, is_captured: bool) -> StepCosts:
+    """A draft's steps were timed with one proposal, so that they are captured ones: it is taken off them."""
     limits, most = sequences.limits, sequences.most_proposals
     sizes, lens = sizes_of(limits, is_captured=is_captured), query_lens_of(limits, is_captured=is_captured)
-    steps = [_row(us, size, lens) for size in sizes]
+    one = int(most > 0)
+    steps = [_row(us, size, lens, one) for size in sizes]
     if not is_captured:
         _bound_by_larger(steps)
     padded, context, proposals = [], [], []
     for size, row in zip(sizes, steps, strict=True):
         short, long = sequences.contexts(size)
-        padded.append([us.get(Shape(size, n, is_full=False), step) for n, step in zip(lens, row, strict=True)])
-        longer_us = us[Shape(size, 1, is_long=True)] - us[Shape(size, 1)]
+        padded.append(
+            [us.get(Shape(size, n, is_full=False, num_proposals=one), step) for n, step in zip(lens, row, strict=True)]
+        )
+        longer_us = us[Shape(size, 1, is_long=True, num_proposals=one)] - row[0]
         context.append(max(longer_us, 0.0) / (size * max(long - short, 1)))
-        of_count = {n: us.get(Shape(size, 1, num_proposals=n)) for n in range(1, most + 1)}
-        known = {n: value for n, value in of_count.items() if value is not None}
-        drawn = np.interp(np.arange(1, most + 1), list(known), list(known.values())) if known else np.empty(0)
-        proposals.append(np.maximum(drawn - us[Shape(size, 1)], 0.0).tolist())
+        if not most:
+            continue
+        first_us = max(row[0] - us[Shape(size, 1)], 0.0)
+        of_count = {n: us[Shape(size, 1, num_proposals=n)] for n in range(2, most + 1) if _drew(us, size, n)}
+        further_us = [max(value - row[0], 0.0) for value in of_count.values()]
+        drawn = np.interp(np.arange(1, most + 1), [1, *of_count], [0.0, *further_us])
+        proposals.append((first_us + drawn).tolist())
+        for timed in (row, padded[-1]):
+            timed[:] = [value - first_us for value in timed]
     return StepCosts(
         num_seqs=sizes,
         query_lens=lens,
@@ -238,11 +265,16 @@ def _costs(sequences: Sequences, us: dict[Shape, float], *, is_captured: bool) -
     )
 
 
-def _row(us: dict[Shape, float], size: int, lens: tuple[int, ...]) -> list[float]:
+def _drew(us: dict[Shape, float], size: int, num_proposals: int) -> bool:
+    return Shape(size, 1, num_proposals=num_proposals) in us
+
+
+def _row(us: dict[Shape, float], size: int, lens: tuple[int, ...], num_proposals: int) -> list[float]:
     """[q] of one number of sequences. More rows than a step may have run in none: they cost as much each."""
     row: list[float] = []
     for place, length in enumerate(lens):
-        row.append(us[Shape(size, length)] if Shape(size, length) in us else row[-1] * length / lens[place - 1])
+        known = us.get(Shape(size, length, num_proposals=num_proposals))
+        row.append(row[-1] * length / lens[place - 1] if known is None else known)
     return row
 
 
