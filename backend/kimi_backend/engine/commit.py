@@ -118,6 +118,8 @@ def _append(
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
     num_drafted = num_proposed if window is None else window.num_drafted
     origin = sequence.guess_origin
+    if sequence.lookup is not None:
+        sequence.speculation.looked_up.end_verify()
     if num_drafted and origin is TokenOrigin.DRAFT:
         sequence.speculation.record(num_drafted, num_accepted)
     return StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, origin, finish=sequence.finish)

@@ -75,6 +75,7 @@ class HostGuesses:
             return []
         running = self._scheduler.running
         num_proposed, num_tokens = sum(s.num_draft_tokens for s in running), sum(s.num_tokens for s in running)
-        batch = Batch(len(running), num_proposed, num_tokens, runs_ahead())
+        is_drafting = any(s.uses_draft for s in running)
+        batch = Batch(len(running), num_proposed, num_tokens, runs_ahead=runs_ahead(), is_drafting=is_drafting)
         counts = self._chooser.choose(candidates, self._scheduler.policy, batch)
         return [(sequence, match, count) for (sequence, match), count in zip(found, counts, strict=True) if count]

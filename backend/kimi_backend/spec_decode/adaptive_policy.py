@@ -4,10 +4,13 @@ Costs are measured once (`types.step_costs`) and followed (`round_times`), accep
 chosen is `row_choice`. No round is run to find anything out.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, chances, factors
 from kimi_backend.spec_decode.controller import SpeculationController
+from kimi_backend.spec_decode.looked_up import KIND_MEMORY, Expected, LookedUp
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
 from kimi_backend.spec_decode.row_choice import Batch, RowChoice, choose_more_rows, choose_rows
 from kimi_backend.spec_decode.step_times import Floats, Ints
@@ -34,6 +37,7 @@ class AdaptivePolicy:
         self.step_costs = {"target": target, **({} if draft is None else {"draft": draft})}
         self.times = RoundTimes(target, draft)
         self._pools = {kind: AcceptancePool() for kind in range(3)}
+        self._looked_up = {kind: LookedUp(KIND_MEMORY) for kind in range(3)}
         self._chosen_for: tuple[int, ...] = ()
         self._num_rounds = 0
         self._finds_out = False
@@ -49,6 +53,7 @@ class AdaptivePolicy:
     ) -> None:
         """See `SpeculationPolicy`. Those that are expected are taken for ones like it."""
         pool = controller.pool = self._pools[controller.kind]
+        controller.looked_up.kind = self._looked_up[controller.kind]
         controller.uses_draft = True
         num_alike = max(num_sequences - len(running), 1)
         everyone = [*running, *[controller] * num_alike]
@@ -80,7 +85,8 @@ class AdaptivePolicy:
 
     def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """See `SpeculationPolicy`."""
-        return choose_more_rows(likely, batch, self.times)
+        runs_ahead = batch.runs_ahead or (self.times.is_overlapped and not batch.is_drafting)
+        return choose_more_rows(likely, replace(batch, runs_ahead=runs_ahead), self.times)
 
     def end_round(self, done: Round) -> None:
         """See `SpeculationPolicy`."""
@@ -105,6 +111,7 @@ class AdaptivePolicy:
         least_gain: float = 1.0,
     ) -> RowChoice:
         is_away = [not c.uses_draft for c in controllers]
+        looked_up = Expected.of([c.looked_up for c in controllers])
 
         def choose(highest: bool = False, of: Ints | None = None) -> RowChoice:
             likely = self._likely(controllers, highest=highest)
@@ -112,7 +119,7 @@ class AdaptivePolicy:
             if of is not None:
                 likely[of == 0] = 0.0
             batch = (num_sequences, num_context_tokens, self.times)
-            return choose_rows(likely, *batch, least_gain=least_gain, finds_out=of is not None)
+            return choose_rows(likely, *batch, looked_up=looked_up, least_gain=least_gain, finds_out=of is not None)
 
         choice, self._finds_out = choose(), False
         if choice.num_draft_tokens.any() or all(is_away):

@@ -1,6 +1,7 @@
 """How many tokens to draft next for a request."""
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
+from kimi_backend.spec_decode.looked_up import LookedUp
 
 GREEDY_TEMPERATURE = 1e-5
 COOL_TEMPERATURE = 0.7
@@ -16,6 +17,7 @@ class SpeculationController:
     __slots__ = (
         "acceptance",
         "kind",
+        "looked_up",
         "num_chosen_tokens",
         "num_idle_choices",
         "num_speculative_tokens",
@@ -35,6 +37,8 @@ class SpeculationController:
         self.acceptance = SequenceAcceptance()
         self.pool: AcceptancePool | None = None
         """The pool of its kind; given by the policy, if that learns."""
+        self.looked_up = LookedUp()
+        """What its text proposes instead of the draft."""
         self.num_unsettled_rounds = 0
         """Rounds that say little of the draft, because its KV began in the middle of the sequence."""
         self.num_idle_choices = 0

@@ -42,6 +42,9 @@ class LookupChooser:
         """
         found = _chances([self.pools.of(c.match) for c in candidates], [c.lookup.acceptance for c in candidates])
         found[_BEYOND[[c.most for c in candidates]]] = 0.0
+        if batch.is_drafting:
+            alone = replace(batch, num_proposed=0, is_drafting=False)
+            _note_alone(candidates, found, policy.choose_looked_up(found, alone).tolist())
         num_proposed = [c.num_proposed for c in candidates]
         proposed = np.zeros_like(found)
         if any(num_proposed):
@@ -53,11 +56,18 @@ class LookupChooser:
         num_replaced = sum(c.num_proposed for c, better in zip(candidates, is_better.tolist(), strict=True) if better)
         others = replace(batch, num_proposed=batch.num_proposed - num_replaced)
         counts: list[int] = policy.choose_looked_up(found, others).tolist()
+        if not batch.is_drafting:
+            _note_alone(candidates, found, counts)
         return counts
 
 
 _BEYOND = np.arange(MAX_SPECULATIVE_TOKENS) >= np.arange(MAX_SPECULATIVE_TOKENS + 1)[:, None]
 """[count] the positions behind so many tokens."""
+
+
+def _note_alone(candidates: list[Candidate], found: Floats, counts: list[int]) -> None:
+    for candidate, chances, count in zip(candidates, found, counts, strict=True):
+        candidate.speculation.looked_up.next = count, float(chances[:count].sum())
 
 
 def _chances(pools: list[AcceptancePool], own: list[SequenceAcceptance]) -> Floats:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kimi_backend.spec_decode.step_times import Floats, Ints, Numbers, StepShape, StepTimes
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_backend.types.step_costs import StepCosts
 
 FEWEST_ROUNDS_LEARNED_FROM = 30
@@ -65,28 +66,51 @@ class RoundTimes:
         """How far the table is off by now, of a target's step, its further rows, and the draft."""
         return [round(float(value), 4) for value in self._factors]
 
+    @property
+    def is_overlapped(self) -> bool:
+        """True if the host's time was hidden in the last round."""
+        return self._is_overlapped
+
     def assume_overlapped(self) -> None:
         """Until a round says otherwise: the host's time is hidden."""
         self._is_overlapped = True
 
-    def plain(self, num_seqs: int, num_context_tokens: int) -> float:
-        """A round in which nobody drafts."""
-        base, _ = self._target.parts(num_seqs, num_seqs, 1, num_context_tokens)
-        target_s = float(base[0]) * float(self._factors[BASE])
-        return max(target_s, self._host_s) if self._is_overlapped else target_s + self._host_s
-
-    def verifying(
-        self, num_seqs: int, num_rows: Ints, longest: Ints, num_context_tokens: int, *, runs_ahead: bool
-    ) -> Floats:
-        """[J] rounds like the last one, but with so many rows of the target, [J], at most `longest` of a sequence.
+    def plain(
+        self, num_seqs: int, num_context_tokens: int, num_looked_up: float = 0.0, looked_up_share: float = 0.0
+    ) -> float:
+        """A round in which nobody drafts.
 
         Args:
+            num_looked_up: tokens of matches under verification, on the average over all rounds.
+            looked_up_share: the share of rounds that have some.
+        """
+        rows = np.array([num_seqs, num_seqs + num_looked_up / max(looked_up_share, 1e-6)])
+        longest = np.array([1, MAX_SPECULATIVE_TOKENS + 1])
+        seconds = self.verifying(
+            num_seqs, rows, longest, num_context_tokens, is_drafting=False, runs_ahead=self._is_overlapped
+        )
+        return float(seconds[0] + looked_up_share * (seconds[1] - seconds[0]))
+
+    def verifying(
+        self,
+        num_seqs: int,
+        num_rows: Ints | Floats,
+        longest: Ints,
+        num_context_tokens: int,
+        *,
+        is_drafting: bool,
+        runs_ahead: bool,
+    ) -> Floats:
+        """[J] rounds with so many rows of the target, [J], at most `longest` of a sequence.
+
+        Args:
+            is_drafting: the draft does in them what it did in the last round.
             runs_ahead: the host's time is hidden where each sequence has one row: what it looks up further ones by is
                 the reply to the step before.
         """
         base, more = self._target.parts(num_seqs, num_rows, longest, num_context_tokens)
         target_s = base * self._factors[BASE] + more * self._factors[ROWS]
-        if not self._last_draft_s:
+        if not is_drafting:
             is_hidden = runs_ahead & (num_rows == num_seqs)
             alone: Floats = np.where(is_hidden, np.maximum(target_s, self._host_s), target_s + self._host_s)
             return alone
@@ -97,21 +121,30 @@ class RoundTimes:
         return found
 
     def drafting(
-        self, num_seqs: int, num_drafting: Ints, depth: Ints, rows: Ints, kept: Floats, num_context_tokens: int
+        self,
+        num_seqs: int,
+        num_drafting: Ints,
+        depth: Ints,
+        rows: Ints | Floats,
+        kept: Floats,
+        num_context_tokens: int,
+        resting: float | Floats = 0.0,
     ) -> Floats:
         """[J] rounds in which the draft proposes something.
 
         Args:
             num_drafting: [J] sequences that use the draft, 1 or more.
             depth: [J] tokens that it proposes, 1 or more.
-            rows: [J] draft tokens under verification.
+            rows: [J] draft tokens under verification, and looked-up ones.
             kept: [J] those of them that are expected to be kept.
+            resting: [J] share of rounds whose single-row steps all rest.
         """
         base, more = self._target.parts(num_seqs, num_seqs + rows, depth + 1, num_context_tokens)
         target_s = base * self._factors[BASE] + more * self._factors[ROWS]
         extended = num_drafting + (1.0 * rows if self._is_overlapped else kept)
-        draft_s = self._draft_step(num_drafting, extended, depth, num_context_tokens / num_seqs * num_drafting)
-        draft_s = draft_s * self._factors[DRAFT]
+        context = num_context_tokens / num_seqs * num_drafting
+        whole_s, rested_s = (self._draft_step(num_drafting, extended, steps, context) for steps in (depth, 1))
+        draft_s = (whole_s + resting * (rested_s - whole_s)) * self._factors[DRAFT]
         if self._is_overlapped:
             overlapped: Floats = target_s + np.maximum(draft_s, self._host_s)
             return overlapped

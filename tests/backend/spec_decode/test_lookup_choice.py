@@ -19,7 +19,7 @@ from support.made_up_costs import linear_costs
 
 TEXT = np.arange(20, dtype=np.int32)
 LONG, SHORT = Match(40, 5), Match(4, 5)
-ALONE = Batch(1, 3, 100, runs_ahead=False)
+ALONE = Batch(1, 3, 100, is_drafting=True, runs_ahead=False)
 
 
 def a_candidate(match: Match, num_proposed: int = 3, most: int = 7) -> Candidate:
@@ -88,7 +88,7 @@ def test_a_row_that_costs_the_overlap_must_be_worth_it(runs_ahead: bool, num_kep
                 is_overlapped=False,
             )
         )
-    batch = replace(ALONE, num_proposed=0, runs_ahead=runs_ahead)
+    batch = replace(ALONE, num_proposed=0, is_drafting=False, runs_ahead=runs_ahead)
     for chance, expected in ((0.3, num_kept), (0.4, 1)):
         likely = np.array([[chance, 0.0]])
         assert policy.choose_looked_up(likely, batch).tolist() == [expected]
