@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -109,7 +109,7 @@ class Pairs:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options, self._folder = options, folder
         self.settings = self.target = self.draft = None
-        self._plain_rounds: dict[int, float] = {}
+        self._plain_rounds: dict[int, FixedRound] = {}
 
     def load(self, name: str) -> None:
         """Make it the draft of the pair."""
@@ -151,15 +151,25 @@ class Pairs:
         )
         return [item for item in found if item.is_decode and item.num_seqs == batch][:rounds]
 
-    def round_ms(self, k: int, batch: int, rounds: int) -> float:
-        """Of rounds that follow others; those without a draft are the same for each."""
+    def fixed_round(self, k: int, batch: int, rounds: int) -> "FixedRound":
+        """Times rounds that follow others; those without a draft are the same for each."""
         if k == 0 and batch in self._plain_rounds:
             return self._plain_rounds[batch]
-        ends = [item.target_end_s for item in self.run("fixed", k, batch, rounds)[rounds // 3 :]]
-        found = 1e3 * float(np.mean(np.diff(ends)))
+        counted = self.run("fixed", k, batch, rounds)[rounds // 3 :]
+        ends, launches = ([getattr(item, name) for item in counted] for name in ("target_end_s", "target_launched_s"))
+        host_ms = statistics.median(after - end for end, after in zip(ends, launches[1:], strict=False))
+        found = FixedRound(1e3 * float(np.mean(np.diff(ends))), 1e3 * host_ms)
         if k == 0:
             self._plain_rounds[batch] = found
         return found
+
+
+class FixedRound(NamedTuple):
+    """Milliseconds."""
+
+    whole: float
+    host: float
+    """From the target's reply to its next launch."""
 
 
 def measure_draft(name: str, pairs: Pairs, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -206,20 +216,24 @@ def slice_settings(name: str, options: argparse.Namespace, folder: Path) -> Serv
 
 
 def fixed_rounds(pairs: Pairs, times: RoundTimes, batch: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each k, the longest rounds first, and the prediction."""
+    """Each k, the longest rounds first, and the prediction: the host's time is that of the first of them."""
+    times.assume_overlapped()
+    host_ms: float | None = None
     for k in sorted(options.ks, reverse=True):
         predicted_ms = 1e3 * predicted_s(times, batch, k, batch * options.prompt)
         rounds = max(options.fewest_rounds, min(round(1e3 * options.seconds / predicted_ms), options.adaptive_rounds))
-        round_ms = pairs.round_ms(k, batch, rounds)
+        found = pairs.fixed_round(k, batch, rounds)
+        if host_ms is None:
+            host_ms = found.host
+            times.assume_overlapped(1e-3 * host_ms)
         num_context_tokens = round(batch * (options.prompt + rounds))
         predicted_ms = 1e3 * predicted_s(times, batch, k, num_context_tokens)
-        entry = {"batch": batch, "k": k, "round_ms": round(float(round_ms), 4)}
-        yield entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / round_ms - 1, 4)}
+        entry = {"batch": batch, "k": k, "round_ms": round(found.whole, 4), "host_ms": round(found.host, 4)}
+        yield entry | {"predicted_ms": round(predicted_ms, 4), "off": round(predicted_ms / found.whole - 1, 4)}
 
 
 def predicted_s(times: RoundTimes, batch: int, k: int, num_context_tokens: int) -> float:
-    """A round in which all have k draft tokens, of the device alone."""
-    times.assume_overlapped()
+    """A round in which all have k draft tokens."""
     if not k:
         return times.plain(batch, num_context_tokens)
     everyone, depth, rows = np.array([batch]), np.array([k]), np.array([batch * k])
@@ -260,7 +274,7 @@ def adaptive_runs(
 
 
 class Ended:
-    """What an engine's policy has learned."""
+    """Keeps what an engine's policy has learned."""
 
     factors: Sequence[float] = ()
 

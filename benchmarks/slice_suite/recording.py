@@ -17,6 +17,7 @@ class Round:
     """One step of the engine; seconds."""
 
     target_start_s: float
+    target_launched_s: float
     target_end_s: float
     num_seqs: int
     num_rows: int
@@ -83,12 +84,15 @@ class RecordedTarget:
 
     def launch(self, plan: TargetPlan) -> Pending[TargetReply]:
         start = perf_counter()
-        return _RecordedPending(self._target.launch(plan), lambda reply: self._note(plan, reply, start))
+        pending = self._target.launch(plan)
+        launched = perf_counter()
+        return _RecordedPending(pending, lambda reply: self._note(plan, reply, start, launched))
 
-    def _note(self, plan: TargetPlan, reply: TargetReply, start: float) -> None:
+    def _note(self, plan: TargetPlan, reply: TargetReply, start: float, launched: float) -> None:
         is_decode = bool((plan.num_sampled_rows == plan.rows.query_lens).all())
         done = Round(
             target_start_s=start,
+            target_launched_s=launched,
             target_end_s=perf_counter(),
             num_seqs=len(plan.rows.query_lens),
             num_rows=len(plan.rows.token_ids),

@@ -34,6 +34,7 @@ def a_round(end_s: float, num_accepted: int, *num_draft_tokens: int) -> Round:
     num_rows = len(num_draft_tokens) + sum(num_draft_tokens)
     return Round(
         target_start_s=end_s - 1,
+        target_launched_s=end_s - 0.9,
         target_end_s=end_s,
         num_seqs=len(num_draft_tokens),
         num_rows=num_rows,

@@ -42,6 +42,11 @@ class RandomPolicy:
                 self.num_begins += controller.uses_draft and not used
                 self.num_ends += used and not controller.uses_draft
 
+    def prepare_round(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> None:
+        assert num_context_tokens >= num_sequences >= len(controllers)
+
     def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         assert len(likely) <= batch.num_sequences
         most = np.count_nonzero(likely, axis=1)

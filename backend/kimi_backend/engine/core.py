@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.engine.availability import Availability
@@ -23,6 +24,7 @@ from kimi_backend.scheduler.plan_builder import PlanBuilder, drawn_by_sequence, 
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import DraftState, Finish, Sequence
 from kimi_backend.spec_decode.protocols import Draft, Target
+from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.types.plan import STATUS_NO_TOKEN_LEFT, AuxHandle, DraftReply, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason
 
@@ -61,6 +63,8 @@ class EngineCore:
         """Steps that were sent to the target."""
         self._num_failed_steps = 0
         self._flight: deque[Step] = deque()
+        self._done: list[Callable[[], Round]] = []
+        """Rounds that the policy is told of when the next step is on its way."""
         self._unread: DraftStep | None = None
         """The draft step since the last verify, if its proposals are in the token table."""
         self.times = StepTimes()
@@ -99,6 +103,7 @@ class EngineCore:
         or no target to do it."""
         if not self.runners.reach_target():
             self._outputs.flush()
+            self.times.rest()
             return False
         self._reach_draft()
         self.times.start()
@@ -110,10 +115,13 @@ class EngineCore:
             self._unread = None
         if step is None and last is None:
             self._outputs.flush()
+            self.times.rest()
             return False
         self.times.lap("schedule")  # looking in vain is no step's time
-        if step is not None and not self._launch(step):
-            return True
+        if step is not None:
+            if not self._launch(step):
+                return True
+            self._prepare_next()
         while len(self._flight) >= max(0 if step is None else step.depth, 1):
             self._finish(self._flight.popleft())
         return True
@@ -127,6 +135,7 @@ class EngineCore:
         except ModelUnavailableError as error:
             self._fail_step(step, error)
             return False
+        self.times.launched()
         self._flight.append(step)
         if step.depth == 1:
             index = [i for i, sequence in enumerate(step.batch.sequences) if sequence.uses_draft]
@@ -139,6 +148,8 @@ class EngineCore:
         is_overlapped = bool(self._flight) or step.draft is not None
         reply = self._wait(step)
         target_s = self.times.lap("target")
+        if is_overlapped:
+            target_s = self.times.since_launch  # before it the device may have had nothing to do
         if reply is None:
             return
         self._settle_draft_step(step, reply)
@@ -156,11 +167,19 @@ class EngineCore:
         draft_wait_s = self.times.lap("draft")
         self._publish(step.batch.sequences)
         self.times.lap("publish")
+        total_s = self.times.end_round()
         if step.batch.num_decodes == len(step.batch.sequences):
             draft_s = 0.0 if answer is None else 1e-6 * answer.runner_us or draft_wait_s
             target_s = 1e-6 * reply.runner_us or target_s
-            done = step.round(self.times.since_start, target_s, draft_s, draft_wait_s, is_overlapped=is_overlapped)
-            self.scheduler.policy.end_round(done)
+            times = (total_s, target_s, draft_s, draft_wait_s)
+            self._done.append(partial(step.round, *times, is_overlapped=is_overlapped))
+
+    def _prepare_next(self) -> None:
+        """Let the policy learn and choose while the models work, so that a round is no longer for it."""
+        for done in self._done:
+            self.scheduler.policy.end_round(done())
+        self._done.clear()
+        self.scheduler.prepare_choice()
 
     def _wait(self, step: Step) -> TargetReply | None:
         """The target's reply; None when the target was lost, its KV with it."""

@@ -134,9 +134,18 @@ class Scheduler:
 
     def ask_policy(self) -> list[Sequence]:
         """Tell the policy that a round begins. Returns those whose part in speculation it chooses."""
-        candidates = [s for s in self.running if s.wants_draft] if self.is_drafting else []
+        candidates = self._candidates
         self.policy.begin_round([s.speculation for s in candidates], len(self.running), self._num_context_tokens)
         return candidates
+
+    def prepare_choice(self) -> None:
+        """Let the policy choose for those that run now, while the models work."""
+        candidates = [s.speculation for s in self._candidates]
+        self.policy.prepare_round(candidates, len(self.running), self._num_context_tokens)
+
+    @property
+    def _candidates(self) -> list[Sequence]:
+        return [s for s in self.running if s.wants_draft] if self.is_drafting else []
 
     @property
     def _num_context_tokens(self) -> int:

@@ -39,6 +39,8 @@ class AdaptivePolicy:
         self._pools = {kind: AcceptancePool() for kind in range(3)}
         self._looked_up = {kind: LookedUp(KIND_MEMORY) for kind in range(3)}
         self._chosen_for: tuple[int, ...] = ()
+        self._prepared: tuple[tuple[int, ...], RowChoice] | None = None
+        """The choice that `prepare_round` made, and for whom."""
         self._num_rounds = 0
         self._finds_out = False
         """The last choice is to find out whether the draft pays after all: the next round chooses again."""
@@ -70,18 +72,32 @@ class AdaptivePolicy:
         """See `SpeculationPolicy`."""
         self._num_rounds += 1
         present = (num_sequences, *map(id, controllers))
-        if present == self._chosen_for and self._num_rounds % ROUNDS_A_CHOICE and not self._finds_out:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] == present:
+            choice = prepared[1]
+        elif present == self._chosen_for and self._num_rounds % ROUNDS_A_CHOICE and not self._finds_out:
             return
+        else:
+            choice = None
         self._chosen_for = present
         self.num_chosen_tokens = 0
         if not controllers:
             return
-        least_gain = LEAVING_GAIN if any(c.uses_draft for c in controllers) else 1.0
-        choice = self._choice(controllers, num_sequences, num_context_tokens, least_gain)
+        if choice is None:
+            choice = self._choice_to_go_on(controllers, num_sequences, num_context_tokens)
         counts: list[int] = choice.num_draft_tokens.tolist()
         for controller, count in zip(controllers, counts, strict=True):
             self._take(controller, count, leaves_now=not any(counts))
         self.num_chosen_tokens = max(counts)
+
+    def prepare_round(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> None:
+        """See `SpeculationPolicy`."""
+        if not controllers or ((self._num_rounds + 1) % ROUNDS_A_CHOICE and not self._finds_out):
+            return
+        present = (num_sequences, *map(id, controllers))
+        self._prepared = present, self._choice_to_go_on(controllers, num_sequences, num_context_tokens)
 
     def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """See `SpeculationPolicy`."""
@@ -102,6 +118,12 @@ class AdaptivePolicy:
             controller.num_idle_choices += 1
             if leaves_now or controller.num_idle_choices >= IDLE_CHOICES:
                 controller.uses_draft = False
+
+    def _choice_to_go_on(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> RowChoice:
+        least_gain = LEAVING_GAIN if any(c.uses_draft for c in controllers) else 1.0
+        return self._choice(controllers, num_sequences, num_context_tokens, least_gain)
 
     def _choice(
         self,

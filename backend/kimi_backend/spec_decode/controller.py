@@ -38,7 +38,7 @@ class SpeculationController:
         self.pool: AcceptancePool | None = None
         """The pool of its kind; given by the policy, if that learns."""
         self.looked_up = LookedUp()
-        """What its text proposes instead of the draft."""
+        """The record of what its text proposes instead of the draft."""
         self.num_unsettled_rounds = 0
         """Rounds that say little of the draft, because its KV began in the middle of the sequence."""
         self.num_idle_choices = 0

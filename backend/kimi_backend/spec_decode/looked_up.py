@@ -16,7 +16,7 @@ SEQUENCE_WEIGHT = 8.0
 
 
 class LookedUp:
-    """What would have been looked up for verifies, had there been no draft. Recent ones count more."""
+    """Counts what would have been looked up for verifies, had there been no draft. Recent ones count more."""
 
     __slots__ = ("_memory", "kind", "next", "sums", "weight")
 
@@ -47,7 +47,7 @@ class LookedUp:
 
 
 class Expected(NamedTuple):
-    """What the next rounds are expected to look up for C sequences."""
+    """The tokens that the next rounds are expected to look up for C sequences."""
 
     shares: Floats
     """[C] of rounds in which a sequence checks tokens of a match, and none of the draft."""

@@ -66,6 +66,15 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
+    def prepare_round(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> None:
+        """While a step is on its way: what `begin_round` will be asked, if nobody comes or goes meanwhile.
+
+        Nothing of the controllers changes: the step that is on its way was planned with them.
+        """
+        ...
+
     def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """[C] how many of the tokens that the host proposes for some sequences the next verify checks.
 
@@ -101,6 +110,11 @@ class FixedPolicy:
         self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
     ) -> None:
         self.num_chosen_tokens = max((c.num_speculative_tokens for c in controllers), default=0)
+
+    def prepare_round(
+        self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
+    ) -> None:
+        """Nothing to choose."""
 
     def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """All."""

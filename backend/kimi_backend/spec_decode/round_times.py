@@ -33,7 +33,7 @@ class Round:
     total_s: float
     """From the plan to the end."""
     target_s: float
-    """The target's own time."""
+    """The target's own time; where the round is overlapped, that from its launch to its reply."""
     draft_s: float
     """The draft's way, likewise; 0 where nobody waits for its reply."""
     draft_wait_s: float
@@ -71,9 +71,9 @@ class RoundTimes:
         """True if the host's time was hidden in the last round."""
         return self._is_overlapped
 
-    def assume_overlapped(self) -> None:
-        """Until a round says otherwise: the host's time is hidden."""
-        self._is_overlapped = True
+    def assume_overlapped(self, host_s: float = 0.0) -> None:
+        """Until a round says otherwise: the host's time is hidden, as far as it can be."""
+        self._is_overlapped, self._host_s = True, host_s
 
     def plain(
         self, num_seqs: int, num_context_tokens: int, num_looked_up: float = 0.0, looked_up_share: float = 0.0
@@ -143,8 +143,10 @@ class RoundTimes:
         target_s = base * self._factors[BASE] + more * self._factors[ROWS]
         extended = num_drafting + (1.0 * rows if self._is_overlapped else kept)
         context = num_context_tokens / num_seqs * num_drafting
-        whole_s, rested_s = (self._draft_step(num_drafting, extended, steps, context) for steps in (depth, 1))
-        draft_s = (whole_s + resting * (rested_s - whole_s)) * self._factors[DRAFT]
+        draft_s = self._draft_step(num_drafting, extended, depth, context)
+        if np.any(resting):
+            draft_s = draft_s + resting * (self._draft_step(num_drafting, extended, 1, context) - draft_s)
+        draft_s = draft_s * self._factors[DRAFT]
         if self._is_overlapped:
             overlapped: Floats = target_s + np.maximum(draft_s, self._host_s)
             return overlapped
@@ -189,13 +191,14 @@ class RoundTimes:
         self._host_s = max(self._host_s + (rate if self._host_s else 1.0) * surprise, 0.0)
 
     def _learn_overlapped(self, parts: Floats, done: Round, rate: float) -> None:
-        """Only what the host waits for tells of the device."""
-        self._learn_host(done.total_s - done.target_s, float(parts @ self._factors), rate)
-        of_target, of_draft = parts[:DRAFT] @ self._factors[:DRAFT], parts[DRAFT] * self._factors[DRAFT]
-        if self._host_s < of_draft or (done.draft is None and self._host_s < of_target):
+        """Only a round in which the device never waits for the host tells of the device."""
+        of_target, of_draft = float(parts[:DRAFT] @ self._factors[:DRAFT]), float(parts[DRAFT] * self._factors[DRAFT])
+        host_s = done.total_s - done.target_s
+        if host_s < (of_target if done.draft is None else of_draft):
             self._fit(parts, done.total_s, rate)
         elif done.draft is not None:
-            self._fit(parts * _OF_TARGET, done.total_s - self._host_s, rate)
+            host_s = done.total_s - of_target  # a launch takes a while until the device begins
+        self._learn_host(host_s, of_target + of_draft, rate)
 
     def _fit(self, parts: Floats, seconds: float, rate: float) -> None:
         """Move the factors so that they explain one time better: above all together, as with a clock, and a little each

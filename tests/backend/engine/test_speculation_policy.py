@@ -343,3 +343,29 @@ def starts_of_drafted_steps(outcome: Outcome) -> Iterator[int]:
         if step.num_draft_tokens:
             yield length
         length += len(step.token_ids)
+
+
+@pytest.mark.parametrize("launch_ahead", [False, True])
+def test_it_learns_and_chooses_while_the_target_works(launch_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that neither makes a round longer: behind a launch, before its reply is waited for. No round is left out."""
+    harness, events = harness_of(launch_ahead), list[str]()
+    policy, target = harness.core.scheduler.policy, harness.core._target
+
+    def note(owner: object, name: str, event: str) -> None:
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (events.append(event), plain(*args))[1])
+
+    note(target, "launch", "launch")
+    note(harness.core, "_wait", "wait")
+    note(policy, "end_round", "learn")
+    note(policy, "prepare_round", "prepare")
+    note(policy, "begin_round", "begin")
+    sampling = SamplingParams(seed=4, max_tokens=40, ignore_eos=True)
+    harness.add(GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling, num_speculative_tokens=3))
+    harness.run()
+    assert events.count("learn") >= events.count("wait") - 3
+    assert events.count("prepare") == events.count("launch") > 8
+    for place, event in enumerate(events):
+        if event in ("learn", "prepare"):
+            before = [other for other in events[:place] if other not in ("learn", "prepare")]
+            assert before[-1] == "launch", events[: place + 1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
+from kimi_backend.spec_decode.adaptive_policy import ROUNDS_A_CHOICE, AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
 from kimi_backend.spec_decode.step_times import StepShape
@@ -253,3 +253,57 @@ def test_the_draft_is_left_for_good_reasons_only() -> None:
         changes += now != before
         before = now
     assert changes <= 8
+
+
+def prepared_badly() -> tuple[AdaptivePolicy, list[SpeculationController]]:
+    """A sequence that drafts, for which none of it has just been prepared; all that came since was good."""
+    policy, own = AdaptivePolicy(*CHEAP), [SpeculationController(7, 0.0)]
+    policy.admit(own[0], [], 1, 64)
+    for _ in range(ROUNDS_A_CHOICE - 1):
+        policy.begin_round(own, 1, 64)
+    for _ in range(2000):
+        policy._pools[0].record(7, 0)
+    policy.prepare_round(own, 1, 64)
+    for _ in range(2000):
+        policy._pools[0].record(7, 7)
+    return policy, own
+
+
+def test_a_choice_that_was_prepared_is_the_next_one_and_none_before() -> None:
+    policy, own = prepared_badly()
+    assert own[0].uses_draft and own[0].num_chosen_tokens > 1, "the step that is on its way was planned with it"
+    policy.begin_round(own, 1, 64)
+    assert not own[0].uses_draft and own[0].num_chosen_tokens == 0
+
+
+def test_a_choice_that_was_prepared_holds_for_those_it_was_made_for() -> None:
+    policy, own = prepared_badly()
+    own.append(SpeculationController(7, 0.0))
+    policy.admit(own[1], own[:1], 2, 128)
+    policy.begin_round(own, 2, 128)
+    assert min(c.num_chosen_tokens for c in own) > 1
+    policy.begin_round(own, 2, 128)
+    assert min(c.num_chosen_tokens for c in own) > 1
+
+
+def test_a_round_in_which_the_device_waits_for_the_host_tells_nothing_of_the_device() -> None:
+    """A launch takes 0.2 ms until the device begins; the draft would take 0.11, the host 0.6."""
+    times = RoundTimes(*CHEAP)
+    target, draft = StepShape(1, 2, 2, 64), StepShape(1, 2, 2, 64, 1)
+    target_s = float(np.sum(times._target.parts(1, 2, 2, 64)))
+    for _ in range(100):
+        times.learn(
+            Round(
+                target=target,
+                draft=draft,
+                total_s=target_s + 0.0006,
+                target_s=target_s + 0.0002,
+                draft_s=0.0,
+                draft_wait_s=0.0,
+                is_overlapped=True,
+            )
+        )
+    assert times.factors == [1.0] * 3
+    one = np.array([1])
+    assert times.drafting(1, one, one, one, one * 0.5, 64)[0] == pytest.approx(target_s + 0.0006)
+    assert times.plain(1, 64) == pytest.approx(float(np.sum(times._target.parts(1, 1, 1, 64))))

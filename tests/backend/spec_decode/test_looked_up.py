@@ -1,4 +1,4 @@
-"""What sequences look up, as the choice of k knows it: beside the draft, and instead of it."""
+"""The choice of k knows what sequences look up: beside the draft, and instead of it."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_several_sequences_look_up_together() -> None:
 
 
 def test_matches_come_in_runs() -> None:
-    """Of a sequence the last ten or two dozens of verifies say most."""
+    """The last ten or two dozens of verifies say most of a sequence."""
     for num_without, least, most in ((8, 0.5, 0.75), (64, 0.0, 0.2)):
         share = Expected.of([seen((100, 4), (num_without, 0))]).shares[0]
         assert least < share < most, share
