@@ -18,7 +18,7 @@ STACK_BYTES = {
     "mla hopper 64 bf16": 16,
     "mla hopper 64 row keys": 16,
     "mla hopper 16 float8": 16,
-    "mla hopper 32 float8": 112,
+    "mla hopper 32 float8": 88,
     "mla hopper 64 float8": 32,
     # The way for block sizes below 64 keeps an address a row.
     "mla any 32": 64,

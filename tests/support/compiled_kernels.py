@@ -77,7 +77,7 @@ def _run(*command: object) -> str:
 
 
 def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Build:
-    """The Hopper kernels of `mla_decode` for tiles of `rows`, whose keys are told if `has_row_keys`."""
+    """The Hopper kernel of `mla_decode` for tiles of `rows`, whose keys are told if `has_row_keys`."""
     from kimi_kernels.mla_decode import kernel_hopper_launch as launch
 
     if is_float8:
@@ -88,7 +88,7 @@ def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Bui
             "latents": f"tensordesc<i16[64, 64],{WIDE}>",
             "rope_keys": f"tensordesc<i16[64, 32],{HALF_WIDE}>",
         }
-        constants: dict[str, object] = {"BOXES": boxes, "STAGES": stages}
+        constants: dict[str, object] = {"queries": None, "rope_queries": None, "BOXES": boxes, "STAGES": stages}
         warps = launch.NUM_WARPS_FLOAT8
     else:
         inputs = {
@@ -99,7 +99,7 @@ def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Bui
             "rope_keys": f"tensordesc<bf16[64, 64],{WIDE}>",
         }
         warps = launch.NUM_WARPS[rows]
-        constants = {"K": 64, "SWAP": rows < 64, "STAGES": 2, "WARPS": warps}
+        constants = {"q": None, "BOXES": 1, "STAGES": 2}
     types = {
         **inputs,
         **dict.fromkeys(("block_table", "records"), "*i32"),
@@ -113,12 +113,12 @@ def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Bui
         types["row_keys"] = "*i32"
     else:
         constants["row_keys"] = None
-    name = "kernel_hopper_float8" if is_float8 else "kernel_hopper"
+    sizes = {"L": 512, "P": 64, "PAGE": 64}
     return Build(
-        module=f"kimi_kernels.mla_decode.{name}",
-        function="attend_hopper_float8_kernel" if is_float8 else "attend_hopper_kernel",
+        module="kimi_kernels.mla_decode.kernel_hopper",
+        function="attend_hopper_kernel",
         types=types,
-        constants={"L": 512, "P": 64, "PAGE": 64, "R": rows, "LSE": True, **constants},
+        constants={**sizes, "R": rows, "FLOAT8": is_float8, "LSE": True, "WARPS": warps, **constants},
         num_warps=warps,
         is_gluon=True,
     )

@@ -1,10 +1,20 @@
-"""Pieces of `attend_hopper_float8_kernel`: copies, conversions, result. Notation as there."""
+"""Pieces of `attend_hopper_kernel` for latents in float8: both products in float16, which holds float8 exactly.
+
+Latents become float16 on their way from shared memory to the registers that the tensor cores take an operand from, so
+that nothing is written back. They are read as words of two float8 columns; a word's two halves belong to two products:
+of scores over columns (4 i, 4 i + 1) and (4 i + 2, 4 i + 3), of results for even and for odd columns. Rows are always
+the products' second dimension. Notation as there; W = L / 2 words. Shared buffers go together: queries of the first and
+the second product, their rope parts, the keys' boxes and rope boxes.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from kimi_kernels.mla_decode.kernel_hopper_segments import clear_unused
 
 BOX = gl.constexpr(64)  # keys and words of a box
+PV_KEYS = gl.constexpr(32)  # keys widened at a time for the second product
 WIDEN_COLUMNS = gl.constexpr("""{
 .reg .b16 a, b;
 mov.b32 {a, b}, $2;
@@ -30,9 +40,26 @@ def widen(words, ASM: gl.constexpr):
 
 
 @gluon.jit
-def load_step(latents, rope_keys, table, begin, num_tiles, step, stage, boxes, rope_boxes, ready, W: gl.constexpr,
-              PAGE: gl.constexpr, BOXES: gl.constexpr):  # fmt: skip
+def allocate(L: gl.constexpr, P: gl.constexpr, R: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr):
+    W: gl.constexpr = L // 2
+    wide: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    wide_half: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    q0 = gl.allocate_shared_memory(gl.float16, [R, W], wide)
+    q1 = gl.allocate_shared_memory(gl.float16, [R, W], wide)
+    rope0 = gl.allocate_shared_memory(gl.float16, [R, P // 2], wide_half)
+    rope1 = gl.allocate_shared_memory(gl.float16, [R, P // 2], wide_half)
+    boxes = gl.allocate_shared_memory(gl.int16, [STAGES * (W // BOX) * BOXES, BOX, BOX], wide)
+    rope_boxes = gl.allocate_shared_memory(gl.int16, [STAGES * BOXES, BOX, P // 2], wide_half)
+    tiles = boxes._reinterpret(gl.int16, [STAGES, BOXES * BOX, W], wide)
+    rope_tiles = rope_boxes._reinterpret(gl.int16, [STAGES, BOXES * BOX, P // 2], wide_half)
+    return q0, q1, rope0, rope1, boxes, rope_boxes, tiles, rope_tiles
+
+
+@gluon.jit
+def load_step(latents, rope_keys, table, begin, num_tiles, step, stage, shared, ready, PAGE: gl.constexpr,
+              BOXES: gl.constexpr):  # fmt: skip
     """Start copying the keys of a step, if the segment has that many; an odd last tile is copied twice."""
+    W: gl.constexpr = shared[0].shape[1]
     there = step * BOXES < num_tiles
     mbarrier.expect(
         ready.index(stage),
@@ -45,11 +72,58 @@ def load_step(latents, rope_keys, table, begin, num_tiles, step, stage, boxes, r
         for chunk in gl.static_range(W // BOX):
             tma.async_copy_global_to_shared(
                 latents, [row, chunk * BOX], ready.index(stage),
-                boxes.index((stage * (W // BOX) + chunk) * BOXES + box), pred=there,
+                shared[4].index((stage * (W // BOX) + chunk) * BOXES + box), pred=there,
             )  # fmt: skip
         tma.async_copy_global_to_shared(
-            rope_keys, [row, W], ready.index(stage), rope_boxes.index(stage * BOXES + box), pred=there
+            rope_keys, [row, W], ready.index(stage), shared[5].index(stage * BOXES + box), pred=there
         )
+
+
+@gluon.jit
+def multiply_keys(shared, stage, num_used, layout: gl.constexpr, WARPS: gl.constexpr):
+    """Queries . keys of a step, [K, R], after its tile was cleared past its `num_used` keys."""
+    tile = shared[6].index(stage)
+    K: gl.constexpr = tile.shape[0]
+    W: gl.constexpr = tile.shape[1]
+    R: gl.constexpr = shared[0].shape[0]
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    if num_used < K:
+        clear_unused(tile, num_used, WARPS)
+    scores = gl.zeros([K, R], gl.float32, layout)
+    low, high = widen(shared[7].index(stage).load(operand), WIDEN_COLUMNS)
+    scores = warpgroup_mma(low, shared[2].permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(high, shared[3].permute((1, 0)), scores, is_async=True)
+    for chunk in gl.static_range(W // 64):
+        old_low = low
+        old_high = high
+        low, high = widen(tile.slice(chunk * 64, 64, dim=1).load(operand), WIDEN_COLUMNS)
+        scores, old_low, old_high = warpgroup_mma_wait(0, deps=[scores, old_low, old_high])
+        scores = warpgroup_mma(low, shared[0].slice(chunk * 64, 64, dim=1).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(high, shared[1].slice(chunk * 64, 64, dim=1).permute((1, 0)), scores, is_async=True)
+    scores, low, high = warpgroup_mma_wait(0, deps=[scores, low, high])
+    return scores
+
+
+@gluon.jit
+def multiply_values(shared, stage, weights, even, odd, latents, rope_keys, table, begin, num_tiles, next_step, ready,
+                    layout: gl.constexpr, PAGE: gl.constexpr, BOXES: gl.constexpr):  # fmt: skip
+    """Add weights . values to the even and the odd columns; start copying the step that follows once all is read."""
+    tile = shared[6].index(stage)
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    low, high = widen(tile.slice(0, PV_KEYS, dim=0).permute((1, 0)).load(operand), WIDEN_KEYS)
+    even = warpgroup_mma(low, weights.slice(0, PV_KEYS, dim=0), even, is_async=True)
+    odd = warpgroup_mma(high, weights.slice(0, PV_KEYS, dim=0), odd, is_async=True)
+    for chunk in gl.static_range(1, BOXES * BOX // PV_KEYS):
+        old_low = low
+        old_high = high
+        low, high = widen(tile.slice(chunk * PV_KEYS, PV_KEYS, dim=0).permute((1, 0)).load(operand), WIDEN_KEYS)
+        even, odd, old_low, old_high = warpgroup_mma_wait(0, deps=[even, odd, old_low, old_high])
+        even = warpgroup_mma(low, weights.slice(chunk * PV_KEYS, PV_KEYS, dim=0), even, is_async=True)
+        odd = warpgroup_mma(high, weights.slice(chunk * PV_KEYS, PV_KEYS, dim=0), odd, is_async=True)
+    gl.thread_barrier()  # every warp has read this tile
+    load_step(latents, rope_keys, table, begin, num_tiles, next_step, stage, shared, ready, PAGE, BOXES)
+    even, odd, low, high = warpgroup_mma_wait(0, deps=[even, odd, low, high])
+    return even, odd
 
 
 @gluon.jit
@@ -64,7 +138,7 @@ def _query_words(q, row, num_used, FIRST: gl.constexpr, HALF: gl.constexpr, WIDT
 
 
 @gluon.jit
-def widen_queries(q, row, num_used, q0, q1, rope0, rope1, L: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
+def widen_queries(q, row, num_used, shared, L: gl.constexpr, P: gl.constexpr, R: gl.constexpr,
                   WARPS: gl.constexpr, out_layout: gl.constexpr):  # fmt: skip
     """Queries to shared memory in float16, in the order of the products, each row divided by a power of two.
 
@@ -86,23 +160,18 @@ def widen_queries(q, row, num_used, q0, q1, rope0, rope1, L: gl.constexpr, P: gl
     inverse = 1.0 / unit
     rope_inverse = gl.convert_layout(inverse, rope_row)
     for half in gl.static_range(2):
-        buffer = q1 if half else q0
-        rope_buffer = rope1 if half else rope0
         for chunk in gl.static_range(L // 128):
             values = _query_words(q, row, num_used, chunk * 128, half, 64, L + P, R, layout)
-            buffer.slice(chunk * 64, 64, dim=1).store((values * inverse[:, None]).to(gl.float16))
+            shared[half].slice(chunk * 64, 64, dim=1).store((values * inverse[:, None]).to(gl.float16))
         values = _query_words(q, row, num_used, L, half, P // 2, L + P, R, rope_layout)
-        rope_buffer.store((values * rope_inverse[:, None]).to(gl.float16))
+        shared[2 + half].store((values * rope_inverse[:, None]).to(gl.float16))
     return gl.convert_layout(unit, out_layout)
 
 
 @gluon.jit
-def store_columns(even, odd, factor, out, base, tile_row, exists, L: gl.constexpr, layout: gl.constexpr):
-    """Write [L / 2, R] of even and of odd columns, each row times its factor."""
-    even = even * factor[None, :]
-    odd = odd * factor[None, :]
-    place = ((base + tile_row) * (L // 2))[None, :] + gl.arange(0, L // 2, gl.SliceLayout(1, layout))[:, None]
-    exists = exists[None, :] & (place >= 0)
+def store_columns(even, odd, out, place, exists):
+    """Write even and odd columns as pairs; places count pairs."""
+    exists = exists & (place >= 0)
     if out.dtype.element_ty == gl.float32:
         pairs = gl.inline_asm_elementwise(PACK_F32, "=l,r,r", [even, odd], dtype=gl.int64, is_pure=True, pack=1)
         gl.store(out.to(gl.pointer_type(gl.int64), bitcast=True) + place, pairs, mask=exists)

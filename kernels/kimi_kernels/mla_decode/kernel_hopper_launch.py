@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels: descriptors, warps and buffers."""
+"""Launches of the Hopper kernel: descriptors, warps and buffers."""
 
 import functools
 
@@ -10,7 +10,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kimi_kernels.mla_decode.attend_call import AttendCall
 from kimi_kernels.mla_decode.geometry import TILE_KEYS
 from kimi_kernels.mla_decode.kernel_hopper import attend_hopper_kernel
-from kimi_kernels.mla_decode.kernel_hopper_float8 import attend_hopper_float8_kernel
 from kimi_kernels.mla_decode.kernel_hopper_float8_tiles import BOX
 
 NUM_WARPS = {16: 4, 32: 4, 64: 8}
@@ -38,7 +37,7 @@ def fits_hopper(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> bool:
 
 
 def launch_hopper(call: AttendCall) -> None:
-    """Launch one of the Hopper kernels."""
+    """Launch the Hopper kernel."""
     latent_cache, block_table, geometry = call.latent_cache, call.batch.block_table, call.geometry
     num_blocks, block_size, latent_dim = latent_cache.shape
     kv_lora_rank, rows = call.kv_lora_rank, geometry.tile_rows
@@ -51,24 +50,20 @@ def launch_hopper(call: AttendCall) -> None:
         block_table.stride(0), *block_table.shape, num_blocks, geometry.num_heads, geometry.num_teams,
         geometry.team_size, call.scale, call.kv_scale,
     )  # fmt: skip
-    constants = {"L": kv_lora_rank, "P": rope_dim, "PAGE": block_size, "R": rows, "LSE": call.lse is not None}
-    if latent_cache.dtype == call.q.dtype:
-        warps, half = NUM_WARPS[rows], kv_lora_rank // 2
-        attend_hopper_kernel[grid](
-            cache,
-            TensorDescriptor.from_tensor(queries, [rows, half], WIDE),
-            TensorDescriptor.from_tensor(queries, [rows, rope_dim], WIDE),
-            TensorDescriptor.from_tensor(cache, [TILE_KEYS, half], WIDE),
-            TensorDescriptor.from_tensor(cache, [TILE_KEYS, rope_dim], WIDE),
-            *arguments, **constants, K=TILE_KEYS, SWAP=rows < 64, STAGES=2, WARPS=warps, num_warps=warps,
-            launch_pdl=True,
-        )  # fmt: skip
+    is_float8 = latent_cache.dtype != call.q.dtype
+    if is_float8:
+        words, warps, (boxes, stages) = cache.view(torch.int16), NUM_WARPS_FLOAT8, FLOAT8_TILES[rows]
+        key_boxes, layouts = ([BOX.value, BOX.value], [BOX.value, rope_dim // 2]), (WIDE, HALF_WIDE)
     else:
-        words, (boxes, stages) = cache.view(torch.int16), FLOAT8_TILES[rows]
-        attend_hopper_float8_kernel[grid](
-            queries,
-            cache,
-            TensorDescriptor.from_tensor(words, [BOX.value, BOX.value], WIDE),
-            TensorDescriptor.from_tensor(words, [BOX.value, rope_dim // 2], HALF_WIDE),
-            *arguments, **constants, BOXES=boxes, STAGES=stages, num_warps=NUM_WARPS_FLOAT8, launch_pdl=True,
-        )  # fmt: skip
+        words, warps, boxes, stages = cache, NUM_WARPS[rows], 1, 2
+        key_boxes, layouts = ([TILE_KEYS, kv_lora_rank // 2], [TILE_KEYS, rope_dim]), (WIDE, WIDE)
+    describe = TensorDescriptor.from_tensor
+    attend_hopper_kernel[grid](
+        queries if is_float8 else None,
+        cache,
+        None if is_float8 else describe(queries, [rows, kv_lora_rank // 2], WIDE),
+        None if is_float8 else describe(queries, [rows, rope_dim], WIDE),
+        *(describe(words, box, layout) for box, layout in zip(key_boxes, layouts, strict=True)),
+        *arguments, L=kv_lora_rank, P=rope_dim, PAGE=block_size, R=rows, FLOAT8=is_float8, LSE=call.lse is not None,
+        BOXES=boxes, STAGES=stages, WARPS=warps, num_warps=warps, launch_pdl=True,
+    )  # fmt: skip
