@@ -77,3 +77,19 @@ def test_a_draft_must_be_better_than_what_is_looked_up_without_it() -> None:
     assert found.plain_tokens_per_s == pytest.approx(6000, rel=0.01)
     seldom = Expected(np.array([0.1]), 0.2, 0.1)
     assert choose_rows(chances, 1, 64, times, looked_up=seldom).num_draft_tokens[0] > 0
+
+
+def test_a_sequence_that_finds_a_match_needs_no_draft_tokens_in_that_round() -> None:
+    """Though nothing of its matches is kept: they are checked in place of what the draft proposed."""
+    times = RoundTimes(linear_costs(1000, 0), linear_costs(400, 0, 50))
+    chances = np.array([[0.75, 0.55, 0.4]])
+    mostly = Expected(np.array([0.9]), 0.0, 0.0)
+    assert choose_rows(chances, 1, 64, times, looked_up=mostly).num_draft_tokens[0] == 0
+
+
+def test_single_row_steps_rest_while_a_match_is_followed() -> None:
+    """In half of the rounds a draft of 0.75 ms takes 0.25."""
+    times = RoundTimes(linear_costs(1000, 0), linear_costs(200, 0, 50))
+    found = choose_rows(np.array([[0.75, 0.55, 0.4]]), 1, 64, times, looked_up=Expected(np.array([0.5]), 0.0, 0.0))
+    assert found.num_draft_tokens[0] == 3
+    assert found.tokens_per_s == pytest.approx((1 + (0.75 + 0.55 + 0.4) / 2) / 0.0015)
