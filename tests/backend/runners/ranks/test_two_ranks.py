@@ -53,7 +53,7 @@ def test_two_ranks_write_what_one_writes(tiny: Path, two: Pair) -> None:
     """Every sampling feature, k from 0 to 7, log-probabilities."""
     one = load_pair(tiny_settings(tiny))
     described = two[0].describe()
-    requests = random_requests(random.Random(5), 24, described.vocab_size)
+    requests = random_requests(random.Random(5), 14, described.vocab_size)
     expected, found = generate(*one, requests, LIMITS), generate(*two, requests, LIMITS)
     assert [outcome.token_ids for outcome in found] == [outcome.token_ids for outcome in expected]
     assert [outcome.rounds for outcome in found] == [outcome.rounds for outcome in expected]
