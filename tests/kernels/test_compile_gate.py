@@ -17,6 +17,9 @@ STACK_BYTES = {
     "mla hopper 32 bf16": 48,
     "mla hopper 64 bf16": 16,
     "mla hopper 64 row keys": 16,
+    # What a segment takes besides half a result and a tile's scores; hardly any of it in the loop.
+    "mla pairs": 136,
+    "mla pairs row keys": 136,
     "mla hopper 16 float8": 16,
     "mla hopper 32 float8": 88,
     "mla hopper 64 float8": 32,

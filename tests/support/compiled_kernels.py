@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 WIDE = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
@@ -89,7 +89,6 @@ def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Bui
             "rope_keys": f"tensordesc<i16[64, 32],{HALF_WIDE}>",
         }
         constants: dict[str, object] = {"queries": None, "rope_queries": None, "BOXES": boxes, "STAGES": stages}
-        warps = launch.NUM_WARPS_FLOAT8
     else:
         inputs = {
             "cache": "*bf16",
@@ -98,7 +97,6 @@ def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Bui
             "latents": f"tensordesc<bf16[64, 256],{WIDE}>",
             "rope_keys": f"tensordesc<bf16[64, 64],{WIDE}>",
         }
-        warps = launch.NUM_WARPS[rows]
         constants = {"q": None, "BOXES": 1, "STAGES": 2}
     types = {
         **inputs,
@@ -113,6 +111,7 @@ def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Bui
         types["row_keys"] = "*i32"
     else:
         constants["row_keys"] = None
+    warps = launch.NUM_WARPS_FLOAT8 if is_float8 else launch.NUM_WARPS[rows]
     sizes = {"L": 512, "P": 64, "PAGE": 64}
     return Build(
         module="kimi_kernels.mla_decode.kernel_hopper",
@@ -121,6 +120,19 @@ def mla_hopper(rows: int, is_float8: bool, *, has_row_keys: bool = False) -> Bui
         constants={**sizes, "R": rows, "FLOAT8": is_float8, "LSE": True, "WARPS": warps, **constants},
         num_warps=warps,
         is_gluon=True,
+    )
+
+
+def mla_pairs(*, has_row_keys: bool = False) -> Build:
+    """The Hopper kernel of `mla_decode` for 64 rows over 16-bit latents."""
+    whole = mla_hopper(64, False, has_row_keys=has_row_keys)
+    dropped = ("q", "R", "FLOAT8", "BOXES", "STAGES", "WARPS")
+    return replace(
+        whole,
+        module="kimi_kernels.mla_decode.kernel_hopper_pairs",
+        function="attend_pairs_kernel",
+        constants={name: value for name, value in whole.constants.items() if name not in dropped},
+        num_warps=4,
     )
 
 
@@ -314,7 +326,9 @@ EXCHANGES: dict[str, Callable[[], Build]] = {
 BUILDS: dict[str, Callable[[], Build]] = {
     **{f"mla hopper {rows} {name}": lambda rows=rows, name=name: mla_hopper(rows, name == "float8")  # type: ignore[misc]
        for rows in (16, 32, 64) for name in ("bf16", "float8")},
+    "mla pairs": mla_pairs,
     "mla hopper 64 row keys": lambda: mla_hopper(64, False, has_row_keys=True),
+    "mla pairs row keys": lambda: mla_pairs(has_row_keys=True),
     **{f"mla any {rows}": lambda rows=rows: mla_any(rows) for rows in (32, 64)},  # type: ignore[misc]
     "prefill": prefill,
     "prefill hopper": lambda: prefill_hopper(is_first=True, is_last=True),

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernel: descriptors, warps and buffers."""
+"""Launches of the Hopper kernels: descriptors, warps and buffers."""
 
 import functools
 
@@ -11,6 +11,7 @@ from kimi_kernels.mla_decode.attend_call import AttendCall
 from kimi_kernels.mla_decode.geometry import TILE_KEYS
 from kimi_kernels.mla_decode.kernel_hopper import attend_hopper_kernel
 from kimi_kernels.mla_decode.kernel_hopper_float8_tiles import BOX
+from kimi_kernels.mla_decode.kernel_hopper_pairs import attend_pairs_kernel
 
 NUM_WARPS = {16: 4, 32: 4, 64: 8}
 """Warps by rows of a tile, for 16-bit latents."""
@@ -37,7 +38,7 @@ def fits_hopper(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> bool:
 
 
 def launch_hopper(call: AttendCall) -> None:
-    """Launch the Hopper kernel."""
+    """Launch one of the Hopper kernels."""
     latent_cache, block_table, geometry = call.latent_cache, call.batch.block_table, call.geometry
     num_blocks, block_size, latent_dim = latent_cache.shape
     kv_lora_rank, rows = call.kv_lora_rank, geometry.tile_rows
@@ -50,20 +51,26 @@ def launch_hopper(call: AttendCall) -> None:
         block_table.stride(0), *block_table.shape, num_blocks, geometry.num_heads, geometry.num_teams,
         geometry.team_size, call.scale, call.kv_scale,
     )  # fmt: skip
+    constants = {"L": kv_lora_rank, "P": rope_dim, "PAGE": block_size, "LSE": call.lse is not None, "launch_pdl": True}
     is_float8 = latent_cache.dtype != call.q.dtype
+    describe = TensorDescriptor.from_tensor
     if is_float8:
         words, warps, (boxes, stages) = cache.view(torch.int16), NUM_WARPS_FLOAT8, FLOAT8_TILES[rows]
-        key_boxes, layouts = ([BOX.value, BOX.value], [BOX.value, rope_dim // 2]), (WIDE, HALF_WIDE)
+        inputs: tuple[object, ...] = (
+            queries, cache, None, None, describe(words, [BOX.value, BOX.value], WIDE),
+            describe(words, [BOX.value, rope_dim // 2], HALF_WIDE),
+        )  # fmt: skip
     else:
-        words, warps, boxes, stages = cache, NUM_WARPS[rows], 1, 2
-        key_boxes, layouts = ([TILE_KEYS, kv_lora_rank // 2], [TILE_KEYS, rope_dim]), (WIDE, WIDE)
-    describe = TensorDescriptor.from_tensor
+        half, warps, boxes, stages = kv_lora_rank // 2, NUM_WARPS[rows], 1, 2
+        inputs = (
+            None, cache, describe(queries, [rows, half], WIDE), describe(queries, [rows, rope_dim], WIDE),
+            describe(cache, [TILE_KEYS, half], WIDE), describe(cache, [TILE_KEYS, rope_dim], WIDE),
+        )  # fmt: skip
+        if geometry.team_size > 1:
+            # More than 64 rows are bound by the products. Fewer are not, and start sooner one tile at a time.
+            attend_pairs_kernel[grid](*inputs[1:], *arguments, **constants, num_warps=4)
+            return
     attend_hopper_kernel[grid](
-        queries if is_float8 else None,
-        cache,
-        None if is_float8 else describe(queries, [rows, kv_lora_rank // 2], WIDE),
-        None if is_float8 else describe(queries, [rows, rope_dim], WIDE),
-        *(describe(words, box, layout) for box, layout in zip(key_boxes, layouts, strict=True)),
-        *arguments, L=kv_lora_rank, P=rope_dim, PAGE=block_size, R=rows, FLOAT8=is_float8, LSE=call.lse is not None,
-        BOXES=boxes, STAGES=stages, WARPS=warps, num_warps=warps, launch_pdl=True,
+        *inputs, *arguments, **constants, R=rows, FLOAT8=is_float8, BOXES=boxes, STAGES=stages,
+        WARPS=warps, num_warps=warps,
     )  # fmt: skip
