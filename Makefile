@@ -27,7 +27,7 @@ demo: $(STAMP)  ## the real Triton Server, one prompt with speculation and witho
 
 drafts: $(STAMP)  ## train the drafts of kimi-nano that do not ship, into out/drafts; minutes on a GPU, hours on a CPU
 	PYTHONPATH=demo $(BIN)/python -m kimi_nano prepare out/nano-data --tokenizer demo/kimi-nano
-	PYTHONPATH=demo $(BIN)/python -m kimi_nano drafts demo/kimi-nano out/nano-data out/drafts --kinds mla31 mha --draft-steps 2500
+	PYTHONPATH=demo $(BIN)/python -m kimi_nano drafts demo/kimi-nano out/nano-data out/drafts --recipe nano-deep --kinds mla31 mha --draft-steps 2500
 
 fmt: $(STAMP)
 	$(BIN)/ruff format .

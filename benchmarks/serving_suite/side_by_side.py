@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,9 @@ class ServedCase:
 
     name: str
     server: EmbeddedServer
-    k: int
+    k: int | None
+    """Draft tokens that each request asks for; None leaves them to the server."""
+    prompts: Sequence[str] = PROMPTS
     rates: list[float] = field(default_factory=list)
     """Output tokens a second, one entry a turn."""
     texts: list[str] = field(default_factory=list)
@@ -44,14 +46,14 @@ class ServedCase:
 
     def request(self, number: int, temperature: float, max_tokens: int) -> dict[str, Any]:
         """The fields of a turn's request: the same for every case but for k."""
-        return {
-            "text_input": PROMPTS[number % len(PROMPTS)],
+        fields = {
+            "text_input": self.prompts[number % len(self.prompts)],
             "seed": number,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "ignore_eos": True,
-            "num_speculative_tokens": self.k,
         }
+        return fields if self.k is None else fields | {"num_speculative_tokens": self.k}
 
 
 def in_turn(cases: list[T], turn: int) -> list[T]:
