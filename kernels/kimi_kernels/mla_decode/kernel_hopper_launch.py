@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kimi_kernels.mla_decode.attend_call import AttendCall
-from kimi_kernels.mla_decode.geometry import TILE_KEYS
+from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry
 from kimi_kernels.mla_decode.kernel_hopper import attend_hopper_kernel
 from kimi_kernels.mla_decode.kernel_hopper_float8_tiles import BOX
 from kimi_kernels.mla_decode.kernel_hopper_pairs import attend_pairs_kernel
@@ -16,6 +16,8 @@ from kimi_kernels.mla_decode.kernel_hopper_pairs import attend_pairs_kernel
 NUM_WARPS = {16: 4, 32: 4, 64: 8}
 """Warps by rows of a tile, for 16-bit latents."""
 NUM_WARPS_FLOAT8 = 8
+PAIRED_ROWS = 64
+"""Rows of a tile in `attend_pairs_kernel`."""
 FLOAT8_TILES = {16: (2, 2), 32: (2, 2), 64: (1, 3)}
 """(Boxes of 64 keys that are multiplied at once, buffers of so many) by rows of a tile, for float8 latents."""
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -35,6 +37,17 @@ def fits_hopper(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> bool:
         and (kv_lora_rank, q.shape[2] - kv_lora_rank) == (512, 64)
         and latent_cache.shape[1] % TILE_KEYS == 0
     )
+
+
+def _takes_pairs(geometry: DecodeGeometry) -> bool:
+    """Tell whether tiles of keys go in pairs: rows are bound by the products, or a token's heads fill a tile.
+
+    Fewer rows start sooner one tile at a time. With fixed splits only heads decide, as a row's bits must not depend on
+    the rows beside it.
+    """
+    if geometry.tile_rows < PAIRED_ROWS:
+        return False
+    return geometry.num_heads >= PAIRED_ROWS or (geometry.team_size > 1 and not geometry.split_tokens)
 
 
 def launch_hopper(call: AttendCall) -> None:
@@ -66,8 +79,7 @@ def launch_hopper(call: AttendCall) -> None:
             None, cache, describe(queries, [rows, half], WIDE), describe(queries, [rows, rope_dim], WIDE),
             describe(cache, [TILE_KEYS, half], WIDE), describe(cache, [TILE_KEYS, rope_dim], WIDE),
         )  # fmt: skip
-        if geometry.team_size > 1:
-            # More than 64 rows are bound by the products. Fewer are not, and start sooner one tile at a time.
+        if _takes_pairs(geometry):
             attend_pairs_kernel[grid](*inputs[1:], *arguments, **constants, num_warps=4)
             return
     attend_hopper_kernel[grid](

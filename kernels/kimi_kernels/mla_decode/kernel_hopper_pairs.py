@@ -1,4 +1,4 @@
-"""`attend_hopper_kernel` for more than 64 rows over latents of 16 bits, whose products take longer than the bytes.
+"""`attend_hopper_kernel` for many rows over latents of 16 bits, whose products take longer than the bytes.
 
 Tiles are taken in pairs. A group of warps loads them; each of two warpgroups computes the scores of one tile of a pair,
 hands its weights to the other, and adds both tiles' values to its half of the result's columns: the tensor cores have
