@@ -29,7 +29,7 @@ from kimi_kernels.mla_decode.kernel_hopper_segments import (
 
 HIDE = gl.constexpr("mov.b32 $0, $1;")
 REGISTERS = gl.constexpr(240)
-"""Of a multiplying thread: half of the result, and the scores of a tile."""
+"""A multiplying thread holds half of the result and the scores of a tile."""
 
 
 @gluon.jit(
