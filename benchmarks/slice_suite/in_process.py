@@ -40,6 +40,8 @@ def run_batch(
 ) -> list[Round]:
     """Requests of random prompts, all submitted at once, none of which ends early.
 
+    Prompts take all rows of a step even beside sequences that decode: their time is what is measured.
+
     vocab_size: prompts are of the tokens below; the target's unless given.
     num_masked: how many of them may not draw every token.
     masked_by: "grammar", or "allowed_token_ids", which older code knows too.
@@ -57,7 +59,12 @@ def run_batch(
     engine = Engine(
         RecordedTarget(target, recording),
         None if draft is None else RecordedDraft(draft, recording),
-        settings=replace(scheduler_settings(settings), enable_prefix_cache=False, launch_ahead=launch_ahead),
+        settings=replace(
+            scheduler_settings(settings),
+            max_prompt_tokens_beside_decode=0,
+            enable_prefix_cache=False,
+            launch_ahead=launch_ahead,
+        ),
         **options,
     )
     if matches is not None:

@@ -141,6 +141,12 @@ class ServingSettings:
     max_model_len: int = _setting(0, "Longest sequence in tokens; 0 takes the checkpoint's limit.", minimum=0)
     max_num_seqs: int = _setting(64, "Most sequences in a step.", minimum=1)
     max_num_batched_tokens: int = _setting(2048, "Most rows in a step.", minimum=16)
+    max_prompt_tokens_beside_decode: int = _setting(
+        512,
+        "Most rows of prompts in a step in which a sequence decodes, which waits for them; 0: as many as"
+        " `max_num_batched_tokens` leaves.",
+        minimum=0,
+    )
     max_queue_size: int = _setting(1024, "Requests that may wait; more get UNAVAILABLE.", minimum=1)
     default_max_tokens: int = _setting(
         0, "Output tokens where a request names no number; 0 allows up to max_model_len.", minimum=0

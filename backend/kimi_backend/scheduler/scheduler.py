@@ -1,7 +1,8 @@
 """The choice of who runs in the next step, with how many rows, over which blocks.
 
 Every running sequence gets at least one row in every step: decode rows first, with as many draft tokens as the row
-budget leaves, then prefill chunks, then newcomers (docs/decisions/0006-scheduling.md).
+budget leaves, then prefill chunks, then newcomers, both with few rows where somebody decodes
+(docs/decisions/0006-scheduling.md).
 """
 
 import time
@@ -74,6 +75,8 @@ class Scheduler:
                 sequence.num_draft_tokens = budget
             budget -= sequence.num_draft_tokens
             num_rows.append(1 + sequence.num_draft_tokens)
+        if decodes and self.settings.max_prompt_tokens_beside_decode:
+            budget = min(budget, max(self.settings.max_prompt_tokens_beside_decode - len(prefills), 0))
         for sequence in prefills:
             chunk = min(sequence.num_tokens - sequence.target_len, 1 + budget)
             budget -= chunk - 1

@@ -19,6 +19,8 @@ class SchedulerSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     """Rows of one step. At least max_num_seqs, so that every running sequence gets a row in every step."""
+    max_prompt_tokens_beside_decode: int = 512
+    """Rows of prompts in a step in which a sequence decodes, which waits for them; 0: as many as there is room for."""
     max_queue_size: int = 1024
     """Requests that may wait for their first step."""
     num_speculative_tokens: int = 3
@@ -44,6 +46,7 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         _require("max_num_seqs", self.max_num_seqs, 1)
         _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
+        _require("max_prompt_tokens_beside_decode", self.max_prompt_tokens_beside_decode, 0)
         _require("max_queue_size", self.max_queue_size, 1)
         _require("lookup_min_match", self.lookup_min_match, 1)
         _require("lookup_memory_bytes", self.lookup_memory_bytes, 0)

@@ -50,6 +50,7 @@ def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
     return SchedulerSettings(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_prompt_tokens_beside_decode=settings.max_prompt_tokens_beside_decode,
         max_queue_size=settings.max_queue_size,
         num_speculative_tokens=min(settings.num_speculative_tokens, settings.max_speculative_tokens),
         max_speculative_tokens=settings.max_speculative_tokens,

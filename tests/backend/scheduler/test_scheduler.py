@@ -78,6 +78,35 @@ def test_older_prefills_are_served_before_younger_ones() -> None:
     assert rows_of(scheduler.schedule()) == {0: 1, 1: 8, 2: 7}
 
 
+def test_prompts_get_few_rows_beside_who_decodes_and_all_of_them_alone() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=24, max_prompt_tokens_beside_decode=10)
+    for uid in range(2):
+        scheduler.waiting.push(make_sequence(prompt(30, 100 * uid), uid=uid, max_num_tokens=500))
+    advance(scheduler.schedule())
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 6, 1: 18}, "nobody decodes yet"
+    advance(batch, num_drafts=3)
+    scheduler.waiting.push(make_sequence(prompt(30, 200), uid=2, max_num_tokens=500))
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 4, 1: 10}
+    advance(batch, num_drafts=3)
+    batch = scheduler.schedule()
+    assert rows_of(batch) == {0: 4, 1: 2, 2: 8}, "what the older prompt leaves is a newcomer's"
+    advance(batch, num_drafts=3)
+    for sequence in scheduler.running[:2]:
+        sequence.finish = Finish(FinishReason.STOP)
+        scheduler.finish(sequence)
+    assert rows_of(scheduler.schedule()) == {2: 22}
+
+
+def test_every_prompt_that_was_begun_goes_on_beside_who_decodes() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=12, max_prompt_tokens_beside_decode=1)
+    for uid, length in enumerate((4, 20, 30)):
+        scheduler.waiting.push(make_sequence(prompt(length, 100 * uid), uid=uid, max_num_tokens=500))
+    advance(scheduler.schedule())
+    assert rows_of(scheduler.schedule()) == {0: 1, 1: 1}, "a newcomer waits"
+
+
 def test_priority_goes_before_arrival() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     for uid, priority in enumerate((0, 5, 5, -1)):

@@ -17,10 +17,10 @@ from kimi_backend.types.plan import Int32Array, Int64Array, RowPlan
 EVEN_ROWS = 170
 """Rows of a chunk from which on up-projecting a key once costs less than the wider products of all its rows, with the
 widths of Kimi-K2: 2 * 512 * 256 / (2 * (1,088 - 320))."""
-MOST_EXCESS = 1 << 25
-"""(Rows beyond `EVEN_ROWS`) * keys * heads of a captured step, with which it is as fast as an eager one of 2,048 rows:
-0.4 ms a layer on an H200, where a layer of these takes 1.2 ms and launching its kernels one by one 1.5 (one of 8
-ranks)."""
+MOST_EXCESS = 3 << 26
+"""(Rows beyond `EVEN_ROWS`) * keys * heads of a captured step, with which it is about as fast as an eager one. With 512
+rows over 65,000 keys (1.8e8) both take 1.8 ms a layer on an H200, which an eager one's kernels need by themselves.
+Fewer keys are attended to sooner, where launching kernels one by one takes 1.5 to 3.5 ms a layer (one of 8 ranks)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,9 @@ def test_only_many_rows_over_many_keys_multiply_more() -> None:
     assert excess_products(row_plan([2048], [10**6]), None) == 0
 
 
-@pytest.mark.parametrize(("num_rows", "num_keys"), [(2048, 2233), (256, 48_770)])
+@pytest.mark.parametrize(("num_rows", "num_keys"), [(2048, 13_400), (512, 73_584), (256, 292_625)])
 def test_chunks_that_would_multiply_much_more_stay_whole(num_rows: int, num_keys: int) -> None:
-    """The bound is 1,024 * 32,768 rows * keys * heads: with 8 heads 2,233 and 48,770 keys at the chunk's middle."""
+    """The bound is 192 * 2^20 rows * keys * heads: with 8 heads so many keys at the chunk's middle."""
     bucket = prompt_bucket(num_rows, 1, 8)
     for more, is_worth in ((0, True), (1, False)):
         assert is_worth_cutting(row_plan([num_rows], [num_keys + num_rows // 2 + more]), bucket, 8) == is_worth
