@@ -169,7 +169,7 @@ class FixedRound(NamedTuple):
 
     whole: float
     host: float
-    """From the target's reply to its next launch."""
+    """From the target's reply to the end of its next launch; below 0 where that is behind the one before it."""
 
 
 def measure_draft(name: str, pairs: Pairs, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -216,16 +216,13 @@ def slice_settings(name: str, options: argparse.Namespace, folder: Path) -> Serv
 
 
 def fixed_rounds(pairs: Pairs, times: RoundTimes, batch: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each k, the longest rounds first, and the prediction: the host's time is that of the first of them."""
+    """Each k, the longest rounds first, and the prediction: of the table, and of the host's time in that run."""
     times.assume_overlapped()
-    host_ms: float | None = None
     for k in sorted(options.ks, reverse=True):
         predicted_ms = 1e3 * predicted_s(times, batch, k, batch * options.prompt)
         rounds = max(options.fewest_rounds, min(round(1e3 * options.seconds / predicted_ms), options.adaptive_rounds))
         found = pairs.fixed_round(k, batch, rounds)
-        if host_ms is None:
-            host_ms = found.host
-            times.assume_overlapped(1e-3 * host_ms)
+        times.assume_overlapped(1e-3 * max(found.host, 0.0))
         num_context_tokens = round(batch * (options.prompt + rounds))
         predicted_ms = 1e3 * predicted_s(times, batch, k, num_context_tokens)
         entry = {"batch": batch, "k": k, "round_ms": round(found.whole, 4), "host_ms": round(found.host, 4)}
