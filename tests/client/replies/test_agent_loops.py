@@ -21,7 +21,7 @@ from kimi_openai.chat_replies import ChatWriter
 from support.reply_texts import SB, SE, A, B, E
 from support.transformers_target import render_with_transformers
 
-NUM_LOOPS, NUM_TURNS = 200, 5
+NUM_LOOPS, NUM_TURNS = 100, 5
 NAMES = ("search", "read_file", "a.b.c", "run-it")
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"q": {}}}}}
