@@ -67,7 +67,6 @@ def check_kernel(
     TOKEN_IDS,
     row_stride,
     num_columns,
-    first_token,
     SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -112,7 +111,7 @@ def check_kernel(
             )  # fmt: skip
         else:
             rules = (inverse, tl.load(ROW_BEST + row), min_weight(tl.load(MIN_P + sequence)))
-            candidates = load_candidates(source, CANDIDATE, first_token, inverse, HAS_MAP, HAS_WORK)
+            candidates = load_candidates(source, CANDIDATE, inverse, HAS_MAP, HAS_WORK)
             place = PART_MASS + (row * SPLITS + split) * 5
             if state == STATE_COUNT:
                 store_masses(
@@ -164,14 +163,14 @@ def _list_split(
 
 
 @triton.jit
-def load_candidates(source, CANDIDATE, first_token, inverse, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
+def load_candidates(source, CANDIDATE, inverse, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
     """The four tokens of a row, best score first, then the y of each."""
     c0, c1 = tl.load(CANDIDATE + source[3] * 4), tl.load(CANDIDATE + source[3] * 4 + 1)
     c2, c3 = tl.load(CANDIDATE + source[3] * 4 + 2), tl.load(CANDIDATE + source[3] * 4 + 3)
-    y0 = candidate_logit(source, c0, first_token, inverse, HAS_MAP, HAS_WORK)
-    y1 = candidate_logit(source, c1, first_token, inverse, HAS_MAP, HAS_WORK)
-    y2 = candidate_logit(source, c2, first_token, inverse, HAS_MAP, HAS_WORK)
-    y3 = candidate_logit(source, c3, first_token, inverse, HAS_MAP, HAS_WORK)
+    y0 = candidate_logit(source, c0, inverse, HAS_MAP, HAS_WORK)
+    y1 = candidate_logit(source, c1, inverse, HAS_MAP, HAS_WORK)
+    y2 = candidate_logit(source, c2, inverse, HAS_MAP, HAS_WORK)
+    y3 = candidate_logit(source, c3, inverse, HAS_MAP, HAS_WORK)
     return c0, c1, c2, c3, y0, y1, y2, y3
 
 

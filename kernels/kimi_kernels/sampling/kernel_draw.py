@@ -26,7 +26,7 @@ from kimi_kernels.sampling.kernel_rows import best_of, load_tile, tile_columns
 
 
 @triton.jit
-def _greedy_split(source, TOKEN_OF_COLUMN, start, stop, first_token, BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):  # fmt: skip  # noqa: E501
+def _greedy_split(source, TOKEN_OF_COLUMN, start, stop, BLOCKS: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):  # fmt: skip  # noqa: E501
     """(largest logit, its lowest token, whether all are finite or -inf) of one split."""
     best_y = tl.full((BLOCKS, 4), -float("inf"), tl.float32)
     best_token = tl.full((BLOCKS, 4), NO_TOKEN, tl.int32)
@@ -37,7 +37,7 @@ def _greedy_split(source, TOKEN_OF_COLUMN, start, stop, first_token, BLOCKS: tl.
             token = tl.load(TOKEN_OF_COLUMN + column, mask=column < stop, other=0).to(tl.int32)
             better = (y > best_y) | ((y == best_y) & (token < best_token) & (y > -float("inf")))
         else:
-            token = first_token + column
+            token = column
             better = y > best_y
         best_token = tl.where(better, token, best_token)
         # A NaN stays: nothing is better than it, and the row is lost anyway.
@@ -94,7 +94,6 @@ def draw_kernel(
     STATUS,
     row_stride,
     num_columns,
-    first_token,
     SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -110,7 +109,7 @@ def draw_kernel(
     Args:
         LOGITS: [R, num_columns], rows row_stride apart. WORK: [R, num_columns] float32, used where USES_WORK [R] int32.
         WORK_BAD: [R] int32, whether the raw row of a working copy was not finite.
-        TOKEN_OF_COLUMN: [num_columns] int64 with a map, else column c is token first_token + c.
+        TOKEN_OF_COLUMN: [num_columns] int64 with a map, else column c is token c.
         COLUMN_OF_TOKEN: [vocab_size] int64 with a map.
         PART_SCORE: [R, SPLITS, 4] float64. PART_TOKEN: [R, SPLITS, 4] int32. PART_BEST: [R, SPLITS] float32, largest y.
         PART_BAD: [R, SPLITS] int32. MAXIMA: [R, SPLITS, BLOCKS] float32, of rows with top-k.
@@ -143,9 +142,7 @@ def draw_kernel(
     part = row * SPLITS + split
     tiles = TILE_BEST + part * (SPLIT_COLUMNS // (BLOCKS * 4))
     if is_greedy:
-        best, token, bad = _greedy_split(
-            source, TOKEN_OF_COLUMN, start, stop, first_token, BLOCKS, STAGES, EVEN, HAS_MAP, HAS_WORK
-        )
+        best, token, bad = _greedy_split(source, TOKEN_OF_COLUMN, start, stop, BLOCKS, STAGES, EVEN, HAS_MAP, HAS_WORK)
         slot = tl.arange(0, 4)
         tl.store(PART_SCORE + part * 4 + slot, tl.where(slot == 0, best, -float("inf")).to(tl.float64))
         tl.store(PART_TOKEN + part * 4 + slot, tl.where(slot == 0, token, NO_TOKEN))
@@ -163,7 +160,7 @@ def draw_kernel(
         seed = tl.load(SEED + sequence)
         noise_key = (tl.load(TOKEN_INDEX + row).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
         s0, s1, s2, s3, t0, t1, t2, t3, best, bad = noisy_split(
-            source, TOKEN_OF_COLUMN, ROW_BOUND, PART_SUMS + part * 4, tiles, start, stop, first_token,
+            source, TOKEN_OF_COLUMN, ROW_BOUND, PART_SUMS + part * 4, tiles, start, stop,
             (inverse, noise_key, filters, top_p), BLOCKS, EVEN, HAS_MAP, HAS_WORK,
         )  # fmt: skip
         tl.store(PART_SCORE + part * 4, s0)
@@ -181,4 +178,4 @@ def draw_kernel(
         parts = (PART_SCORE, PART_TOKEN, PART_BEST, PART_BAD, PART_SUMS, WORK_BAD, MAXIMA)
         out = (CANDIDATE, ROW_BEST, ROW_MASS, STATE, THRESHOLD, TOKEN_IDS, STATUS)
         rules = (inverse, filters, top_k, top_p, min_p)
-        merge_row(source, parts, out, rules, first_token, SPLITS, BLOCKS, SPLITS_P2, HAS_MAP, HAS_WORK)
+        merge_row(source, parts, out, rules, SPLITS, BLOCKS, SPLITS_P2, HAS_MAP, HAS_WORK)

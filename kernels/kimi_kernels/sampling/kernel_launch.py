@@ -28,10 +28,8 @@ class SamplingCall:
         inputs: SamplingInputs,
         rows: SamplingRows,
         vocabulary_map: VocabularyMap | None,
-        first_token: int = 0,
         tuning: Tuning = TUNING,
     ) -> None:
-        self.first_token = first_token
         self.tuning = tuning
         self.logits, self.inputs, self.rows, self.vocabulary_map = logits, inputs, rows, vocabulary_map
         self.num_rows, self.num_columns = logits.shape
@@ -146,7 +144,6 @@ class SamplingCall:
             inputs.bad_word_tokens,
             inputs.history_tail,
             self.num_columns,
-            self.first_token,
             window_width,
             inputs.history_tail.shape[1],
             BLOCK=self.tuning.process_entries,
@@ -162,7 +159,6 @@ class SamplingCall:
                 keeps_bad=False,  # noted when it was copied
                 token_of_column=None if self.vocabulary_map is None else self.vocabulary_map.token_id_of_column,
                 num_tokens=self._num_tokens,
-                first_token=self.first_token,
             )
 
     def draw(self) -> None:
@@ -199,7 +195,6 @@ class SamplingCall:
             self.status,
             self.logits.stride(0),
             self.num_columns,
-            self.first_token,
             **(self.cut | {"BLOCKS": self.tuning.draw_columns // 4, "num_warps": self.tuning.draw_warps}),
             **self._kind,
             maxnreg=self.tuning.draw_registers,
@@ -229,7 +224,6 @@ class SamplingCall:
             self.token_ids,
             self.logits.stride(0),
             self.num_columns,
-            self.first_token,
             DRAW_COLUMNS=self.tuning.draw_columns,
             **self.cut,
             **self._kind,

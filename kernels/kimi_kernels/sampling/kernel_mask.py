@@ -18,7 +18,6 @@ def mask_kernel(
     MASK_OF_ROW,
     TOKEN_OF_COLUMN,
     num_columns,
-    first_token,
     mask_stride,
     SPLITS: tl.constexpr,
     SPLIT_COLUMNS: tl.constexpr,
@@ -41,7 +40,7 @@ def mask_kernel(
         for at in tl.range(start, stop, BLOCK):
             column = at + tl.arange(0, BLOCK)
             mask = column < stop
-            token = first_token + column
+            token = column
             if HAS_MAP:
                 token = tl.load(TOKEN_OF_COLUMN + column, mask=mask, other=0).to(tl.int32)
             word = tl.load(LOGIT_MASK + place.to(tl.int64) * mask_stride + token // 32, mask=mask, other=-1)
@@ -60,14 +59,13 @@ def mask_in_place(
     keeps_bad: bool,
     token_of_column: Tensor | None = None,
     num_tokens: int | None = None,
-    first_token: int = 0,
 ) -> None:
     """Launch `mask_kernel`.
 
     Args:
         logits: [R, num_columns] float32, contiguous.
         logit_mask, mask_of_row: see `SamplingRows`.
-        token_of_column: [num_columns] int64 the token of each column; None: they count on from first_token.
+        token_of_column: [num_columns] int64 the token of each column; None: column c is token c.
         num_tokens: that the masks must cover; None: num_columns.
 
     Raises:
@@ -77,7 +75,7 @@ def mask_in_place(
     require(logits.is_contiguous(), "logits", logits.stride(), "contiguous rows")
     require_shape("rows.mask_of_row", mask_of_row, num_rows)
     require_shape("rows.logit_mask", logit_mask, logit_mask.shape[0], None)
-    num_words = triton.cdiv(first_token + (num_columns if num_tokens is None else num_tokens), 32)
+    num_words = triton.cdiv(num_columns if num_tokens is None else num_tokens, 32)
     require(logit_mask.shape[1] >= num_words, "rows.logit_mask words", logit_mask.shape[1], f">= {num_words}")
     splits = Splits.of(num_rows, num_columns, TUNING)
     mask_kernel[(num_rows * splits.count,)](
@@ -86,7 +84,6 @@ def mask_in_place(
         mask_of_row,
         mask_of_row if token_of_column is None else token_of_column,
         num_columns,
-        first_token,
         logit_mask.stride(0),
         SPLITS=splits.count,
         SPLIT_COLUMNS=splits.columns,

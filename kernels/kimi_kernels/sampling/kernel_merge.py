@@ -94,7 +94,7 @@ def _survives_for_certain(
 
 @triton.jit
 def merge_row(
-    source, parts, out, rules, first_token,
+    source, parts, out, rules,
     SPLITS: tl.constexpr, BLOCKS: tl.constexpr, SPLITS_P2: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
     """Candidates, status and state of a row whose splits are all written."""
@@ -126,12 +126,12 @@ def merge_row(
         if rank == 0:
             first_candidate = first
         if only_min_p & is_ok:
-            y = candidate_logit(source, first, first_token, inverse, HAS_MAP, HAS_WORK)
+            y = candidate_logit(source, first, inverse, HAS_MAP, HAS_WORK)
             survives = survives & (token_weight(y, best_y) >= min_weight(min_p))
         drawn = tl.where(survives & (drawn == NO_TOKEN), first, drawn)
     next_state = tl.full((), STATE_COUNT, tl.int32)
     if filters & is_ok & (top_k <= 0) & (min_p <= 0.0):
-        y = candidate_logit(source, first_candidate, first_token, inverse, HAS_MAP, HAS_WORK)
+        y = candidate_logit(source, first_candidate, inverse, HAS_MAP, HAS_WORK)
         is_certain, mass = _survives_for_certain(
             PART_SUMS, row, source[5], y, best_y, top_p, first_candidate != NO_TOKEN, SPLITS, SPLITS_P2
         )

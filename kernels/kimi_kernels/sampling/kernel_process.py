@@ -61,11 +61,11 @@ def copy_kernel(
 
 @triton.jit
 def _columns_of(target, token, mask, HAS_MAP: tl.constexpr):
-    """Columns of tokens, and which have one. target: (row of WORK, COLUMN_OF_TOKEN, num_columns, first_token)."""
+    """Columns of tokens, and which have one. target: (row of WORK, COLUMN_OF_TOKEN, num_columns)."""
     if HAS_MAP:
         column = tl.load(target[1] + token, mask=mask & (token >= 0), other=-1).to(tl.int32)
     else:
-        column = token - target[3]
+        column = token
     return column, mask & (token >= 0) & (column >= 0) & (column < target[2])
 
 
@@ -105,7 +105,6 @@ def process_kernel(
     BAD_WORD_TOKENS,
     HISTORY_TAIL,
     num_columns,
-    first_token,
     window_width,
     max_tail,
     BLOCK: tl.constexpr,
@@ -117,7 +116,7 @@ def process_kernel(
     if tl.load(USES_WORK + row) != 0:
         sequence = tl.load(SEQUENCE + row)
         ROW = WORK + row.to(tl.int64) * num_columns
-        target = (ROW, COLUMN_OF_TOKEN, num_columns, first_token)
+        target = (ROW, COLUMN_OF_TOKEN, num_columns)
         window_len = tl.load(WINDOW_LEN + row)
         repetition = tl.load(REPETITION + sequence)
         penalties = (

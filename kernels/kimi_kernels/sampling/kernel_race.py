@@ -93,7 +93,7 @@ def _publish_bound(ROW_BOUND, row, bound):
 
 @triton.jit
 def noisy_split(
-    source, TOKEN_OF_COLUMN, ROW_BOUND, SUMS, TILE_BEST, start, stop, first_token, rules,
+    source, TOKEN_OF_COLUMN, ROW_BOUND, SUMS, TILE_BEST, start, stop, rules,
     BLOCKS: tl.constexpr, EVEN: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
     """Four best scores and tokens (only the first counts unless the row filters), largest y, whether not finite.
@@ -131,14 +131,14 @@ def noisy_split(
             token = tl.load(TOKEN_OF_COLUMN + column, mask=is_open, other=0).to(tl.int32)
             bits = bits_of_tokens(index, token, key_low, key_high)
         else:
-            bits = bits_of_blocks(index, (first_token + at) // 4, key_low, key_high, BLOCKS)
+            bits = bits_of_blocks(index, at // 4, key_low, key_high, BLOCKS)
         # Without a bound all would look near: all of the tile at once is then cheaper than one after another.
         is_first = floor == minus_inf
         if is_first:
             is_first = tl.max(raw) > minus_inf
         if is_first:
             if not HAS_MAP:
-                token = first_token + column
+                token = column
             score = (raw * inverse).to(tl.float64) + gumbel(bits).to(tl.float64)
             score = tl.where(is_open, score, minus_inf)
             s0, s1, s2, s3, t0, t1, t2, t3 = _insert_best(score, token, s0, s1, s2, s3, t0, t1, t2, t3)
@@ -165,7 +165,7 @@ def noisy_split(
             # The likeliest first, so that the bound rises fast whatever the order of the logits.
             at_column = tl.min(tl.where(near == nearest, column, NO_TOKEN))
             one = load_columns(source, at_column, at_column < stop, HAS_WORK) * inverse
-            one_token = first_token + at_column
+            one_token = at_column
             if HAS_MAP:
                 one_token = tl.load(TOKEN_OF_COLUMN + at_column, mask=at_column < stop, other=0).to(tl.int32)
             noise = gumbel(bits_of_tokens(index, one_token, key_low, key_high))

@@ -69,12 +69,12 @@ def best_of(score, token):
 
 
 @triton.jit
-def candidate_logit(source, token, first_token, inverse, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
-    """y of a token of this shard; -inf for NO_TOKEN."""
+def candidate_logit(source, token, inverse, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr):
+    """y of a token; -inf for NO_TOKEN."""
     is_token = token != NO_TOKEN
     if HAS_MAP:
         return inverse * load_tokens(source, token, is_token, HAS_MAP, HAS_WORK)
-    return inverse * load_columns(source, token - first_token, is_token, HAS_WORK)
+    return inverse * load_columns(source, token, is_token, HAS_WORK)
 
 
 @triton.jit

@@ -188,7 +188,7 @@ def select_kernel(
         noise_key = (tl.load(TOKEN_INDEX + row).to(tl.uint32), seed.to(tl.uint32), (seed >> 32).to(tl.uint32))
         drawn = tl.full((), NO_TOKEN, tl.int32)
         if (top_k <= 0) & (top_p < 1.0):
-            candidates = load_candidates(source, CANDIDATE, 0, inverse, HAS_MAP, HAS_WORK)
+            candidates = load_candidates(source, CANDIDATE, inverse, HAS_MAP, HAS_WORK)
             if state == STATE_DOUBT:
                 masses = count_masses(source, 0, num_columns, rules, candidates, BLOCK // 4, 2, False, HAS_WORK)
                 drawn, _ = judge(masses, candidates, rules, top_p, 0.0)
