@@ -1,10 +1,11 @@
 """Which products of few rows stream their weight (`kernel_stream`), and in which sizes."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kimi_kernels.hopper import is_hopper
 
 TILE_ROWS = 64
 """Rows of the weight that a warpgroup multiplies at once."""
@@ -74,7 +75,7 @@ def new_arrivals(weight: Tensor) -> tuple[Tensor, ...]:
         and weight.shape[1] % 8 == 0
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
-        and _is_hopper(weight.device)
+        and is_hopper(weight.device)
     )
     if not streams:
         return ()
@@ -91,8 +92,3 @@ def can_stream(x: Tensor, weight: Tensor) -> bool:
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
     )
-
-
-@functools.lru_cache(maxsize=16)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

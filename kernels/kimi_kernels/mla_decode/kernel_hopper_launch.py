@@ -1,12 +1,11 @@
 """Launches of the Hopper kernels: descriptors, warps and buffers."""
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kimi_kernels.hopper import is_hopper
 from kimi_kernels.mla_decode.attend_call import AttendCall
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, DecodeGeometry
 from kimi_kernels.mla_decode.kernel_hopper import attend_hopper_kernel
@@ -24,15 +23,10 @@ WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 HALF_WIDE = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 
 
-@functools.lru_cache(maxsize=16)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def fits_hopper(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> bool:
     """Tell whether `launch_hopper` takes this: Hopper, latents 512 + 64 wide, blocks of whole tiles."""
     return (
-        _is_hopper(q.device)
+        is_hopper(q.device)
         and latent_cache.dtype in (q.dtype, torch.float8_e4m3fn)
         and (kv_lora_rank, q.shape[2] - kv_lora_rank) == (512, 64)
         and latent_cache.shape[1] % TILE_KEYS == 0

@@ -1,16 +1,15 @@
 """The launch of `kernel_hopper`."""
 
-import functools
 import math
 from dataclasses import dataclass
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kimi_kernels.attention_batch import AttentionBatch
+from kimi_kernels.hopper import is_hopper
 from kimi_kernels.mla_prefill.kernel_hopper import WARPS, attend_hopper_kernel
 
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -34,14 +33,9 @@ class Part:
     is_last: bool
 
 
-@functools.lru_cache(maxsize=16)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def fits_hopper(q: Tensor, nope_dim: int, rope_dim: int, v_dim: int) -> bool:
     """Tell whether `attend_hopper` takes this: Hopper, heads as wide as Kimi-K2's."""
-    return _is_hopper(q.device) and (nope_dim, rope_dim, v_dim) == (128, 64, 128)
+    return is_hopper(q.device) and (nope_dim, rope_dim, v_dim) == (128, 64, 128)
 
 
 def attend_hopper(
