@@ -13,6 +13,7 @@ from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode import lookup
+from kimi_backend.spec_decode.looked_up import LookedUp
 from kimi_backend.spec_decode.lookup import SequenceLookup
 from kimi_backend.spec_decode.lookup_index import Match
 from kimi_backend.types.plan import Int32Array
@@ -82,6 +83,20 @@ def test_every_proposer_gives_the_tokens_of_plain_decoding(proposer: Proposer, l
     assert (sum(accepted for _, accepted in looked_up) > 8) is proposer.uses_lookup
     assert (len(drafted) > 20) is proposer.uses_draft
     assert harness.core.scheduler.num_preemptions > 0
+
+
+def test_what_each_verify_would_have_looked_up_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    record = LookedUp.record
+
+    def tell(one: LookedUp, num_tokens: int, num_kept: float) -> None:
+        told.append(num_tokens)
+        record(one, num_tokens, num_kept)
+
+    monkeypatch.setattr(LookedUp, "record", tell)
+    harness = run(some_requests(24))
+    assert len(told) == sum(len(outcome.steps) for outcome in harness.outcomes)
+    assert sum(num_tokens > 0 for num_tokens in told) > 20
 
 
 def test_a_request_may_ask_for_less_than_the_server_has() -> None:

@@ -10,6 +10,7 @@ import pytest
 from kimi_backend.engine import core as core_module
 from kimi_backend.engine.commit import StepOutput, commit_step
 from kimi_backend.engine.in_flight import DraftStep
+from kimi_backend.engine.step_times import StepTimes
 from kimi_backend.errors import KimiError
 from kimi_backend.scheduler.scheduler import StepBatch
 from kimi_backend.scheduler.sequence import Finish, Sequence
@@ -574,3 +575,13 @@ def test_one_that_wants_more_of_its_draws_makes_the_others_wait() -> None:
         one.run()
         assert num_overlapped(one) == 0
         assert texts(one) == texts_of(requests)
+
+
+def test_an_overlapped_rounds_target_takes_from_its_launch_to_its_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may have had nothing to do before: a launch is the host's time."""
+    monkeypatch.setattr(StepTimes, "since_launch", 1234.5)
+    one = harness(LONG_DRAFTING)
+    policy = one.core.scheduler.policy = OnAndOff()
+    one.run()
+    assert {done.is_overlapped for done in policy.done} == {True, False}
+    assert all((done.target_s == 1234.5) is done.is_overlapped for done in policy.done)

@@ -105,6 +105,13 @@ def test_no_more_noise_is_kept_than_its_bound_or_than_one_call_needs(monkeypatch
         assert set(list(cpu._kept)[-count:]) == {(seed, 9 // NOISE_ROWS, VOCAB_SIZE) for seed in seeds[part]}
 
 
+def test_kept_noise_takes_32_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_kept", OrderedDict())
+    for seed in range(140):
+        gumbel_rows([seed], [0], 4096)
+    assert sum(row.nbytes for rows in cpu._kept.values() for row in rows) == 32 << 20
+
+
 def test_no_rows() -> None:
     inputs, rows = sampling_tensors([SequenceCase(rows=[])])
     assert sample_tokens(torch.zeros(0, VOCAB_SIZE), inputs, rows).token_ids.shape == (0,)
