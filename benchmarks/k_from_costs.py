@@ -39,13 +39,14 @@ from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.ranks.peers import NO_PEERS
 from kimi_backend.spec_decode.round_times import RoundTimes
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
-from kimi_kernels.pretending import chances_of
+from kimi_kernels.synthetic_sets import chances_of
 from slice_suite.configs import write_slice
 from slice_suite.in_process import run_batch
 from slice_suite.recording import Round
 
 CHANCES = (0.85, 0.67, 0.48)
-"""Chances of draft tokens 1, 2, 3 where those before were accepted; further ones fall by `pretending.LATER_SHARE`."""
+"""Chances of draft tokens 1, 2, 3 where those before were accepted; each later one is `synthetic_sets.LATER_SHARE` of
+the one before."""
 LENGTHS = (1.2, 1.9, 3.0, 3.2)
 """Tokens a round with k = 3 that the chances are scaled to."""
 MOST_OFF, LEAST_OF_BEST, LEAST_OF_PLAIN = 0.03, 0.97, 0.98

@@ -111,8 +111,8 @@ def measure_depth(
     is_alone = options.rank_of > 1 and settings.tensor_parallel_size == 1
     started = time.perf_counter()
     models = load_models(settings, options.rank_of if is_alone else 1, options.pause_us)
-    print(f"{num_layers} layers loaded in {time.perf_counter() - started:.1f} s; {', '.join(settings.pretences)}")
-    document["pretences"] = list(settings.pretences)
+    print(f"{num_layers} layers loaded in {time.perf_counter() - started:.1f} s; {', '.join(settings.synthetic_parts)}")
+    document["pretences"] = list(settings.synthetic_parts)
     document["settings"] = settings_that_differ(settings)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -169,7 +169,7 @@ def measure_served_depth(
     from slice_suite.served import measure_served, running_server
 
     settings = slice_settings(options, folder, num_layers)
-    document["pretences"] = list(settings.pretences)
+    document["pretences"] = list(settings.synthetic_parts)
     document["settings"] = settings_that_differ(settings)
     log_file = (options.out or folder) / f"server-{num_layers}-layers.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.pretending import with_router
 from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
 from kimi_kernels.sampling.philox_reference import noise_bits
 from kimi_kernels.sampling_inputs import (
@@ -16,6 +15,7 @@ from kimi_kernels.sampling_inputs import (
     SamplingRows,
     VocabularyMap,
 )
+from kimi_kernels.synthetic_sets import with_router
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class LoadResult:
     def summary(self) -> dict[str, Any]:
         """Plain numbers for JSON: percentiles in milliseconds, throughput, acceptance."""
         gaps = [b - a for r in self.requests for a, b in itertools.pairwise(r.chunk_times_s)]
-        pretences = sorted({p for r in self.requests for p in r.completion.statistics.get("pretences", ())})
+        synthetic_parts = sorted({p for r in self.requests for p in r.completion.statistics.get("pretences", ())})
         per_token = [r.inter_token_s for r in self.requests if r.inter_token_s is not None]
         return {
             "concurrency": self.concurrency,
@@ -74,7 +74,7 @@ class LoadResult:
             "speculation": pooled_acceptance([r.completion.speculation for r in self.requests]),
             "speculation_by_proposer": acceptance_by_proposer([r.completion for r in self.requests]),
             "policy": pooled_policy([r.completion for r in self.requests]),
-            **({"pretences": pretences} if pretences else {}),
+            **({"pretences": synthetic_parts} if synthetic_parts else {}),
         }
 
 

@@ -6,7 +6,7 @@ from kimi_backend.cli.talk import describe_completion
 from kimi_client import Completion
 from kimi_client.load import LoadResult, RequestTimes
 
-PRETENCES = ["weights dummy", "routing uniform"]
+SYNTHETIC_PARTS = ["weights dummy", "routing uniform"]
 
 
 def completion(**statistics: Any) -> Completion:
@@ -27,9 +27,9 @@ def summary(*completions: Completion) -> dict[str, Any]:
 
 
 def test_what_was_not_real_is_repeated_once() -> None:
-    pretending = completion(pretences=PRETENCES, seed=1)
-    assert summary(pretending, pretending)["pretences"] == sorted(PRETENCES)
-    assert describe_completion(pretending).endswith("weights dummy, routing uniform")
+    synthetic = completion(pretences=SYNTHETIC_PARTS, seed=1)
+    assert summary(synthetic, synthetic)["pretences"] == sorted(SYNTHETIC_PARTS)
+    assert describe_completion(synthetic).endswith("weights dummy, routing uniform")
 
 
 def test_a_real_server_says_nothing_of_it() -> None:

@@ -76,7 +76,7 @@ class Variants:
         JITFunction.run = run
 
 
-def _pretend_gpu() -> None:
+def _stand_in_for_gpu() -> None:
     """CPU tensors go where CUDA tensors would; new whole numbers are zeros, as no kernel writes them."""
     for module in pkgutil.walk_packages(kimi_kernels.__path__, "kimi_kernels."):
         loaded: Any = importlib.import_module(module.name)
@@ -166,7 +166,7 @@ def run_step(rng: np.random.Generator, target: Any, draft: Any) -> None:
 def main() -> None:
     variants = Variants()
     variants.install()
-    _pretend_gpu()
+    _stand_in_for_gpu()
     with tempfile.TemporaryDirectory() as folder:
         target, draft = tiny_runners(Path(folder))
         num_warm, rng = len(variants.seen), np.random.default_rng(0)

@@ -118,8 +118,8 @@ def _report(statistics: EngineStatistics, requests: list[dict[str, Any]], wall_s
         "output_tokens_per_second": round(num_tokens / wall_s, 2),
         "num_steps": statistics.num_steps,
         "step_ms": {phase: round(1e3 * s / steps, 4) for phase, s in statistics.step_seconds.items()},
-        "acceptance": acceptance_kind(statistics.pretences),
-        "pretences": list(statistics.pretences),
+        "acceptance": acceptance_kind(statistics.synthetic_parts),
+        "pretences": list(statistics.synthetic_parts),
         "errors": sum(request["error"] is not None for request in requests),
         "requests": requests,
     }

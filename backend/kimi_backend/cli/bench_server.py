@@ -161,8 +161,8 @@ def print_table(report: dict[str, Any]) -> None:
     """The report as a table on stderr, one column a run."""
     runs = [name for name in ("speculative", "plain") if name in report]
     speculative = report["speculative"]
-    pretences = speculative.get("pretences", [])
-    table = Table(title=", ".join(["kimi bench", f"acceptance {speculative['acceptance']}", *pretences]))
+    synthetic_parts = speculative.get("pretences", [])
+    table = Table(title=", ".join(["kimi bench", f"acceptance {speculative['acceptance']}", *synthetic_parts]))
     table.add_column("")
     for name in runs:
         table.add_column(name, justify="right")

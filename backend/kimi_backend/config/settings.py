@@ -251,7 +251,7 @@ class ServingSettings:
         return tuple(_parse("synthetic_chances", text, float) for text in self.synthetic_chances.split(",") if text)
 
     @property
-    def pretences(self) -> tuple[str, ...]:
+    def synthetic_parts(self) -> tuple[str, ...]:
         """The things that are not real in a server with these settings; every output repeats it. Empty in service."""
         said = []
         if self.load_format == "dummy":

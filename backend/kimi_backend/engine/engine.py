@@ -115,7 +115,7 @@ class Engine:
             sequence,
             self._make_text(request),
             sink,
-            geometry.pretences,
+            geometry.synthetic_parts,
             geometry.settings.speculation_policy.value,
             self._loop.acceptance_problem,
             self.step_costs if request.return_step_costs else None,

@@ -23,8 +23,8 @@ class Geometry:
     """None while there is no draft."""
     settings: SchedulerSettings
     """The settings as given, lowered to what the runners can take in one step."""
-    pretences: tuple[str, ...] = ()
-    """The pretences of either runner."""
+    synthetic_parts: tuple[str, ...] = ()
+    """The synthetic parts of either runner."""
 
 
 def check_runner(description: RunnerDescription, role: str) -> None:
@@ -117,5 +117,5 @@ def resolve(target: RunnerDescription, draft: RunnerDescription | None, settings
         num_target_blocks=target.num_blocks,
         num_draft_blocks=None if draft is None else draft.num_blocks,
         settings=settings.lowered_to(max_seqs, max_rows),
-        pretences=tuple(dict.fromkeys(pretence for runner in runners for pretence in runner.pretences)),
+        synthetic_parts=tuple(dict.fromkeys(part for runner in runners for part in runner.synthetic_parts)),
     )

@@ -43,7 +43,7 @@ class PeriodicSummary:
             core.kv.target_pool.num_held,
             core.kv.target_pool.num_blocks,
             scheduler.num_preemptions,
-            "".join(f" pretence={pretence!r}" for pretence in core.geometry.pretences),
+            "".join(f" synthetic={part!r}" for part in core.geometry.synthetic_parts),
         )
         self._last_s, self._num_tokens, self._speculation = now, totals.num_output_tokens, speculation
         self.judge_acceptance(speculation.get(Proposer.EAGLE3.value))

@@ -52,7 +52,7 @@ class RequestOutput:
         sequence: EngineSequence,
         text: OutputText,
         sink: DeltaSink,
-        pretences: tuple[str, ...] = (),
+        synthetic_parts: tuple[str, ...] = (),
         speculation_policy: str = "",
         acceptance_problem: str | None = None,
         step_costs: dict[str, StepCosts] | None = None,
@@ -64,7 +64,7 @@ class RequestOutput:
         self.num_output_tokens = 0
         self.speculation = ProposerCounter(sequence.speculation.num_speculative_tokens)
         self._text = text
-        self._pretences = pretences
+        self._synthetic_parts = synthetic_parts
         self._speculation_policy = speculation_policy
         self._acceptance_problem = acceptance_problem
         self._step_costs = step_costs or {}
@@ -162,7 +162,7 @@ class RequestOutput:
             is_draft_there=sequence.draft is not DraftState.AWAY,
             num_draft_tokens_histogram=tuple(self._num_verifies),
             acceptance_problem=self._acceptance_problem,
-            pretences=self._pretences,
+            synthetic_parts=self._synthetic_parts,
             round_times=() if self._rounds is None else tuple(self._rounds.kept),
             step_costs=self._step_costs,
         )

@@ -46,8 +46,8 @@ class EngineStatistics:
     """Sequences that went on without an index, for want of that memory."""
     acceptance_problem: str | None = None
     """Why the share of accepted draft tokens is not what it should be; None while it is."""
-    pretences: tuple[str, ...] = ()
-    """See `RunnerDescription.pretences`."""
+    synthetic_parts: tuple[str, ...] = ()
+    """See `RunnerDescription.synthetic_parts`."""
 
 
 def take_statistics(
@@ -91,5 +91,5 @@ def take_statistics(
         draft_blocks_held=0 if draft_pool is None else draft_pool.num_held,
         draft_blocks_total=0 if draft_pool is None else draft_pool.num_blocks,
         totals=totals,
-        pretences=core.geometry.pretences,
+        synthetic_parts=core.geometry.synthetic_parts,
     )

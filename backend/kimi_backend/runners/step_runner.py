@@ -66,7 +66,7 @@ class Options(TypedDict, total=False):
 
     split_tokens: int
     """See `kimi_kernels.signatures.PlanMlaDecode`."""
-    pretences: tuple[str, ...]
+    synthetic_parts: tuple[str, ...]
     """The parts that the description says are not real."""
     aux_buffer: AuxBuffer | None
     """The target's, in which steps leave aux hidden states, and a draft's plans name a region; without one, tensors."""
@@ -147,7 +147,7 @@ class StepRunner:
             hidden_size=0,
             kv_cache_dtype=pool.dtype_name,
             device=device_name(self.device),
-            pretences=options.get("pretences", ()),
+            synthetic_parts=options.get("synthetic_parts", ()),
         )
 
     @property

@@ -36,7 +36,7 @@ def description_from_json(text: str | bytes) -> RunnerDescription:
     fields = json.loads(text)
     for name in _HANDLES:
         fields[name] = None if fields.get(name) is None else bytes.fromhex(fields[name])
-    for name in ("aux_layer_ids", "pretences"):
+    for name in ("aux_layer_ids", "synthetic_parts"):
         fields[name] = tuple(fields.get(name, ()))
     try:
         return RunnerDescription(**fields)

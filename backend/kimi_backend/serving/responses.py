@@ -39,6 +39,7 @@ def statistics_json(stats: RequestStats, matched_stop: str | int | None = None) 
         proposer: speculation_json(rounds) for proposer, rounds in stats.speculation_by_proposer.items()
     }
     del values["speculation"]
+    values["pretences"] = values.pop("synthetic_parts")
     for name in ("acceptance_problem", "pretences", "round_times", "step_costs"):
         if not values[name]:
             del values[name]

@@ -213,7 +213,7 @@ class SpecEnsembleServer:
 
     def _probe_at_start(self) -> None:
         settings = self._settings
-        if settings.probe_at_start == "off" or not settings.draft or settings.pretences:
+        if settings.probe_at_start == "off" or not settings.draft or settings.synthetic_parts:
             return
         command = f"kimi probe {settings.checkpoint} --draft {settings.draft}"
         args = (self._engine, self._tokenizer, command)

@@ -328,6 +328,6 @@ class RunnerDescription:
     """The process of a runner that has one of its own."""
     depth: int = 0
     """Steps that may be in flight, see `spec_decode.protocols`."""
-    pretences: tuple[str, ...] = ()
+    synthetic_parts: tuple[str, ...] = ()
     """The parts of this runner that are not real, such as its weights; benchmarks alone have any."""
     protocol_version: int = PROTOCOL_VERSION

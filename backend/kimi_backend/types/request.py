@@ -218,8 +218,8 @@ class RequestStats:
     """[k + 1]: verifies that carried 0, 1, … k draft tokens; the step that drew the first token is none of them."""
     acceptance_problem: str | None = None
     """The fault that the server found with its acceptance before the request came; None while all is well."""
-    pretences: tuple[str, ...] = ()
-    """The things that were not real (`RunnerDescription.pretences`): numbers are for timing, text means nothing."""
+    synthetic_parts: tuple[str, ...] = ()
+    """The things that were not real (`RunnerDescription.synthetic_parts`): text means nothing, times do."""
     round_times: tuple[RoundTime, ...] = ()
     """Times of up to `GenerateRequest.return_round_times` rounds, evenly spread over all of them."""
     step_costs: dict[str, StepCosts] = field(default_factory=dict)

@@ -136,15 +136,15 @@ def test_a_replay_keeps_its_times_and_a_failed_turn_ends_its_session(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("pretences", "kind"),
+    ("synthetic_parts", "kind"),
     [
         ([], "real"),
         (["routing uniform", "weights dummy"], "real, of dummy weights"),
         (["acceptance length synthetic 3", "weights dummy"], "acceptance length synthetic 3"),
     ],
 )
-def test_where_acceptance_comes_from(pretences: list[str], kind: str) -> None:
-    assert acceptance_kind(pretences) == kind
+def test_where_acceptance_comes_from(synthetic_parts: list[str], kind: str) -> None:
+    assert acceptance_kind(synthetic_parts) == kind
 
 
 @pytest.mark.parametrize("text", ["", "1,", "a", "9", "-1"])

@@ -23,7 +23,7 @@ from support.engine_runs import generate
 from support.recording_client import RecordingClient
 
 CPU = torch.device("cpu")
-PRETENCES = ("weights dummy", "routing uniform", "acceptance length synthetic 2.5")
+SYNTHETIC_PARTS = ("weights dummy", "routing uniform", "acceptance length synthetic 2.5")
 
 
 def make(folder: Path, draft: DraftKind = DraftKind.MLA, quantization: QuantizationMethod = QuantizationMethod.INT4,
@@ -74,11 +74,13 @@ def test_a_folder_of_configs_serves_and_says_what_is_not_real(folder: Path, capl
     assert not list(folder.rglob("*.safetensors"))
     with caplog.at_level(logging.WARNING, "kimi_backend.runners"):
         target, draft = load_pair(settings(folder))
-    assert [p for p in PRETENCES if any(p in record.getMessage() for record in caplog.records)] == list(PRETENCES)
+    assert [p for p in SYNTHETIC_PARTS if any(p in record.getMessage() for record in caplog.records)] == list(
+        SYNTHETIC_PARTS
+    )
     assert draft is not None
     for runner in (target, draft):
         description = runner.describe()
-        assert description.pretences == PRETENCES
+        assert description.synthetic_parts == SYNTHETIC_PARTS
         assert description_from_json(description_to_json(description)[0]) == description
     engine = Engine(target, draft, settings=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=256))
     engine.start()
@@ -88,23 +90,23 @@ def test_a_folder_of_configs_serves_and_says_what_is_not_real(folder: Path, capl
         for index, client in enumerate(clients):
             engine.submit(request(index), client)
         finals = [client.wait(120) for client in clients]
-        assert engine.statistics().pretences == PRETENCES
+        assert engine.statistics().synthetic_parts == SYNTHETIC_PARTS
     finally:
         engine.stop()
     lengths = []
     for final in finals:
         stats = final.stats
-        assert stats is not None and stats.pretences == PRETENCES
-        assert statistics_json(stats)["pretences"] == PRETENCES
+        assert stats is not None and stats.synthetic_parts == SYNTHETIC_PARTS
+        assert statistics_json(stats)["pretences"] == SYNTHETIC_PARTS
         assert stats.speculation is not None
         lengths.append(stats.speculation.mean_acceptance_length)
     assert np.mean(lengths) == pytest.approx(2.5, abs=0.35)
 
 
-def test_without_pretences_nothing_is_said(folder: Path) -> None:
-    assert settings(folder, load_format="safetensors", routing="model", synthetic_acceptance=0.0).pretences == ()
+def test_without_synthetic_parts_nothing_is_said(folder: Path) -> None:
+    assert settings(folder, load_format="safetensors", routing="model", synthetic_acceptance=0.0).synthetic_parts == ()
     target, _ = load_pair(settings(folder, draft="", routing="model", synthetic_acceptance=0.0))
-    assert target.describe().pretences == ("weights dummy",)
+    assert target.describe().synthetic_parts == ("weights dummy",)
 
 
 def test_dummy_weights_are_those_that_make_checkpoint_writes(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from support.loopback_server import SECRET
 from support.scripted_logits import LogitScript
 from support.scripted_models import describe
 
-DESCRIPTION = dataclasses.replace(describe("draft", LogitScript(32)), aux_buffer=b"\x00\xff", pretences=("routing",))
+DESCRIPTION = dataclasses.replace(
+    describe("draft", LogitScript(32)), aux_buffer=b"\x00\xff", synthetic_parts=("routing",)
+)
 
 
 def test_it_arrives_as_it_left() -> None:

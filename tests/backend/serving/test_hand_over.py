@@ -37,8 +37,8 @@ from kimi_backend.serving.target_server import TargetServer
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.pretending import with_synthetic_acceptance
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID
+from kimi_kernels.synthetic_sets import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.loopback_peers import LoopbackPeers

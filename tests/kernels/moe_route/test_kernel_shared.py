@@ -9,9 +9,9 @@ from kimi_kernels.compositions import composed_route_silu_down
 from kimi_kernels.linear.kernel import pack_linear
 from kimi_kernels.moe_route.kernel import route_experts
 from kimi_kernels.moe_route.kernel_shared import route_silu_down
-from kimi_kernels.pretences.kernel import route_uniform, route_uniform_silu_down
 from kimi_kernels.silu_mul import kernel_down
 from kimi_kernels.silu_mul.kernel_down import silu_down
+from kimi_kernels.synthetic.kernel import route_uniform, route_uniform_silu_down
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED

@@ -29,7 +29,7 @@ from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
 from kimi_backend.runners.ranks.workers import Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.pretending import with_synthetic_acceptance, with_uniform_routing
+from kimi_kernels.synthetic_sets import with_synthetic_acceptance, with_uniform_routing
 
 _STEPS_IN_FLIGHT = 1
 """A verify is run after the draft step that reads what the one before left, in one process and between two."""
@@ -105,7 +105,7 @@ def _load_target(
         pool,
         limits,
         aux_layer_ids,
-        pretences=settings.pretences,
+        synthetic_parts=settings.synthetic_parts,
         aux_buffer=_aux_buffer(model, aux_layer_ids, limits, placement),
         recorder=recorder,
         group=group,
@@ -128,7 +128,7 @@ def _aux_buffer(
 
 
 def _target_kernels(settings: ServingSettings, placement: Placement) -> KernelSet:
-    """The kernel set, pretending where the settings say so."""
+    """The kernel set, with synthetic routing and acceptance where the settings say so."""
     kernels = placement.kernels
     if settings.routing == "uniform":
         kernels = with_uniform_routing(kernels)
@@ -192,7 +192,7 @@ def _load_draft(
         pool,
         limits,
         placement.dtype,
-        pretences=settings.pretences,
+        synthetic_parts=settings.synthetic_parts,
         aux_buffer=aux_buffer,
         recorder=recorder,
         group=group,

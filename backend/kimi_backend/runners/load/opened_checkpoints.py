@@ -39,8 +39,8 @@ class Checkpoints:
         """
         if not settings.checkpoint:
             raise ConfigError("setting checkpoint: empty, the folder of a checkpoint is needed")
-        for pretence in settings.pretences:
-            logger.warning("pretence=%r, for timing only", pretence)
+        for part in settings.synthetic_parts:
+            logger.warning("synthetic=%r, for timing only", part)
         is_dummy = settings.load_format == "dummy"
         checkpoints = cls._dummy(settings, placement.device) if is_dummy else cls._from_files(settings)
         checkpoints._log_configs()

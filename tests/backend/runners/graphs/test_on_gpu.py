@@ -22,7 +22,7 @@ from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.pretending import with_synthetic_acceptance
+from kimi_kernels.synthetic_sets import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness, generate
 from support.masked_loop import MaskedLoop

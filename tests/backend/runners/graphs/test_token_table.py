@@ -23,7 +23,7 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply, RowPlan, TargetPlan
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.pretending import with_synthetic_acceptance
+from kimi_kernels.synthetic_sets import with_synthetic_acceptance
 from kimi_kernels.token_table import reference
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness

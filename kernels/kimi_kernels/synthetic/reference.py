@@ -1,4 +1,4 @@
-"""Reference of the pretending ops: the hash they draw from, uniform routing, and forced acceptance."""
+"""Reference of the synthetic ops: the hash they draw from, uniform routing, and forced acceptance."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Kernel sets that pretend, for timing models whose weights mean nothing. They serve no text."""
+"""Kernel sets with synthetic routing or acceptance, for timing models with dummy weights. They serve no text."""
 
 import importlib
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _BISECTIONS = 60
 
 
 def with_uniform_routing(kernels: KernelSet) -> KernelSet:
-    """The set with every token sent to experts drawn uniformly at random (`pretences.reference.route_uniform`)."""
+    """The set with every token sent to experts drawn uniformly at random (`synthetic.reference.route_uniform`)."""
     ops = _ops(kernels)
     routed = with_router(kernels, ops.route_uniform)
     return replace(routed, route_silu_down=ops.route_uniform_silu_down) if kernels.name == "triton" else routed
@@ -60,7 +60,7 @@ def with_synthetic_acceptance(
     """The set, for a target, with draft tokens accepted at random.
 
     Rows are sampled and verified as ever; in between, a sampled token becomes its draft token, or another
-    (`pretences.reference.force_acceptance`).
+    (`synthetic.reference.force_acceptance`).
 
     Args:
         acceptance: a length, 1 + accepted draft tokens, at least 1, that a round of any number of draft tokens emits on
@@ -97,4 +97,4 @@ def acceptance_chance(length: float, num_draft_tokens: int) -> float:
 def _ops(kernels: KernelSet) -> Any:
     """The module that matches the set: on a CPU nothing may need Triton-language."""
     module = "kernel" if kernels.name == "triton" else "reference"
-    return importlib.import_module(f"kimi_kernels.pretences.{module}")
+    return importlib.import_module(f"kimi_kernels.synthetic.{module}")

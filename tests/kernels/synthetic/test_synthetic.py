@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kimi_kernels import KernelSet
-from kimi_kernels.pretences import reference
-from kimi_kernels.pretending import acceptance_chance, chances_of, with_synthetic_acceptance, with_uniform_routing
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, SamplingInputs, SamplingRows
+from kimi_kernels.synthetic import reference
+from kimi_kernels.synthetic_sets import acceptance_chance, chances_of, with_synthetic_acceptance, with_uniform_routing
 from support.interpreted import INTERPRETED
 from support.sampling_cases import SequenceCase, sampling_tensors
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def ops(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     import importlib
 
-    yield importlib.import_module(f"kimi_kernels.pretences.{request.param}")
+    yield importlib.import_module(f"kimi_kernels.synthetic.{request.param}")
 
 
 def route(ops: ModuleType, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The pretending ops in Triton-language: one small launch each, so that they cost next to nothing."""
+"""The synthetic ops in Triton-language: one small launch each, so that they cost next to nothing."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kimi_kernels.moe_route.kernel import Router, plain_router, route
 from kimi_kernels.moe_route.kernel_shared import routed_beside
-from kimi_kernels.pretences import reference
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
+from kimi_kernels.synthetic import reference
 from kimi_kernels.weights import PackedWeight
 
 GOLDEN = tl.constexpr(reference.GOLDEN)
