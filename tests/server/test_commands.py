@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from support.server_process import MAX_MODEL_LEN
 
 KIMI = [sys.executable, "-m", "kimi_backend.cli.main"]
 TIMEOUT_S = 60
+STEERING = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f]")
+"""They move a terminal's cursor or colour its text."""
 
 
 def run(*words):
@@ -60,8 +63,8 @@ class Terminal:
         return self.seen.index(text, after) + len(text)
 
     def wait_for_more(self, count, after):
-        """Return when so many characters have come."""
-        self._read_until(lambda: len(self.seen) >= after + count)
+        """Return when so many characters of text have come, not counting what steers the terminal."""
+        self._read_until(lambda: len(STEERING.sub("", self.seen[after:])) >= count)
 
     def _read_until(self, condition):
         deadline = time.monotonic() + TIMEOUT_S
@@ -93,17 +96,21 @@ def terminal(url, tmp_path):
 
 READY = "\x1b[?2004h"
 """prompt_toolkit writes this when it takes a line: pasted text comes in brackets."""
+TAKEN = "\x1b[?2004l"
+"""prompt_toolkit writes this when Enter has ended the line."""
 CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 
 
 def test_ctrl_c_stops_an_answer_and_neither_chat_nor_server(terminal, url):
-    terminal.wait_for(READY, terminal.wait_for("/reset"))
-    terminal.type("tell me everything\r")
-    end = terminal.wait_for("everything")
-    terminal.wait_for_more(100, end)
-    terminal.process.send_signal(signal.SIGINT)
-    end = terminal.wait_for("stopped", end)
-    terminal.wait_for(READY, end)
+    end = terminal.wait_for(READY, terminal.wait_for("/reset"))
+    for num_characters in (0, 0, 100):  # of the answer, before Ctrl-C
+        terminal.type("tell me everything\r")
+        end = terminal.wait_for(TAKEN, end)
+        terminal.wait_for_more(num_characters, end)
+        terminal.process.send_signal(signal.SIGINT)
+        end = terminal.wait_for(READY, terminal.wait_for("stopped", end))
+    terminal.type("tell me everything\r" + CTRL_C)
+    terminal.wait_for(READY, terminal.wait_for("stopped", end))
     assert terminal.process.poll() is None
     terminal.type("/exit\r")
     assert terminal.process.wait(TIMEOUT_S) == 0

@@ -1,27 +1,26 @@
-"""Counts how often other threads get their turn while something runs."""
+"""Counts where other threads may get their turn while something runs."""
 
+import gc
 import sys
-import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 
-def turns_beside(work: Callable[[], Any]) -> int:
-    """The turns that this thread gets while another one does `work`: one or two if that is a single call in C."""
-    turns, is_over, interval_s = 0, threading.Event(), sys.getswitchinterval()
+def chances_beside(work: Callable[[], Any]) -> int:
+    """The calls in C that `work` makes: between two of them another thread may run, within one of them none."""
+    chances = 0
 
-    def run() -> None:
-        work()
-        is_over.set()
+    def count(_: FrameType, event: str, __: Any) -> None:
+        nonlocal chances
+        chances += event == "c_call"
 
-    thread = threading.Thread(target=run)
-    sys.setswitchinterval(1e-4)
+    before = sys.getprofile()
+    gc.disable()  # who listens to it makes calls too
+    sys.setprofile(count)
     try:
-        thread.start()
-        while not is_over.is_set():
-            is_over.wait(1e-5)
-            turns += 1
+        work()
     finally:
-        sys.setswitchinterval(interval_s)
-        thread.join()
-    return turns
+        sys.setprofile(before)
+        gc.enable()
+    return chances

@@ -30,7 +30,12 @@ _notes = Console(stderr=True, highlight=False)
 _answers = Console(highlight=False, soft_wrap=True)
 
 ReadLine = Callable[[], str]
-"""Raises EOFError at the end, and KeyboardInterrupt for a line that Ctrl-C cleared."""
+"""Raises EOFError at the end, LineCleared for a line that Ctrl-C cleared, and KeyboardInterrupt for a line that Ctrl-C
+followed."""
+
+
+class LineCleared(Exception):
+    """Ctrl-C took the line back before Enter sent it."""
 
 
 @dataclass(slots=True)
@@ -52,16 +57,10 @@ class Conversation:
         reader: ReplyReader | None = None
         said: list[Event] = []
         with self.client.stream(messages=[*opening, *self.messages, asked], **fields) as stream:
-            try:
-                for chunk in stream:
-                    reader = reader or ReplyReader(None, begins_thinking=chunk.begins_thinking)
-                    is_last = chunk.finish_reason is not None
-                    said += self._show(reader.feed(chunk.text, chunk.control_offsets, is_last=is_last))
-            except KeyboardInterrupt:
-                stream.cancel()
-                _answers.print()
-                _notes.print("[yellow]stopped[/yellow]")
-                return
+            for chunk in stream:
+                reader = reader or ReplyReader(None, begins_thinking=chunk.begins_thinking)
+                is_last = chunk.finish_reason is not None
+                said += self._show(reader.feed(chunk.text, chunk.control_offsets, is_last=is_last))
             done = stream.result()
         _answers.print()
         _notes.print(f"[dim]{describe_completion(done)}[/dim]")
@@ -95,8 +94,12 @@ def line_reader() -> ReadLine:
         return input
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import has_focus
     from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.keys import Keys
 
     keys = KeyBindings()
 
@@ -107,6 +110,10 @@ def line_reader() -> ReadLine:
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c", filter=has_focus(DEFAULT_BUFFER))
+    def _(event: KeyPressEvent) -> None:
+        event.app.exit(exception=LineCleared(), style="class:aborting")
 
     folder = Path(typer.get_app_dir("kimi"))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -120,23 +127,42 @@ def line_reader() -> ReadLine:
         completer=WordCompleter([name.split()[0] for name in COMMANDS], sentence=True),
         complete_while_typing=False,
     )
-    return lambda: session.prompt("> ")
+
+    def read() -> str:
+        # Its own handler of the signal drops one that comes while the prompt ends.
+        line = session.prompt("> ", handle_sigint=False)
+        # Keys that came behind Enter before the terminal made signals of them.
+        keys = [*get_typeahead(session.input), *session.input.read_keys()]
+        ends = [at + 1 for at, press in enumerate(keys) if press.key == Keys.ControlC]
+        store_typeahead(session.input, keys[ends[-1] if ends else 0 :])
+        if ends:
+            raise KeyboardInterrupt
+        return line
+
+    return read
 
 
 @client_errors()
 def chat(url: str, system: str | None, fields: dict[str, Any]) -> None:
-    """Read a question, stream the answer, repeat, until Ctrl-D or /exit."""
+    """Read a question, stream the answer, repeat, until Ctrl-D or /exit; Ctrl-C stops what is between two lines."""
     take_ctrl_c()
     conversation = Conversation(KimiClient(url), fields, system)
     read_line = line_reader()
     _notes.print(f"[dim]{BANNER}[/dim]")
+    is_stopped = False
     while True:
         try:
+            if is_stopped:  # said in here, where Ctrl-C once more does no harm
+                _answers.print()
+                _notes.print("[yellow]stopped[/yellow]")
+                is_stopped = False
             line = read_line().strip()
             if line == "/exit":
                 return
             _obey(conversation, line)
         except KeyboardInterrupt:
+            is_stopped = True
+        except LineCleared:
             continue
         except EOFError:
             return

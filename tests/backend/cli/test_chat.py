@@ -1,20 +1,28 @@
 """Thoughts are told from answers, answers are kept, and no text steers the terminal."""
 
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import rich.text
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from kimi_backend.cli import chat
-from kimi_backend.cli.talk import printable
+from kimi_backend.cli.talk import printable, take_ctrl_c
 from kimi_client import Chunk
 from kimi_client._client import Stream
 
 
 class ScriptedStream(Stream):
     def __init__(self, chunks: list[Chunk]) -> None:
-        super().__init__("r1", lambda again: None)
+        super().__init__("r1", lambda again: SimpleNamespace(cancel=lambda: None))
         self._scripted = chunks
 
     def __iter__(self) -> Any:
@@ -81,3 +89,97 @@ def test_a_model_that_never_ends_its_thoughts_is_not_dimmed_again(monkeypatch: p
 
 def test_what_steers_a_terminal_is_shown_and_not_obeyed() -> None:
     assert printable("a\x1b[2Jb\n\tc\r\x9b模") == "a\\x1b[2Jb\n\tc\\r\\x9b模"
+
+
+@pytest.mark.parametrize("moment", ["line", "request", "chunk", "last chunk", "note"])
+def test_ctrl_c_stops_what_is_between_two_lines_and_says_so(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = {moment, "chunk"} if moment == "note" else {moment}
+    notes: list[str] = []
+    lines = ["first", "second"]
+
+    def reach(now: str) -> None:
+        if now in moments:
+            moments.remove(now)
+            signal.raise_signal(signal.SIGINT)
+
+    class InterruptedStream(ScriptedStream):
+        def __iter__(self) -> Any:
+            for chunk in super().__iter__():
+                reach("last chunk" if chunk.finish_reason else "chunk")
+                yield chunk
+
+    def stream(**_: Any) -> ScriptedStream:
+        reach("request")
+        return InterruptedStream(scripted("Yes.", begins_thinking=False))
+
+    def read_line() -> str:
+        if not lines:
+            raise EOFError
+        line = lines.pop(0)
+        reach("line")
+        return line
+
+    def note(text: str, **_: Any) -> None:
+        if "stopped" in text:
+            reach("note")
+        notes.append(text)
+
+    monkeypatch.setattr(chat, "KimiClient", lambda url: SimpleNamespace(stream=stream))
+    monkeypatch.setattr(chat, "line_reader", lambda: read_line)
+    monkeypatch.setattr(chat._notes, "print", note)
+    monkeypatch.setattr(chat._answers, "print", lambda *_, **__: None)
+    monkeypatch.setattr(chat, "describe_completion", lambda done: "answered")
+    chat.chat("localhost:1", None, {})
+    assert not moments
+    assert ["stopped" in text for text in notes[1:]] == [True, False], "the first one stopped, the second one answered"
+
+
+class Screen(DummyOutput):
+    """A terminal that is written to; at one of the writes something happens."""
+
+    def __init__(self, at: int, happen: Callable[[], None]) -> None:
+        self._left, self._happen = at, happen
+
+    def flush(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._happen()
+
+
+@contextmanager
+def typing(text: str, screen: DummyOutput, folder: Path) -> Iterator[chat.ReadLine]:
+    """Lines that are read from this text."""
+    with pytest.MonkeyPatch.context() as patch, create_pipe_input() as keys, create_app_session(keys, screen):
+        patch.setattr(sys.stdin, "isatty", lambda: True)
+        patch.setattr(chat.typer, "get_app_dir", lambda name: str(folder))
+        patch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+        keys.send_text(text)
+        yield chat.line_reader()
+
+
+def test_ctrl_c_that_was_typed_behind_enter_belongs_to_the_line(tmp_path: Path) -> None:
+    with typing("half\x03one\rlost\x03two\r", DummyOutput(), tmp_path) as read_line:
+        with pytest.raises(chat.LineCleared):
+            read_line()
+        with pytest.raises(KeyboardInterrupt):
+            read_line()
+        assert read_line() == "two"
+
+
+def test_no_signal_is_lost_while_a_line_is_read(tmp_path: Path) -> None:
+    sent: list[int] = []
+    taken: list[int] = []
+    take_ctrl_c()
+    for write in range(1, 20):
+
+        def interrupt(write: int = write) -> None:
+            sent.append(write)
+            signal.raise_signal(signal.SIGINT)
+
+        try:
+            with typing("one\r", Screen(write, interrupt), tmp_path) as read_line:
+                read_line()
+        except KeyboardInterrupt:
+            taken.append(write)
+    assert sent == taken
+    assert 3 < len(sent) < 19, "every write of a line, from the first to the last"
