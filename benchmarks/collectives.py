@@ -27,8 +27,8 @@ import torch.multiprocessing as mp
 
 from kimi_backend.parallel import DistributedRanks
 from kimi_backend.runners.graphs.recorder import GraphRecorder
-from kimi_backend.runners.inboxes import EitherSum
 from kimi_backend.runners.ranks.joining import join_ranks, leave
+from kimi_backend.runners.receive_buffers import EitherSum
 
 HIDDEN, VOCAB = 7168, 163_840
 SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -78,7 +78,7 @@ def run_rank(rank: int, size: int, address: str, options: argparse.Namespace) ->
         assert isinstance(group, DistributedRanks)
     else:
         group, taken = join_on_gpu(rank, size, address, device, options.programs)
-        say(rank, f"NCCL and the inboxes take {taken:.0f} MiB of each GPU")
+        say(rank, f"NCCL and the receive buffers take {taken:.0f} MiB of each GPU")
     results = Measuring(group, device, options.link_gbps).measure_all()
     out: Path | None = options.out
     if rank == 0 and out is not None:
@@ -152,7 +152,8 @@ class Measuring:
         sent = logits.nbytes * (size - 1)
         assert torch.equal(group.all_gather_columns(logits), self._plain.all_gather_columns(logits))
         if group.fast_gather is not None and group.fast_gather.takes(logits):
-            self._measure("gather, inbox", rows, logits.nbytes, sent, partial(group.all_gather_columns, logits))
+            fast = partial(group.all_gather_columns, logits)
+            self._measure("gather, receive buffer", rows, logits.nbytes, sent, fast)
         plain = partial(self._plain.all_gather_columns, logits)
         self._measure(f"gather, {self._library}", rows, logits.nbytes, sent, plain)
         values, ids = logits.max(dim=1)

@@ -1,9 +1,9 @@
 """Rank 0 of a tensor-parallel group, alone: a rank's slices of all weights, collectives without the other ranks.
 
-The kernels that exchange rows between GPUs run as they do in a group, on this GPU's memory alone: the inbox of rank r
-begins r slots into this rank's own, so what is written to rank r lands where rank r's elements are waited for. The
-others seem to send what this rank sends, at once: the same elements, or in a sum in parts the block that is theirs to
-sum. What is written, emptied, read and added is what a rank writes, empties, reads and adds; the way over NVLink is
+The kernels that exchange rows between GPUs run as they do in a group, on this GPU's memory alone: the receive buffer of
+rank r begins r slots into this rank's own, so what is written to rank r lands where rank r's elements are waited for.
+The others seem to send what this rank sends, at once: the same elements, or in a sum in parts the block that is theirs
+to sum. What is written, emptied, read and added is what a rank writes, empties, reads and adds; the way over NVLink is
 missing, and `pause_us` stands for it: so much longer each collective takes. What NCCL would do (long prompts, and one
 pair of numbers a row for a draft's head) is a few tensor operations.
 """
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.parallel import DistributedRanks, FastCollective, SumNorm
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.inboxes import (
+from kimi_backend.runners.load.loading import Role, load_rank
+from kimi_backend.runners.load.opened_checkpoints import Checkpoints
+from kimi_backend.runners.load.placement import place
+from kimi_backend.runners.receive_buffers import (
     MOST_GATHERED_BYTES,
     MOST_SENT_WHOLE,
     MOST_SUMMED_BYTES,
     EitherSum,
     EitherSumNorm,
 )
-from kimi_backend.runners.load.loading import Role, load_rank
-from kimi_backend.runners.load.opened_checkpoints import Checkpoints
-from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.choice_products import Terms
 
@@ -47,7 +47,7 @@ class OneOfRanks(DistributedRanks):
     pause: Pause
     """Runs behind each collective."""
     memory: tuple[torch.Tensor, ...] = ()
-    """Inboxes, which kernels know by their addresses only."""
+    """Receive buffers, which kernels know by their addresses only."""
 
     @property
     def rank(self) -> int:
@@ -140,42 +140,42 @@ def one_of_ranks(num_ranks: int, device: torch.device, pause_us: float) -> OneOf
 
 
 def looped_back(num_ranks: int, device: torch.device, pause: Pause, most_programs: int | None = None) -> OneOfRanks:
-    """Rank 0 with the kernels of a group, over inboxes that are all in this rank's memory.
+    """Rank 0 with the kernels of a group, over receive buffers that are all in this rank's memory.
 
     most_programs: of a call; their own choice if absent. Programs wait for one another's elements.
     """
     # A CPU may do without Triton-language.
-    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, Inboxes, RankGather, RankSum, new_inbox
-    from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
-    from kimi_kernels.rank_exchange.kernel_norm import RankSumNorm, new_norm_inbox
-    from kimi_kernels.rank_exchange.kernel_parts import BLOCK, RankSumInParts, new_parts_inbox
+    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, RankGather, RankSum, ReceiveBuffers, new_receive_buffer
+    from kimi_kernels.rank_exchange.kernel_norm import RankSumNorm, new_norm_receive_buffer
+    from kimi_kernels.rank_exchange.kernel_parts import BLOCK, RankSumInParts, new_parts_receive_buffer
+    from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS
 
     memory = []
 
-    def inboxes(dtype: torch.dtype, most_elements: int) -> Inboxes:
-        memory.append(new_inbox(dtype, num_ranks, most_elements, device))
-        return Inboxes(0, shifted(memory[-1], NUM_BUFFERS * num_ranks, num_ranks), dtype, most_elements, device)
+    def buffers(dtype: torch.dtype, most_elements: int) -> ReceiveBuffers:
+        memory.append(new_receive_buffer(dtype, num_ranks, most_elements, device))
+        return ReceiveBuffers(0, shifted(memory[-1], NUM_SECTIONS * num_ranks, num_ranks), dtype, most_elements, device)
 
-    whole = RankSum(inboxes(torch.int16, MOST_SENT_WHOLE[num_ranks] // 2), most_programs)
-    uneven = RankSum(inboxes(torch.int16, MOST_UNEVEN_BYTES // 2), most_programs)
-    gather = RankGather(inboxes(torch.int32, MOST_GATHERED_BYTES // num_ranks // 4), most_programs)
+    whole = RankSum(buffers(torch.int16, MOST_SENT_WHOLE[num_ranks] // 2), most_programs)
+    uneven = RankSum(buffers(torch.int16, MOST_UNEVEN_BYTES // 2), most_programs)
+    gather = RankGather(buffers(torch.int32, MOST_GATHERED_BYTES // num_ranks // 4), most_programs)
     most = MOST_SUMMED_BYTES // 2
-    memory.append(new_parts_inbox(num_ranks, most, device))
-    addresses = shifted(memory[-1], 2 * NUM_BUFFERS * num_ranks, num_ranks)
+    memory.append(new_parts_receive_buffer(num_ranks, most, device))
+    addresses = shifted(memory[-1], 2 * NUM_SECTIONS * num_ranks, num_ranks)
     parts = _EvenParts(RankSumInParts(0, addresses, most, device, most_programs), BLOCK, num_ranks)
     sums = EitherSum(whole, EitherSum(parts, uneven))
     norms = []
     for in_parts, most_blocks in ((False, MOST_SENT_WHOLE[num_ranks] // 2 // BLOCK), (True, MOST_PROGRAMS[num_ranks])):
-        memory.append(new_norm_inbox(num_ranks, most_blocks, device, in_parts=in_parts))
-        addresses = shifted(memory[-1], (2 if in_parts else 1) * NUM_BUFFERS * num_ranks, num_ranks)
+        memory.append(new_norm_receive_buffer(num_ranks, most_blocks, device, in_parts=in_parts))
+        addresses = shifted(memory[-1], (2 if in_parts else 1) * NUM_SECTIONS * num_ranks, num_ranks)
         norms.append(RankSumNorm(0, addresses, most_blocks, device, in_parts=in_parts))
     sum_norm = PausedSumNorm(*norms, num_ranks, pause)
     return OneOfRanks(NO_GROUP, sums, gather, sum_norm, num_ranks=num_ranks, pause=pause, memory=tuple(memory))
 
 
-def shifted(inbox: torch.Tensor, num_slots: int, num_ranks: int) -> list[int]:
-    """Place the ranks' inboxes: each begins a slot behind the one before."""
-    return [inbox.data_ptr() + rank * (inbox.nbytes // num_slots) for rank in range(num_ranks)]
+def shifted(buffer: torch.Tensor, num_slots: int, num_ranks: int) -> list[int]:
+    """Place the ranks' receive buffers: each begins a slot behind the one before."""
+    return [buffer.data_ptr() + rank * (buffer.nbytes // num_slots) for rank in range(num_ranks)]
 
 
 def load_one_of_ranks(

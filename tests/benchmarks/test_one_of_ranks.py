@@ -1,4 +1,4 @@
-"""A rank alone: the kernels of a group over inboxes that are all in its own memory, in the interpreter."""
+"""A rank alone: the kernels of a group over receive buffers that are all in its own memory, in the interpreter."""
 
 import sys
 from dataclasses import replace
@@ -9,8 +9,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
 from kimi_kernels.rank_exchange.kernel_parts import BLOCK
+from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS
 from slice_suite.one_of_ranks import PausedSumNorm, looped_back, one_of_ranks
 from support.interpreted import INTERPRETED
 
@@ -19,7 +19,8 @@ pytestmark = INTERPRETED
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_a_rank_alone_finds_in_its_memory_what_the_others_would_send(num_rows: int) -> None:
-    """One row is sent whole, 16 are summed in parts, three are uneven; more than one call empties the inboxes."""
+    """One row is sent whole, 16 are summed in parts, three are uneven; more than one call empties the receive
+    buffers."""
     group = looped_back(8, torch.device("cpu"), lambda: None, most_programs=1)
     for call in range(4):
         x = torch.randn(num_rows, 7168, generator=torch.Generator().manual_seed(call)).half()
@@ -44,7 +45,7 @@ def test_a_rank_alone_sums_and_norms(num_rows: int) -> None:
         one._squares[0] = 0
     if num_rows == 4:
         x[:] = x[0]
-        terms = group.memory[-1].view(NUM_BUFFERS, 2, 8, -1)[0, 0]
+        terms = group.memory[-1].view(NUM_SECTIONS, 2, 8, -1)[0, 0]
         terms[:, :32] = terms[:, BLOCK : BLOCK + 32] = x[0].view(torch.int16).view(4, 32).repeat(2, 1)
     _, total = group.sum_norm(x, residual, torch.ones(128).half(), 1e-5)
     summed = 8 * x if num_rows == 1 else 2 * x.view(4, 4, 32).float().sum(dim=1).repeat(1, 4).half()

@@ -62,7 +62,7 @@ def test_sums_and_norms_in_a_graph(size: int) -> None:
 @pytest.mark.parametrize("rows", [1, 64])
 def test_products_of_choices_are_summed_before_they_are_sent(rows: int) -> None:
     device = torch.device("cuda")
-    group = one_of_ranks(8, device, 0.0)  # holds the inboxes, which kernels know by their addresses only
+    group = one_of_ranks(8, device, 0.0)  # holds the receive buffers, which kernels know by their addresses only
     sum_norm: SumNorm | None = group.sum_norm
     assert sum_norm is not None
     choices = ChoiceProducts(

@@ -273,12 +273,12 @@ def rank_exchange(name: str, size: int) -> Build:
     kind, unit, itemsize = ("*i32", "words", 4) if name == "gather" else ("*bf16", "elements", 2)
     sizes = [f"num_{unit}", "part_elements" if name == "in parts" else f"slot_{unit}"]
     sizes += ["row_words"] if name == "gather" else []
-    types = {"x": kind, "out": kind, "inboxes": "*i64", "calls": "*i32", **dict.fromkeys(["rank", *sizes], "i32")}
+    types = {"x": kind, "out": kind, "buffers": "*i64", "calls": "*i32", **dict.fromkeys(["rank", *sizes], "i32")}
     return Build(
         module="kimi_kernels.rank_exchange.kernel" + ("_parts" if name == "in parts" else ""),
         function={"sum": "rank_sum_kernel", "gather": "rank_gather_kernel", "in parts": "sum_in_parts_kernel"}[name],
         types=types,
-        constants={"SIZE": size, "BLOCK": kernel.BLOCK_BYTES // itemsize, "BUFFERS": kernel.NUM_BUFFERS, "PDL": True},
+        constants={"SIZE": size, "BLOCK": kernel.BLOCK_BYTES // itemsize, "SECTIONS": kernel.NUM_SECTIONS, "PDL": True},
         num_warps=8,
         multiples_of_16=tuple(sizes),
     )
@@ -291,7 +291,7 @@ def sum_norm(name: str, size: int) -> Build:
 
     tensors = ("x", "second", "residual", "weight", "out", "total")
     sizes = ("residual_stride", "width", "columns", "slot_elements", "most_programs")
-    types = dict.fromkeys(tensors, "*bf16") | {"inboxes": "*i64", "calls": "*i32", "squares": "*i32"}
+    types = dict.fromkeys(tensors, "*bf16") | {"buffers": "*i64", "calls": "*i32", "squares": "*i32"}
     types |= dict.fromkeys(("rank", *sizes), "i32") | {"eps": "fp32"}
     top_k = 8 if "of choices" in name else 0
     if top_k:
@@ -301,7 +301,7 @@ def sum_norm(name: str, size: int) -> Build:
         "SIZE": size,
         "PROGRAMS": kernel_norm.ROW_BLOCKS,
         "BLOCK": kernel_norm.BLOCK,
-        "BUFFERS": kernel.NUM_BUFFERS,
+        "SECTIONS": kernel.NUM_SECTIONS,
     }
     return Build(
         module="kimi_kernels.rank_exchange.kernel_norm",

@@ -2,10 +2,10 @@
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """A sum over ranks, added to the residual stream, and the norm of that, in one launch of Triton-language.
 
-A program takes a fourth of a row's columns: it exchanges them as `kernel` and `kernel_parts` do, with inboxes of its
-own, adds them, and tells the other programs of its row the sum of their squares, through memory of this GPU that is
-emptied and filled as an inbox is. So all programs of a call have to run at once. The sum has the bits of those kernels;
-a row's squares are added in another order than `rms_norm` adds them, the same on every rank.
+A program takes a fourth of a row's columns: it exchanges them as `kernel` and `kernel_parts` do, with receive buffers
+of its own, adds them, and tells the other programs of its row the sum of their squares, through memory of this GPU that
+is emptied and filled as a receive buffer is. So all programs of a call have to run at once. The sum has the bits of
+those kernels; a row's squares are added in another order than `rms_norm` adds them, the same on every rank.
 """
 
 import torch
@@ -26,7 +26,7 @@ from kimi_kernels.rank_exchange.kernel import (
     MOST_PROGRAMS,
     SENT_WORD,
 )
-from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive, receive_all, send
+from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS, open_buffers, receive, receive_all, send
 
 BLOCK = BLOCK_BYTES // 2
 ROW_BLOCKS = 4
@@ -37,22 +37,22 @@ MOST_COLUMNS = ROW_BLOCKS * BLOCK
 
 @triton.jit
 def _sum_in_parts(
-    bits, inside, inboxes, everyone, own, rank, call, slot_elements, DTYPE: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, BUFFERS: tl.constexpr,
+    bits, inside, buffers, everyone, own, rank, call, slot_elements, DTYPE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, SECTIONS: tl.constexpr,
 ):  # fmt: skip
     """Sum of this program's block, [BLOCK] of DTYPE: its owner, rank program % SIZE, adds the terms and tells all.
 
-    A buffer of an inbox: terms [SIZE, slot_elements] of the own blocks by rank, sums likewise by owner.
+    A section of a receive buffer: terms [SIZE, slot_elements] of the own blocks by rank, sums likewise by owner.
     """
     owner = tl.program_id(0) % SIZE
     part = tl.program_id(0) // SIZE * BLOCK + tl.arange(0, BLOCK)
     source = tl.arange(0, SIZE)[:, None] * slot_elements
     there = tl.broadcast_to(inside[None, :], [SIZE, BLOCK])
-    buffer_elements = (2 * SIZE * slot_elements).to(tl.int64)
-    now = call * buffer_elements
-    before = own + (call + BUFFERS - 1) % BUFFERS * buffer_elements
+    section_elements = (2 * SIZE * slot_elements).to(tl.int64)
+    now = call * section_elements
+    before = own + (call + SECTIONS - 1) % SECTIONS * section_elements
     sums = SIZE * slot_elements + owner * slot_elements + part
-    to_owner = tl.multiple_of(tl.load(inboxes + owner).to(tl.pointer_type(tl.int16)), 16)
+    to_owner = tl.multiple_of(tl.load(buffers + owner).to(tl.pointer_type(tl.int16)), 16)
     tl.store(to_owner + now + rank * slot_elements + part, bits, mask=inside)
     tl.store(before + sums, tl.full([BLOCK], EMPTY_HALF, tl.int16))
     if owner == rank:
@@ -76,9 +76,9 @@ def sum_norm_kernel(
     weight,  # [width]
     out,  # [T, width]
     total,  # [T, width]
-    inboxes,  # [SIZE] int64: the addresses of all ranks' inboxes, as this process sees them
-    calls,  # [programs] int32, mod BUFFERS
-    squares,  # [BUFFERS, most programs] int32
+    buffers,  # [SIZE] int64: the addresses of all ranks' receive buffers, as this process sees them
+    calls,  # [programs] int32, mod SECTIONS
+    squares,  # [SECTIONS, most programs] int32
     rank,
     residual_stride,
     width,
@@ -89,7 +89,7 @@ def sum_norm_kernel(
     SIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,  # of a row
     BLOCK: tl.constexpr,
-    BUFFERS: tl.constexpr,
+    SECTIONS: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_SECOND: tl.constexpr,
     IN_PARTS: tl.constexpr,
@@ -98,7 +98,7 @@ def sum_norm_kernel(
     if PDL:
         gdc_launch_dependents()
     dtype: tl.constexpr = x.dtype.element_ty
-    everyone, own = open_inboxes(inboxes, rank, SIZE, tl.int16)
+    everyone, own = open_buffers(buffers, rank, SIZE, tl.int16)
     program = tl.program_id(0)
     row = (program // PROGRAMS).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -122,11 +122,11 @@ def sum_norm_kernel(
     bits = tl.where(bits == EMPTY_HALF, 0, bits)
     if IN_PARTS:
         added = _sum_in_parts(
-            bits, inside, inboxes, everyone, own, rank, call, slot_elements, dtype, SIZE, BLOCK, BUFFERS
+            bits, inside, buffers, everyone, own, rank, call, slot_elements, dtype, SIZE, BLOCK, SECTIONS
         )
     else:
         offset = program * BLOCK + tl.arange(0, BLOCK)
-        send(bits, offset, inside, everyone, own, rank, call, slot_elements, EMPTY_HALF, SIZE, BLOCK, BUFFERS)
+        send(bits, offset, inside, everyone, own, rank, call, slot_elements, EMPTY_HALF, SIZE, BLOCK, SECTIONS)
         found = receive_all(own, offset, inside, call, slot_elements, EMPTY_HALF, SIZE, BLOCK)
         added = tl.sum(found.to(dtype, bitcast=True).to(tl.float32), 0).to(dtype)
     rounded = (stream + added.to(tl.float32)).to(total.dtype.element_ty)
@@ -134,13 +134,13 @@ def sum_norm_kernel(
     values = tl.where(inside, rounded.to(tl.float32), 0.0)
     square = tl.sum(values * values, 0).to(tl.int32, bitcast=True)
     tl.store(squares + call * most_programs + program, tl.where(square == EMPTY_WORD, SENT_WORD, square))
-    tl.store(squares + (call + BUFFERS - 1) % BUFFERS * most_programs + program, EMPTY_WORD)
+    tl.store(squares + (call + SECTIONS - 1) % SECTIONS * most_programs + program, EMPTY_WORD)
     of_row = program // PROGRAMS * PROGRAMS + tl.arange(0, PROGRAMS)
     parts = receive(squares + call * most_programs + of_row, of_row >= 0, EMPTY_WORD)
     mean = tl.sum(parts.to(tl.float32, bitcast=True), 0) / width
     normed = values * tl.rsqrt(mean + eps) * scale
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
-    tl.store(calls + program, (call + 1) % BUFFERS)
+    tl.store(calls + program, (call + 1) % SECTIONS)
 
 
 class RankSumNorm:
@@ -152,24 +152,26 @@ class RankSumNorm:
     ) -> None:
         """
         Args:
-            addresses: of all ranks' inboxes in rank order, mapped here, of `new_norm_inbox`; all are empty before any
-                rank's first call.
-            most_blocks: of a call's rows, ROW_BLOCKS each; the inboxes are for so many.
+            addresses: of all ranks' receive buffers in rank order, mapped here, of `new_norm_receive_buffer`; all are
+                empty before any rank's first call.
+            most_blocks: of a call's rows, ROW_BLOCKS each; the receive buffers are for so many.
             in_parts: each block is summed by one rank, as in `kernel_parts`, else by every rank, as in `kernel`.
         Raises:
             ValueError: the number of ranks is none of 2, 4 and 8.
         """
         size = len(addresses)
-        require(size in MOST_PROGRAMS, "inboxes", f"{size} of them", "2, 4 or 8")
+        require(size in MOST_PROGRAMS, "receive buffers", f"{size} of them", "2, 4 or 8")
         self._rank = rank
         self._most_blocks = min(most_blocks, MOST_PROGRAMS[size])
         self._slot_elements = _slot_elements(size, most_blocks, in_parts)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(self._most_blocks, dtype=torch.int32, device=device)
-        self._squares = torch.full((NUM_BUFFERS, self._most_blocks), EMPTY_WORD.value, dtype=torch.int32, device=device)
+        self._squares = torch.full(
+            (NUM_SECTIONS, self._most_blocks), EMPTY_WORD.value, dtype=torch.int32, device=device
+        )
         early = starts_early(device)
         self._options = {
-            "SIZE": size, "PROGRAMS": ROW_BLOCKS, "BLOCK": BLOCK, "BUFFERS": NUM_BUFFERS,
+            "SIZE": size, "PROGRAMS": ROW_BLOCKS, "BLOCK": BLOCK, "SECTIONS": NUM_SECTIONS,
             "IN_PARTS": in_parts, "PDL": early, "num_warps": 8,
             **({"launch_pdl": True} if early else {}),
         }  # fmt: skip
@@ -211,9 +213,9 @@ class RankSumNorm:
         return out, total
 
 
-def new_norm_inbox(size: int, most_blocks: int, device: torch.device, *, in_parts: bool) -> Tensor:
-    """[NUM_BUFFERS * size * slot] int16, empty; in parts twice as much, for terms and sums."""
-    num_slots = NUM_BUFFERS * size * (2 if in_parts else 1)
+def new_norm_receive_buffer(size: int, most_blocks: int, device: torch.device, *, in_parts: bool) -> Tensor:
+    """[NUM_SECTIONS * size * slot] int16, empty; in parts twice as much, for terms and sums."""
+    num_slots = NUM_SECTIONS * size * (2 if in_parts else 1)
     num_elements = num_slots * _slot_elements(size, most_blocks, in_parts)
     return torch.full((num_elements,), EMPTY_HALF.value, dtype=torch.int16, device=device)
 

@@ -5,8 +5,8 @@
 Block b belongs to rank b % size: all ranks send it their terms, and it sends all ranks the sum. Each of n ranks sends
 2 (n - 1) / n times its elements, where with `RankSum` it sends n - 1 times as many.
 
-Buffers are emptied as in `RankSum`, and for the same reason: an owner's next sum but one follows from terms that a rank
-sends only after its call before has ended, and terms likewise follow from the owner's sum.
+Sections are emptied as in `RankSum`, and for the same reason: an owner's next sum but one follows from terms that a
+rank sends only after its call before has ended, and terms likewise follow from the owner's sum.
 """
 
 import torch
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kimi_kernels.argument_checks import require
 from kimi_kernels.early_start import starts_early
 from kimi_kernels.rank_exchange.kernel import BLOCK_BYTES, EMPTY_HALF, HALF_DTYPES, MOST_PROGRAMS
-from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS, open_inboxes, receive
+from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS, open_buffers, receive
 
 BLOCK = BLOCK_BYTES // 2
 
@@ -27,24 +27,25 @@ BLOCK = BLOCK_BYTES // 2
 def sum_in_parts_kernel(
     x,  # [num_elements]
     out,  # [num_elements]
-    inboxes,  # [SIZE] int64: the addresses of all ranks' inboxes, as this process sees them
-    calls,  # [blocks] int32, mod BUFFERS
+    buffers,  # [SIZE] int64: the addresses of all ranks' receive buffers, as this process sees them
+    calls,  # [blocks] int32, mod SECTIONS
     rank,
     num_elements,
     part_elements,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BUFFERS: tl.constexpr,
+    SECTIONS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A buffer of an inbox: terms [SIZE, part_elements] of this rank's blocks by rank, sums likewise by owner."""
+    """A section of a receive buffer: terms [SIZE, part_elements] of this rank's blocks by rank, sums likewise by
+    owner."""
     if PDL:
         gdc_launch_dependents()
-    everyone, own = open_inboxes(inboxes, rank, SIZE, tl.int16)
+    everyone, own = open_buffers(buffers, rank, SIZE, tl.int16)
     if PDL:
         gdc_wait()
     num_blocks = tl.cdiv(num_elements, BLOCK)
-    buffer_elements = (2 * SIZE * part_elements).to(tl.int64)
+    section_elements = (2 * SIZE * part_elements).to(tl.int64)
     sums = SIZE * part_elements
     source = tl.arange(0, SIZE)[:, None] * part_elements
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
@@ -54,9 +55,9 @@ def sum_in_parts_kernel(
         bits = tl.load(x + offset, mask=inside, other=0.0).to(tl.int16, bitcast=True)
         bits = tl.where(bits == EMPTY_HALF, 0, bits)
         call = tl.load(calls + block)
-        owner = tl.multiple_of(tl.load(inboxes + block % SIZE).to(tl.pointer_type(tl.int16)), 16)
-        tl.store(owner + call * buffer_elements + rank * part_elements + part, bits, mask=inside)
-        before = own + (call + BUFFERS - 1) % BUFFERS * buffer_elements
+        owner = tl.multiple_of(tl.load(buffers + block % SIZE).to(tl.pointer_type(tl.int16)), 16)
+        tl.store(owner + call * section_elements + rank * part_elements + part, bits, mask=inside)
+        before = own + (call + SECTIONS - 1) % SECTIONS * section_elements
         tl.store(before + sums + block % SIZE * part_elements + part, tl.full([BLOCK], EMPTY_HALF, tl.int16))
         if block % SIZE == rank:
             tl.store(before + source + part[None, :], tl.full([SIZE, BLOCK], EMPTY_HALF, tl.int16))
@@ -65,7 +66,7 @@ def sum_in_parts_kernel(
             offset = block * BLOCK + tl.arange(0, BLOCK)
             there = tl.broadcast_to((offset < num_elements)[None, :], [SIZE, BLOCK])
             part = block // SIZE * BLOCK + tl.arange(0, BLOCK)
-            now = tl.load(calls + block) * buffer_elements
+            now = tl.load(calls + block) * section_elements
             terms = receive(own + now + source + part[None, :], there, EMPTY_HALF)
             total = tl.sum(terms.to(out.dtype.element_ty, bitcast=True).to(tl.float32), 0)
             bits = total.to(out.dtype.element_ty).to(tl.int16, bitcast=True)
@@ -77,10 +78,10 @@ def sum_in_parts_kernel(
         inside = offset < num_elements
         part = block // SIZE * BLOCK + tl.arange(0, BLOCK)
         call = tl.load(calls + block)
-        place = call * buffer_elements + sums + block % SIZE * part_elements + part
+        place = call * section_elements + sums + block % SIZE * part_elements + part
         total = receive(own + place, inside, EMPTY_HALF)
         tl.store(out + offset, total.to(out.dtype.element_ty, bitcast=True), mask=inside)
-        tl.store(calls + block, (call + 1) % BUFFERS)
+        tl.store(calls + block, (call + 1) % SECTIONS)
 
 
 class RankSumInParts:
@@ -96,14 +97,14 @@ class RankSumInParts:
     ) -> None:
         """
         Args:
-            addresses: of all ranks' inboxes in rank order, mapped here, of `new_parts_inbox`; all are empty before any
-                rank's first call.
-            most_elements: of one call; the inboxes were made for it.
+            addresses: of all ranks' receive buffers in rank order, mapped here, of `new_parts_receive_buffer`; all are
+                empty before any rank's first call.
+            most_elements: of one call; the receive buffers were made for it.
         Raises:
             ValueError: the number of ranks is none of 2, 4 and 8.
         """
         size = len(addresses)
-        require(size in MOST_PROGRAMS, "inboxes", f"{size} of them", "2, 4 or 8")
+        require(size in MOST_PROGRAMS, "receive buffers", f"{size} of them", "2, 4 or 8")
         self._rank = rank
         self._most_elements = most_elements
         self.most_programs = most_programs or MOST_PROGRAMS[size]
@@ -114,7 +115,7 @@ class RankSumInParts:
         self._options = {
             "SIZE": size,
             "BLOCK": BLOCK,
-            "BUFFERS": NUM_BUFFERS,
+            "SECTIONS": NUM_SECTIONS,
             "PDL": early,
             "num_warps": 8,
             **({"launch_pdl": True} if early else {}),
@@ -141,9 +142,9 @@ class RankSumInParts:
         return out
 
 
-def new_parts_inbox(size: int, most_elements: int, device: torch.device) -> Tensor:
-    """[NUM_BUFFERS * 2 * size * part] int16, empty."""
-    num_elements = NUM_BUFFERS * 2 * size * _part_elements(size, most_elements)
+def new_parts_receive_buffer(size: int, most_elements: int, device: torch.device) -> Tensor:
+    """[NUM_SECTIONS * 2 * size * part] int16, empty."""
+    num_elements = NUM_SECTIONS * 2 * size * _part_elements(size, most_elements)
     return torch.full((num_elements,), EMPTY_HALF.value, dtype=torch.int16, device=device)
 
 

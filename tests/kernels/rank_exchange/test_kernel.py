@@ -9,12 +9,12 @@ from kimi_kernels.rank_exchange.kernel import (
     BLOCK_BYTES,
     EMPTY_HALF,
     EMPTY_WORD,
-    Inboxes,
     RankGather,
     RankSum,
-    new_inbox,
+    ReceiveBuffers,
+    new_receive_buffer,
 )
-from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
+from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
@@ -26,22 +26,22 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Ranks:
-    """Inboxes of all ranks in one process; a call runs every rank's kernel in turn."""
+    """Receive buffers of all ranks in one process; a call runs every rank's kernel in turn."""
 
     def __init__(self, kind: type[RankSum] | type[RankGather], size: int, most_programs: int = 5) -> None:
         self.dtype = torch.int16 if kind is RankSum else torch.int32
-        self.inboxes = [new_inbox(self.dtype, size, MOST, CPU) for _ in range(size)]
-        addresses = [inbox.data_ptr() for inbox in self.inboxes]
+        self.buffers = [new_receive_buffer(self.dtype, size, MOST, CPU) for _ in range(size)]
+        addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.block = BLOCK_BYTES // self.dtype.itemsize
         self.calls: list[Call] = [
-            kind(Inboxes(rank, addresses, self.dtype, MOST, CPU), most_programs) for rank in range(size)
+            kind(ReceiveBuffers(rank, addresses, self.dtype, MOST, CPU), most_programs) for rank in range(size)
         ]
         self.num_calls = [0] * (MOST // self.block)
         """The calls of each block: those of few elements have fewer blocks."""
 
     def slot(self, rank: int, source: int, call: int) -> torch.Tensor:
-        """[MOST] of a rank's inbox, where another rank's elements of a call come."""
-        return self.inboxes[rank].view(NUM_BUFFERS, len(self.inboxes), MOST)[call % NUM_BUFFERS, source]
+        """[MOST] of a rank's receive buffer, where another rank's elements of a call come."""
+        return self.buffers[rank].view(NUM_SECTIONS, len(self.buffers), MOST)[call % NUM_SECTIONS, source]
 
     def deliver(self, rank: int, source: int, given: torch.Tensor) -> None:
         """Send what a rank's kernel would, if one interpreter could run two at once; `given` has no bits to replace."""
@@ -117,7 +117,7 @@ def test_a_call_empties_what_the_call_before_filled() -> None:
         ranks([ones, ones])
         for rank in range(2):
             left = [bool((ranks.slot(rank, 1 - rank, past)[:3000] != EMPTY_HALF.value).any()) for past in range(3)]
-            assert left == [buffer == call % NUM_BUFFERS for buffer in range(3)], f"call {call}, rank {rank}"
+            assert left == [section == call % NUM_SECTIONS for section in range(3)], f"call {call}, rank {rank}"
 
 
 def test_what_is_summed() -> None:
@@ -143,5 +143,5 @@ def test_what_is_gathered() -> None:
 
 
 def test_another_number_of_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="inboxes: got 3 of them, expected 2, 4 or 8"):
-        Inboxes(0, [0, 0, 0], torch.int16, MOST, CPU)
+    with pytest.raises(ValueError, match="receive buffers: got 3 of them, expected 2, 4 or 8"):
+        ReceiveBuffers(0, [0, 0, 0], torch.int16, MOST, CPU)

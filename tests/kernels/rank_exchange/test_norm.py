@@ -6,8 +6,14 @@ import torch
 
 from kimi_kernels.choice_products import ChoiceProducts, plain_sum
 from kimi_kernels.rank_exchange.kernel import EMPTY_HALF, EMPTY_WORD
-from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
-from kimi_kernels.rank_exchange.kernel_norm import BLOCK, ROW_BLOCKS, RankSumNorm, columns_of_a_program, new_norm_inbox
+from kimi_kernels.rank_exchange.kernel_norm import (
+    BLOCK,
+    ROW_BLOCKS,
+    RankSumNorm,
+    columns_of_a_program,
+    new_norm_receive_buffer,
+)
+from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS
 from kimi_kernels.rms_norm import reference
 from support.interpreted import INTERPRETED
 
@@ -18,12 +24,12 @@ EPS = 1e-5
 
 
 class Ranks:
-    """Inboxes of all ranks in one process; a call runs every rank's kernel in turn."""
+    """Receive buffers of all ranks in one process; a call runs every rank's kernel in turn."""
 
     def __init__(self, size: int, in_parts: bool) -> None:
         self.size, self.in_parts = size, in_parts
-        self.inboxes = [new_norm_inbox(size, MOST_BLOCKS, CPU, in_parts=in_parts) for _ in range(size)]
-        addresses = [inbox.data_ptr() for inbox in self.inboxes]
+        self.buffers = [new_norm_receive_buffer(size, MOST_BLOCKS, CPU, in_parts=in_parts) for _ in range(size)]
+        addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.ranks = [RankSumNorm(rank, addresses, MOST_BLOCKS, CPU, in_parts=in_parts) for rank in range(size)]
         self.num_calls = [0] * MOST_BLOCKS
         """The calls of each program: those of few rows have fewer programs."""
@@ -42,7 +48,7 @@ class Ranks:
             square = stream[row, columns].to(residual.dtype).float().square().sum()
             for rank in range(self.size):
                 self._deliver(rank, program, [term[row, columns] for term in terms], summed[row, columns])
-                self.ranks[rank]._squares[self.num_calls[program] % NUM_BUFFERS, program] = square.view(torch.int32)
+                self.ranks[rank]._squares[self.num_calls[program] % NUM_SECTIONS, program] = square.view(torch.int32)
         halves = [(term / 2, term / 2) if second else (term, None) for term in terms]
         results = [
             rank(first, residual, weight, EPS, half) for rank, (first, half) in zip(self.ranks, halves, strict=True)
@@ -52,18 +58,18 @@ class Ranks:
         return results
 
     def _deliver(self, rank: int, program: int, terms: list[torch.Tensor], summed: torch.Tensor) -> None:
-        call = self.num_calls[program] % NUM_BUFFERS
-        buffer = self.inboxes[rank].view(NUM_BUFFERS, -1, self.size, self.inboxes[0].numel() // self._num_slots)[call]
+        call = self.num_calls[program] % NUM_SECTIONS
+        section = self.buffers[rank].view(NUM_SECTIONS, -1, self.size, self.buffers[0].numel() // self._num_slots)[call]
         place = program // self.size if self.in_parts else program
         if not self.in_parts or program % self.size == rank:
             for source, term in enumerate(terms):
-                buffer[0, source, place * BLOCK :][: len(term)] = (term + 0.0).view(torch.int16)
+                section[0, source, place * BLOCK :][: len(term)] = (term + 0.0).view(torch.int16)
         else:
-            buffer[1, program % self.size, place * BLOCK :][: len(summed)] = (summed + 0.0).view(torch.int16)
+            section[1, program % self.size, place * BLOCK :][: len(summed)] = (summed + 0.0).view(torch.int16)
 
     @property
     def _num_slots(self) -> int:
-        return NUM_BUFFERS * self.size * (2 if self.in_parts else 1)
+        return NUM_SECTIONS * self.size * (2 if self.in_parts else 1)
 
 
 @pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts"])
@@ -112,7 +118,7 @@ def test_products_of_choices_are_summed_before_they_are_sent() -> None:
             ranks._deliver(0, program, [torch.ones(500).half()] * 2, torch.ones(500).half())
             ranks.ranks[0]._squares[0, program] = 0
         results.append(ranks.ranks[0](term, residual, weight, EPS, second))
-        results.append(tuple(ranks.inboxes[0].clone() for _ in range(1)))
+        results.append(tuple(ranks.buffers[0].clone() for _ in range(1)))
     assert torch.equal(results[0][1], results[2][1]) and torch.equal(results[1][0], results[3][0])
     assert not results[0][1].isnan().any()
 
@@ -123,10 +129,10 @@ def test_a_call_empties_what_the_call_before_filled(in_parts: bool) -> None:
     ones, weight = torch.ones(2, 3000).half(), torch.ones(3000).half()
     for call in range(4):
         ranks([ones, ones], ones, weight)
-        for rank, inbox in zip(ranks.ranks, ranks.inboxes, strict=True):
-            used = [bool((buffer != EMPTY_HALF.value).any()) for buffer in inbox.view(NUM_BUFFERS, -1)]
+        for rank, buffer in zip(ranks.ranks, ranks.buffers, strict=True):
+            used = [bool((section != EMPTY_HALF.value).any()) for section in buffer.view(NUM_SECTIONS, -1)]
             told = [bool((squares != EMPTY_WORD.value).any()) for squares in rank._squares]
-            assert used == told == [buffer == call % NUM_BUFFERS for buffer in range(NUM_BUFFERS)], f"call {call}"
+            assert used == told == [section == call % NUM_SECTIONS for section in range(NUM_SECTIONS)], f"call {call}"
 
 
 def test_what_is_taken() -> None:
@@ -137,7 +143,7 @@ def test_what_is_taken() -> None:
     assert not rank.takes(torch.zeros(3, 7168).bfloat16())
     assert not rank.takes(torch.zeros(0, 7168).bfloat16())
     assert not rank.takes(torch.zeros(2, 7168))
-    with pytest.raises(ValueError, match="inboxes: got 3 of them, expected 2, 4 or 8"):
+    with pytest.raises(ValueError, match="receive buffers: got 3 of them, expected 2, 4 or 8"):
         RankSumNorm(0, [0, 0, 0], MOST_BLOCKS, CPU, in_parts=False)
     with pytest.raises(ValueError, match="second: got shape"):
         rank(torch.ones(1, 8).half(), torch.ones(1, 8).half(), torch.ones(8).half(), EPS, torch.ones(2, 8).half())

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kimi_kernels.rank_exchange.kernel import Inboxes, RankGather, RankSum, new_inbox
-from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts, new_parts_inbox
+from kimi_kernels.rank_exchange.kernel import RankGather, RankSum, ReceiveBuffers, new_receive_buffer
+from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts, new_parts_receive_buffer
 
 pytestmark = pytest.mark.gpu
 MOST = 500 * 7168
@@ -28,14 +28,18 @@ def in_order(given: list[list[torch.Tensor]]) -> Iterator[tuple[int, torch.Tenso
 def test_calls_one_behind_another(size: int) -> None:
     """No rank waits for another between its calls."""
     device = torch.device("cuda")
-    inboxes = [[new_inbox(dtype, size, MOST, device) for _ in range(size)] for dtype in (torch.int16, torch.int32)]
-    addresses = [[inbox.data_ptr() for inbox in kind] for kind in inboxes]
-    sums = [RankSum(Inboxes(rank, addresses[0], torch.int16, MOST, device), MOST_PROGRAMS) for rank in range(size)]
-    gathers = [
-        RankGather(Inboxes(rank, addresses[1], torch.int32, MOST, device), MOST_PROGRAMS) for rank in range(size)
+    buffers = [
+        [new_receive_buffer(dtype, size, MOST, device) for _ in range(size)] for dtype in (torch.int16, torch.int32)
     ]
-    part_inboxes = [new_parts_inbox(size, MOST, device) for _ in range(size)]
-    part_addresses = [inbox.data_ptr() for inbox in part_inboxes]
+    addresses = [[buffer.data_ptr() for buffer in kind] for kind in buffers]
+    sums = [
+        RankSum(ReceiveBuffers(rank, addresses[0], torch.int16, MOST, device), MOST_PROGRAMS) for rank in range(size)
+    ]
+    gathers = [
+        RankGather(ReceiveBuffers(rank, addresses[1], torch.int32, MOST, device), MOST_PROGRAMS) for rank in range(size)
+    ]
+    part_buffers = [new_parts_receive_buffer(size, MOST, device) for _ in range(size)]
+    part_addresses = [buffer.data_ptr() for buffer in part_buffers]
     parts = [RankSumInParts(rank, part_addresses, MOST, device, MOST_PROGRAMS) for rank in range(size)]
     streams = [torch.cuda.Stream() for _ in range(size)]
     given = [[torch.randn(shape, device=device).bfloat16() for shape in 3 * SIZES] for _ in range(size)]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kimi_kernels.rank_exchange.kernel import EMPTY_HALF
-from kimi_kernels.rank_exchange.kernel_inbox import NUM_BUFFERS
-from kimi_kernels.rank_exchange.kernel_parts import BLOCK, RankSumInParts, new_parts_inbox
+from kimi_kernels.rank_exchange.kernel_parts import BLOCK, RankSumInParts, new_parts_receive_buffer
+from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
@@ -15,19 +15,19 @@ MOST = NUM_BLOCKS * BLOCK
 
 
 class Ranks:
-    """Inboxes of all ranks in one process; a call runs every rank's kernel in turn."""
+    """Receive buffers of all ranks in one process; a call runs every rank's kernel in turn."""
 
     def __init__(self, size: int, most_programs: int) -> None:
         self.size = size
-        self.inboxes = [new_parts_inbox(size, MOST, CPU) for _ in range(size)]
-        addresses = [inbox.data_ptr() for inbox in self.inboxes]
+        self.buffers = [new_parts_receive_buffer(size, MOST, CPU) for _ in range(size)]
+        addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.ranks = [RankSumInParts(rank, addresses, MOST, CPU, most_programs) for rank in range(size)]
         self.num_calls = [0] * NUM_BLOCKS
         """The calls of each block: those of few elements have fewer blocks."""
 
-    def buffer(self, rank: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def section(self, rank: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A rank's terms and sums, [size, part] each, of a block's present call: by source, and by owner."""
-        whole = self.inboxes[rank].view(NUM_BUFFERS, 2, self.size, -1)[self.num_calls[block] % NUM_BUFFERS]
+        whole = self.buffers[rank].view(NUM_SECTIONS, 2, self.size, -1)[self.num_calls[block] % NUM_SECTIONS]
         return whole[0], whole[1]
 
     def __call__(self, terms: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -38,7 +38,7 @@ class Ranks:
             place = slice(block * BLOCK, min((block + 1) * BLOCK, terms[0].numel()))
             owned = slice(block // self.size * BLOCK, block // self.size * BLOCK + place.stop - place.start)
             for rank in range(self.size):
-                to_owner, sums = self.buffer(rank, block)
+                to_owner, sums = self.section(rank, block)
                 if rank == block % self.size:
                     for source, term in enumerate(terms):
                         to_owner[source, owned] = (term.flatten() + 0.0)[place].view(torch.int16)
@@ -63,14 +63,14 @@ def test_every_rank_has_the_sum_call_after_call(size: int, most_programs: int) -
             torch.testing.assert_close(result.float(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_inboxes_are_emptied_a_call_later() -> None:
+def test_receive_buffers_are_emptied_a_call_later() -> None:
     ranks = Ranks(2, 9)
     ones = torch.ones(MOST, dtype=torch.float16)
     for call in range(4):
         ranks([ones, ones])
-        for inbox in ranks.inboxes:
-            used = [bool((buffer != EMPTY_HALF.value).any()) for buffer in inbox.view(NUM_BUFFERS, -1)]
-            assert used == [buffer == call % NUM_BUFFERS for buffer in range(NUM_BUFFERS)], f"call {call}"
+        for buffer in ranks.buffers:
+            used = [bool((section != EMPTY_HALF.value).any()) for section in buffer.view(NUM_SECTIONS, -1)]
+            assert used == [section == call % NUM_SECTIONS for section in range(NUM_SECTIONS)], f"call {call}"
 
 
 def test_a_sum_of_negative_zeros_is_zero() -> None:
@@ -84,5 +84,5 @@ def test_what_is_taken() -> None:
     assert rank.takes(torch.zeros(MOST, dtype=torch.bfloat16))
     assert not rank.takes(torch.zeros(MOST + 1, dtype=torch.bfloat16))
     assert not rank.takes(torch.zeros(4))
-    with pytest.raises(ValueError, match="inboxes: got 3 of them, expected 2, 4 or 8"):
+    with pytest.raises(ValueError, match="receive buffers: got 3 of them, expected 2, 4 or 8"):
         RankSumInParts(0, [0, 0, 0], MOST, CPU)

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kimi_backend.errors import ConfigError, KimiError
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
-from kimi_backend.runners.inboxes import RanksOnGpus, with_inboxes
+from kimi_backend.runners.receive_buffers import RanksOnGpus, with_receive_buffers
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
 
@@ -69,7 +69,7 @@ def join_ranks(
         device_id=device if is_gpu else None,
     )
     assert dist.group.WORLD is not None
-    return with_inboxes(dist.group.WORLD, store, device) if is_gpu else DistributedRanks(dist.group.WORLD)
+    return with_receive_buffers(dist.group.WORLD, store, device) if is_gpu else DistributedRanks(dist.group.WORLD)
 
 
 def leave(group: TensorParallelGroup) -> None:

@@ -1,4 +1,4 @@
-"""Inboxes, the IPC receive buffers of `kimi_kernels.rank_exchange`: the GPUs of one host write into each other's."""
+"""The IPC receive buffers of `kimi_kernels.rank_exchange`: the GPUs of one host write into each other's."""
 
 import json
 import logging
@@ -21,18 +21,19 @@ and 5.3 us a MB whole, 3.9 us and 4.2 us a MB in parts, with 256 programs. The l
 MOST_SUMMED_BYTES: Final = 4 << 20
 """Beyond, NCCL is about as fast."""
 MOST_GATHERED_BYTES: Final = 48 << 20
-"""The most bytes of all ranks' columns: float32 logits of 64 rows of 163,840. A rank has three inboxes of this size."""
+"""The most bytes of all ranks' columns: float32 logits of 64 rows of 163,840. A rank has three sections of this
+size."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """The inboxes of all ranks, as this process has them."""
+    """The receive buffers of all ranks, as this process has them."""
 
     own: dict[str, torch.Tensor]
     """By what they are for: "sum", "parts", "norm" and "norm in parts" int16, "gather" int32."""
     opened: list[OpenedMemory]
     addresses: dict[str, list[int]]
-    """The addresses of all ranks' inboxes, in rank order."""
+    """The addresses of all ranks' receive buffers, in rank order."""
 
     def close(self) -> None:
         """Unmap the other ranks' memory, once no kernel uses it any more."""
@@ -83,7 +84,7 @@ class RanksOnGpus(DistributedRanks):
     shared: SharedMemory
 
 
-def with_inboxes(group: dist.ProcessGroup, store: Store, device: torch.device) -> DistributedRanks:
+def with_receive_buffers(group: dist.ProcessGroup, store: Store, device: torch.device) -> DistributedRanks:
     """The ranks of an NCCL group, with the collectives of `kimi_kernels.rank_exchange` where the driver shares memory.
 
     Every rank calls this; store: of all ranks, which exchange handles in it.
@@ -96,17 +97,17 @@ def share_memory(store: Store, rank: int, size: int, device: torch.device) -> Sh
     """None, on every rank alike, where one of them cannot open another's memory."""
     if size not in MOST_SENT_WHOLE:
         return None
-    own = _new_inboxes(size, device)
+    own = _new_receive_buffers(size, device)
     torch.cuda.synchronize(device)  # they are empty before anyone sees them
     shared = SharedMemory(own=own, opened=[], addresses={name: [] for name in own})
     problem = ""
     try:
-        exported = {name: _exported(inbox) for name, inbox in own.items()}
-        store.set(f"inboxes/{rank}", json.dumps(exported))
+        exported = {name: _exported(buffer) for name, buffer in own.items()}
+        store.set(f"receive_buffers/{rank}", json.dumps(exported))
         _open_all(shared, store, rank, size)
     except CudaIpcError as error:
         problem = f"rank {rank}: {error}"
-        store.compare_set(f"inboxes/{rank}", "", "null")  # where it could not export its own
+        store.compare_set(f"receive_buffers/{rank}", "", "null")  # where it could not export its own
     store.set(f"opened/{rank}", problem or "all")
     told_by = [store.get(f"opened/{other}").decode() for other in range(size)]
     problems = [text for text in told_by if text != "all"]
@@ -118,17 +119,17 @@ def share_memory(store: Store, rank: int, size: int, device: torch.device) -> Sh
     return None
 
 
-def _new_inboxes(size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, new_inbox
-    from kimi_kernels.rank_exchange.kernel_norm import new_norm_inbox
-    from kimi_kernels.rank_exchange.kernel_parts import new_parts_inbox
+def _new_receive_buffers(size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, new_receive_buffer
+    from kimi_kernels.rank_exchange.kernel_norm import new_norm_receive_buffer
+    from kimi_kernels.rank_exchange.kernel_parts import new_parts_receive_buffer
 
     return {
-        "norm": new_norm_inbox(size, _most_normed_whole(size), device, in_parts=False),
-        "norm in parts": new_norm_inbox(size, MOST_PROGRAMS[size], device, in_parts=True),
-        "sum": new_inbox(torch.int16, size, _most_sent_whole(size), device),
-        "parts": new_parts_inbox(size, MOST_SUMMED_BYTES // 2, device),
-        "gather": new_inbox(torch.int32, size, _most_gathered(size), device),
+        "norm": new_norm_receive_buffer(size, _most_normed_whole(size), device, in_parts=False),
+        "norm in parts": new_norm_receive_buffer(size, MOST_PROGRAMS[size], device, in_parts=True),
+        "sum": new_receive_buffer(torch.int16, size, _most_sent_whole(size), device),
+        "parts": new_parts_receive_buffer(size, MOST_SUMMED_BYTES // 2, device),
+        "gather": new_receive_buffer(torch.int32, size, _most_gathered(size), device),
     }
 
 
@@ -147,22 +148,22 @@ def _most_gathered(size: int) -> int:
     return MOST_GATHERED_BYTES // size // 4
 
 
-def _exported(inbox: torch.Tensor) -> tuple[str, int]:
-    handle, offset = export_memory(inbox)
+def _exported(buffer: torch.Tensor) -> tuple[str, int]:
+    handle, offset = export_memory(buffer)
     return handle.hex(), offset
 
 
 def _open_all(shared: SharedMemory, store: Store, rank: int, size: int) -> None:
     """Open all ranks', in their order. Raises CudaIpcError: the driver refuses, or a rank has nothing to open."""
     for other in range(size):
-        exported = json.loads(store.get(f"inboxes/{other}"))
+        exported = json.loads(store.get(f"receive_buffers/{other}"))
         if exported is None:
             raise CudaIpcError(f"rank {other} shares no memory")
-        for name, inbox in shared.own.items():
-            address = inbox.data_ptr()
+        for name, buffer in shared.own.items():
+            address = buffer.data_ptr()
             if other != rank:
                 handle, offset = exported[name]
-                memory = OpenedMemory(bytes.fromhex(handle), offset, inbox.nbytes, inbox.device)
+                memory = OpenedMemory(bytes.fromhex(handle), offset, buffer.nbytes, buffer.device)
                 shared.opened.append(memory)
                 address = memory.address
             shared.addresses[name].append(address)
@@ -170,14 +171,14 @@ def _open_all(shared: SharedMemory, store: Store, rank: int, size: int) -> None:
 
 def _in_shared_memory(group: dist.ProcessGroup, shared: SharedMemory) -> RanksOnGpus:
     # A CPU may do without Triton-language.
-    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, Inboxes, RankGather, RankSum
+    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, RankGather, RankSum, ReceiveBuffers
     from kimi_kernels.rank_exchange.kernel_norm import RankSumNorm
     from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts
 
     device, rank, size = shared.own["sum"].device, dist.get_rank(group), dist.get_world_size(group)
-    sums = Inboxes(rank, shared.addresses["sum"], torch.int16, _most_sent_whole(size), device)
+    sums = ReceiveBuffers(rank, shared.addresses["sum"], torch.int16, _most_sent_whole(size), device)
     parts = RankSumInParts(rank, shared.addresses["parts"], MOST_SUMMED_BYTES // 2, device)
-    gathers = Inboxes(rank, shared.addresses["gather"], torch.int32, _most_gathered(size), device)
+    gathers = ReceiveBuffers(rank, shared.addresses["gather"], torch.int32, _most_gathered(size), device)
     norm = RankSumNorm(rank, shared.addresses["norm"], _most_normed_whole(size), device, in_parts=False)
     norm_parts = RankSumNorm(rank, shared.addresses["norm in parts"], MOST_PROGRAMS[size], device, in_parts=True)
     return RanksOnGpus(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from kimi_backend.runners import inboxes
+from kimi_backend.runners import receive_buffers
 from kimi_backend.runners.cuda_ipc import HANDLE_BYTES, CudaIpcError
 
 CPU = torch.device("cpu")
@@ -26,19 +26,19 @@ def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.M
         def close(self) -> None:
             closed.append(self)
 
-    def export(inbox: torch.Tensor) -> tuple[bytes, int]:
+    def export(buffer: torch.Tensor) -> tuple[bytes, int]:
         rank = int(threading.current_thread().name)
         if failing == "export" and rank == 1:
             raise CudaIpcError("cuIpcGetMemHandle: refused")
-        return bytes([rank]) * HANDLE_BYTES, inbox.data_ptr()
+        return bytes([rank]) * HANDLE_BYTES, buffer.data_ptr()
 
-    monkeypatch.setattr(inboxes, "OpenedMemory", Opened)
-    monkeypatch.setattr(inboxes, "export_memory", export)
+    monkeypatch.setattr(receive_buffers, "OpenedMemory", Opened)
+    monkeypatch.setattr(receive_buffers, "export_memory", export)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     store, shared = HashStore(), {}
 
     def share(rank: int) -> None:
-        shared[rank] = inboxes.share_memory(store, rank, 2, CPU)
+        shared[rank] = receive_buffers.share_memory(store, rank, 2, CPU)
 
     threads = [threading.Thread(target=share, args=(rank,), name=str(rank)) for rank in range(2)]
     for thread in threads:
@@ -46,14 +46,14 @@ def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.M
     for thread in threads:
         thread.join(20)
     if failing == "nothing":
-        assert all(isinstance(memory, inboxes.SharedMemory) for memory in shared.values())
+        assert all(isinstance(memory, receive_buffers.SharedMemory) for memory in shared.values())
         assert not closed
         for memory in shared.values():
             assert memory.addresses == shared[0].addresses
             memory.close()
     else:
         assert shared == {0: None, 1: None}
-    assert len(closed) == {"export": 0, "open": 5, "nothing": 10}[failing], "five inboxes a rank"
+    assert len(closed) == {"export": 0, "open": 5, "nothing": 10}[failing], "five buffers a rank"
 
 
 def test_the_first_sum_that_takes_a_tensor_has_it() -> None:
@@ -67,7 +67,7 @@ def test_the_first_sum_that_takes_a_tensor_has_it() -> None:
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.most
 
-    either = inboxes.EitherSum(UpTo(2), UpTo(4))
+    either = receive_buffers.EitherSum(UpTo(2), UpTo(4))
     taken = [either.takes(torch.ones(count)) for count in (2, 4, 5)]
     assert taken == [True, True, False]
     assert [either(torch.ones(count))[0].item() for count in (2, 3)] == [2, 4]

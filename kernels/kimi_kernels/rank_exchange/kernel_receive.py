@@ -5,34 +5,35 @@
 import triton
 import triton.language as tl
 
-NUM_BUFFERS = 3
+NUM_SECTIONS = 3
 
 
 @triton.jit
-def open_inboxes(inboxes, rank, SIZE: tl.constexpr, ELEMENT: tl.constexpr):
-    """Pointers to every rank's inbox, [SIZE, 1], and to this rank's own. The hints make accesses 16 bytes wide."""
-    everyone = tl.load(inboxes + tl.arange(0, SIZE)).to(tl.pointer_type(ELEMENT))
-    own = tl.load(inboxes + rank).to(tl.pointer_type(ELEMENT))
+def open_buffers(buffers, rank, SIZE: tl.constexpr, ELEMENT: tl.constexpr):
+    """Pointers to every rank's receive buffer, [SIZE, 1], and to this rank's own. The hints make accesses 16 bytes
+    wide."""
+    everyone = tl.load(buffers + tl.arange(0, SIZE)).to(tl.pointer_type(ELEMENT))
+    own = tl.load(buffers + rank).to(tl.pointer_type(ELEMENT))
     return tl.multiple_of(everyone[:, None], [16, 16]), tl.multiple_of(own, 16)
 
 
 @triton.jit
 def send(
     bits, offset, inside, everyone, own, rank, call, slot_elements, EMPTY: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, BUFFERS: tl.constexpr,
+    BLOCK: tl.constexpr, SECTIONS: tl.constexpr,
 ):  # fmt: skip
     """Write a block, bits [BLOCK] none of which is EMPTY, to every rank, and empty what the call before filled."""
     there = tl.broadcast_to(inside[None, :], [SIZE, BLOCK])
     slot = (call * SIZE + rank).to(tl.int64) * slot_elements + offset
     tl.store(everyone + slot[None, :], tl.broadcast_to(bits[None, :], [SIZE, BLOCK]), mask=there)
-    before = (call + BUFFERS - 1) % BUFFERS * SIZE + tl.arange(0, SIZE)
+    before = (call + SECTIONS - 1) % SECTIONS * SIZE + tl.arange(0, SIZE)
     slots = before[:, None].to(tl.int64) * slot_elements + offset[None, :]
     tl.store(own + slots, tl.full([SIZE, BLOCK], EMPTY, bits.dtype))
 
 
 @triton.jit
 def receive(slots, there, EMPTY: tl.constexpr):
-    """Load an inbox at `slots`, once all of it has come; 0 where nothing will."""
+    """Load a receive buffer at `slots`, once all of it has come; 0 where nothing will."""
     found = tl.load(slots, mask=there, other=0, volatile=True)
     while tl.max((found == EMPTY).to(tl.int32)) > 0:
         found = tl.load(slots, mask=there, other=0, volatile=True)
