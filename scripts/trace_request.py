@@ -1,14 +1,13 @@
 """Which files a request goes through: counted by a trace of one request of kimi-nano on a CPU, in process.
 
-    python scripts/trace_request.py [--tokens 24] [--k 3] [--list] [--lines COMMIT]
+    python scripts/trace_request.py [--tokens 24] [--k 3] [--list]
 
 Prints how many product files are entered by the whole request, from its submission to its last token, and how many lie
 between the engine's thread and the first attention kernel: the engine's own, and those that are entered from the call
-of the target on. --lines: the lines of what runs a step, here and at another commit.
+of the target on. --list names them.
 """
 
 import argparse
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable
@@ -29,21 +28,6 @@ NANO = ROOT / "demo/kimi-nano"
 PACKAGES = ("backend/kimi_backend/", "kernels/kimi_kernels/")
 KERNELS = ("kimi_kernels/mla_decode/", "kimi_kernels/mla_prefill/")
 TARGET = "runners/target_runner.py"
-OF_A_STEP = (
-    "engine/core.py", "engine/in_flight.py", "engine/availability.py", "engine/held_outputs.py",
-    "engine/launched_draft.py", "engine/unread_draft.py", "engine/steps_ahead.py",
-    "types/plan.py", "spec_decode/protocols.py", "scheduler/plan_builder.py",
-    "serving/bls_models.py", "serving/bls_steps_ahead.py", "serving/steps_in_flight.py", "serving/side_thread.py",
-    "serving/runner_server.py", "serving/target_server.py", "serving/draft_server.py",
-    "serving/step_board.py", "serving/board_sides.py", "serving/board_order.py",
-    "runners/left_tokens.py", "runners/stream_memory.py", "runners/ranks/board_words.py", "runners/hand_over",
-    "runners/target_runner.py", "runners/draft_runner.py", "runners/step_runner.py", "runners/plan_checks.py",
-    "runners/graphs/draft_graphs.py", "runners/graphs/draft_inputs.py", "runners/graphs/follow_inputs.py",
-    "runners/graphs/target_graphs.py", "runners/graphs/target_inputs.py",
-    "runners/ranks/peers.py", "runners/ranks/messages.py", "runners/ranks/follower.py", "rank_worker/follower.py",
-    "rank_worker/tensor_parallel_worker.py",
-)  # fmt: skip
-"""The files that run a step and hand it over, before and after; one that a commit lacks counts there as empty."""
 
 
 @dataclass
@@ -120,39 +104,12 @@ def trace_request(num_tokens: int, k: int) -> Trace:
     return trace
 
 
-def lines_at(commit: str | None) -> dict[str, int]:
-    """Lines of each of `OF_A_STEP` that there is. commit: None for the working tree."""
-    found = {}
-    for name in OF_A_STEP:
-        path = f"backend/kimi_backend/{name}"
-        if commit is None:
-            here = ROOT / path
-            files = sorted(here.glob("*.py")) if here.is_dir() else [here] if here.exists() else []
-            count = sum(len(file.read_text().splitlines()) for file in files)
-        else:
-            shown = subprocess.run(
-                ["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, text=True, check=False
-            )
-            count = len(shown.stdout.splitlines()) if shown.returncode == 0 else 0
-        if count:
-            found[name] = count
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--list", action="store_true", help="name the files")
-    parser.add_argument("--lines", metavar="COMMIT", help="count lines here and there, and trace nothing")
     options = parser.parse_args()
-    if options.lines:
-        before, after = lines_at(options.lines), lines_at(None)
-        for name in OF_A_STEP:
-            if name in before or name in after:
-                sys.stdout.write(f"{before.get(name, 0):6d} {after.get(name, 0):6d}  {name}\n")
-        sys.stdout.write(f"{sum(before.values()):6d} {sum(after.values()):6d}  all\n")
-        return
     trace = trace_request(options.tokens, options.k)
     for title, names in (
         ("entered by the request", sorted(trace.entered)),

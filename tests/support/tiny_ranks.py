@@ -83,7 +83,7 @@ def main(folder: str, action: str) -> None:
     from kimi_backend.runners.load.loading import load_target_runner
 
     target = load_target_runner(tiny_settings(Path(folder), draft="", tensor_parallel_size=2))
-    workers: Any = target.peers
+    workers: Any = target.workers
     sys.stdout.write(f"{workers.process_ids[0]}\n")
     sys.stdout.flush()
     step_id = 0
@@ -91,7 +91,7 @@ def main(folder: str, action: str) -> None:
         step_id += 1
         target.launch(one_row_plan(step_id)).wait()
     if action == "mislead":
-        with target.peers.run(draft_plan(1)):
+        with target.workers.run(draft_plan(1)):
             pass
     if action == "return":
         return

@@ -81,7 +81,7 @@ class DraftRunner(StepRunner):
         """
         aux = self._aux(plan)
         self._checker.check_draft(plan, aux.shape[0])
-        with self.peers.run(plan, self._aux_for_peers(plan, aux)):
+        with self.workers.run(plan, self._aux_for_workers(plan, aux)):
             if self.table is not None and self.table.is_split and plan.num_drawn.any():
                 share(self.table.drawn, self._group)
             if self._graphs is None or self.table is None or has_processors(plan.sampling):
@@ -109,9 +109,9 @@ class DraftRunner(StepRunner):
             aux = AuxHandle(tensor=torch.zeros(shape, dtype=self._dtype, device=self.device))
         return self.launch(draft_plan(rows, num_proposals, aux, in_table=self._graphs is not None))
 
-    def _aux_for_peers(self, plan: DraftPlan, aux: torch.Tensor) -> torch.Tensor | None:
-        """Return the aux hidden states that peers need, which came as a tensor; in a buffer, every rank has them."""
-        if not self.peers.count or plan.aux.region is not None:
+    def _aux_for_workers(self, plan: DraftPlan, aux: torch.Tensor) -> torch.Tensor | None:
+        """Return the aux hidden states that workers need, which came as a tensor; in a buffer, every rank has them."""
+        if not self.workers.count or plan.aux.region is not None:
             return None
         return aux[: int(plan.aux_rows.max()) + 1]
 

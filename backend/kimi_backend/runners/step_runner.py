@@ -21,7 +21,7 @@ from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.runners.sampling_tensors import SamplingUpload
 from kimi_backend.runners.step_timing import FEWEST_PASSES, Sequences, shapes_of, time_steps
 from kimi_backend.runners.warm_up import prefill_lengths
@@ -74,7 +74,7 @@ class Options(TypedDict, total=False):
     """Makes steps repeatable, once `warm_up` has run; None runs every step eagerly."""
     group: TensorParallelGroup | None
     """The model's."""
-    peers: Peers
+    workers: Workers
     """The other ranks, of rank 0."""
     table: TokenTable | None
     """Shared by both runners of a process; one that captures makes one of its own without it."""
@@ -85,7 +85,7 @@ class Options(TypedDict, total=False):
 class StepRunner:
     """Weights, KV and captured steps; nothing about sequences.
 
-    With tensor parallelism every rank runs the same plan: rank 0's runner checks it and tells its peers.
+    With tensor parallelism every rank runs the same plan: rank 0's runner checks it and tells its workers.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StepRunner:
             pool: of the model's `kv_pool_shape`, on its device.
         """
         limits.check_positions(config.max_position_embeddings)
-        self.peers = options.get("peers", NO_PEERS)
+        self.workers = options.get("workers", NO_WORKERS)
         """The other ranks, of rank 0."""
         self._group = options.get("group") or SingleRank()
         self._kernels, self._pool, self._limits = kernels, pool, limits
@@ -209,7 +209,7 @@ class StepRunner:
 
     def close(self) -> None:
         """End the other ranks and drop what is captured."""
-        self.peers.close()
+        self.workers.close()
         self.drop_captures()
 
     def drop_captures(self) -> None:

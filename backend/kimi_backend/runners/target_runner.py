@@ -79,7 +79,7 @@ class TargetRunner(StepRunner):
             InvalidRequestError: a field of the plan is wrong; nothing was run.
         """
         self._checker.check_target(plan)
-        with self.peers.run(plan):
+        with self.workers.run(plan):
             if self.table is not None and self.table.is_split and plan.draft_step:
                 share(self.table.proposed, self._group)
             step = None if self._graphs is None else self._graphs.find(plan)

@@ -14,7 +14,7 @@ from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.ranks.aux_on_ranks import OpenedOnRanks, export_on_ranks
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.types.plan import AuxHandle
 
 logger = logging.getLogger("kimi_backend.serving")
@@ -22,11 +22,11 @@ logger = logging.getLogger("kimi_backend.serving")
 AUTO, IPC, TENSOR = "auto", "ipc", "tensor"
 
 
-def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str, peers: Peers = NO_PEERS) -> bytes | None:
+def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str, workers: Workers = NO_WORKERS) -> bytes | None:
     """The target's end: the handle for `RunnerDescription.aux_buffer`; None when nothing is shared.
 
     Args:
-        peers: the target's other ranks, whose buffers are offered with it.
+        workers: the target's other ranks, whose buffers are offered with it.
 
     Raises:
         ConfigError: `aux_transfer` is ipc and the buffer cannot be shared.
@@ -36,7 +36,7 @@ def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str, peers: Peers =
     try:
         if not buffer.tensor.is_cuda:
             raise CudaIpcError("the target runs on a CPU")
-        return export_on_ranks(buffer, peers)
+        return export_on_ranks(buffer, workers)
     except CudaIpcError as error:
         if aux_transfer == IPC:
             raise ConfigError(f"setting aux_transfer: ipc given, but {error}; auto is allowed") from None
@@ -49,13 +49,13 @@ class AuxReceiver:
     """The draft's end: keeps the target's buffer open."""
 
     def __init__(
-        self, device: torch.device, aux_transfer: str, open_buffer: Any = None, peers: Peers = NO_PEERS
+        self, device: torch.device, aux_transfer: str, open_buffer: Any = None, workers: Workers = NO_WORKERS
     ) -> None:
         """
         Args:
             device: the draft's.
             open_buffer: makes what is used as an `OpenedOnRanks`, of a handle and a device.
-            peers: the draft's other ranks.
+            workers: the draft's other ranks.
 
         Raises:
             ConfigError: `aux_transfer` is ipc on a CPU.
@@ -64,7 +64,7 @@ class AuxReceiver:
             raise ConfigError("setting aux_transfer: ipc given, but the runners are on a CPU; auto is allowed")
         self._device = device
         self._aux_transfer = aux_transfer
-        self._open_buffer = open_buffer or partial(OpenedOnRanks, peers=peers)
+        self._open_buffer = open_buffer or partial(OpenedOnRanks, workers=workers)
         self._opened: OpenedOnRanks | None = None
 
     def open(self, handle: bytes | None) -> bytes | None:

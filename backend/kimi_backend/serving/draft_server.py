@@ -36,12 +36,12 @@ class DraftServer(RunnerServer):
             secret: what each call carries (`serving.runner_secret`).
             has_board: whether it offers its target a board, where it can (`runners.hand_over.board`).
         """
-        self._side = make_draft_side(runner.table, runner.device, runner.peers) if has_board else None
+        self._side = make_draft_side(runner.table, runner.device, runner.workers) if has_board else None
         board = None if self._side is None else self._side.handle
         super().__init__(runner, pb_utils, dataclasses.replace(runner.describe(), step_board=board), secret)
         self._draft = runner
         self._most_rows = self._description.max_num_batched_tokens
-        self._receiver = AuxReceiver(runner.device, aux_transfer, peers=runner.peers)
+        self._receiver = AuxReceiver(runner.device, aux_transfer, workers=runner.workers)
 
     @classmethod
     def from_model_args(cls, args: dict[str, str]) -> "DraftServer":

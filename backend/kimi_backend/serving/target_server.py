@@ -35,10 +35,10 @@ class TargetServer(RunnerServer):
             aux_transfer: the setting of that name.
             secret: what each call carries (`serving.runner_secret`).
         """
-        offered = offer_aux_buffer(runner.aux_buffer, aux_transfer, runner.peers)
+        offered = offer_aux_buffer(runner.aux_buffer, aux_transfer, runner.workers)
         super().__init__(runner, pb_utils, dataclasses.replace(runner.describe(), aux_buffer=offered), secret)
         self._target = runner
-        self._side = TargetSide(runner.table, runner.device, runner.peers)
+        self._side = TargetSide(runner.table, runner.device, runner.workers)
         self._in_flight: dict[int, Pending[TargetReply]] = {}
         """By step, in the order of launches. The oldest has lost its asker when there are more than may be."""
 

@@ -15,7 +15,7 @@ from kimi_backend.config.draft_config import DraftOverrides
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.cuda_ipc import CudaIpcError
-from kimi_backend.runners.ranks.peers import NO_PEERS
+from kimi_backend.runners.ranks.workers import NO_WORKERS
 from kimi_backend.runners.step_runner import Launched
 from kimi_backend.serving import draft_server, target_server, tensor_names
 from kimi_backend.serving.aux_sides import AuxReceiver, offer_aux_buffer
@@ -40,7 +40,7 @@ PROMPTS = [(3, 5, 7, 2, 9), (1,) * 30, (4, 8)]
 class SharingTarget:
     """A target whose every step leaves its aux hidden states in a buffer. NaN where the step wrote nothing."""
 
-    table, device, peers, depth = None, torch.device("cpu"), NO_PEERS, 0
+    table, device, workers, depth = None, torch.device("cpu"), NO_WORKERS, 0
 
     def __init__(self) -> None:
         self._runner = target_runner(TARGET, markov_target(TARGET), aux_layer_ids=AUX_LAYER_IDS).runner
@@ -71,7 +71,7 @@ class SharingTarget:
 class WatchedDraft:
     """A draft that keeps the aux hidden states each step read, byte for byte."""
 
-    table, device, peers, depth = None, torch.device("cpu"), NO_PEERS, 0
+    table, device, workers, depth = None, torch.device("cpu"), NO_WORKERS, 0
 
     def __init__(self, seen: list[bytes]) -> None:
         self._runner = draft_runner(DRAFT, markov_draft(DRAFT, markov_target(TARGET), 0.1)).runner

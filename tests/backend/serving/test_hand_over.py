@@ -26,7 +26,7 @@ from kimi_backend.runners.hand_over.board import PROMISED, TARGET_PID, VERIFIED,
 from kimi_backend.runners.hand_over.sides import DraftSide, TargetSide
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving import draft_server, target_server, tensor_names
 from kimi_backend.serving.aux_sides import AuxReceiver
@@ -41,8 +41,8 @@ from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID
 from kimi_kernels.synthetic_sets import with_synthetic_acceptance
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
-from support.loopback_peers import LoopbackPeers
 from support.loopback_server import SECRET, LoopbackServer
+from support.loopback_workers import LoopbackWorkers
 from support.plain_recorder import PlainRecorder
 
 SETTING = Setting(kernels=KernelSet.cpu())
@@ -90,13 +90,13 @@ class Pair:
         self._buffers[handle] = buffer
         return handle
 
-    def start(self, model: str, aux_transfer: str = "auto", peers: Peers = NO_PEERS) -> Any:
-        """Load one runner, or load it again; returns it. peers: its other ranks."""
+    def start(self, model: str, aux_transfer: str = "auto", workers: Workers = NO_WORKERS) -> Any:
+        """Load one runner, or load it again; returns it. workers: its other ranks."""
         target, draft = runner_pair(self._setting, self._kind, PlainRecorder(), shares_buffer=False, num_regions=1)
         if model in self.loopback.servers:
             self.loopback.servers[model].close()
         runner: Any = target if model == "kimi_target" else self._watched(draft)
-        runner.peers = peers
+        runner.workers = workers
         runner.table.is_split = True
         pb_utils = self.loopback.pb_utils
         if model == "kimi_target":
@@ -282,16 +282,16 @@ def test_runners_on_several_ranks_follow_too(
     pair = make_pair(ACCEPTING)
     other_target, other_draft = runner_pair(ACCEPTING, "mla31", PlainRecorder(), shares_buffer=False, num_regions=1)
     other_target.table.is_split = other_draft.table.is_split = True  # type: ignore[union-attr]
-    peers = LoopbackPeers(other_target, None), LoopbackPeers(None, other_draft)
-    peers[0].rank_0 = pair.start("kimi_target", peers=peers[0])
-    peers[1]._worker._opened = FoundBuffer(pair._buffers, max(pair._buffers))  # type: ignore[assignment]
-    peers[1].rank_0 = pair.start("eagle3_draft", peers=peers[1] if draft_has_ranks else NO_PEERS)
+    workers = LoopbackWorkers(other_target, None), LoopbackWorkers(None, other_draft)
+    workers[0].rank_0 = pair.start("kimi_target", workers=workers[0])
+    workers[1]._worker._opened = FoundBuffer(pair._buffers, max(pair._buffers))  # type: ignore[assignment]
+    workers[1].rank_0 = pair.start("eagle3_draft", workers=workers[1] if draft_has_ranks else NO_WORKERS)
     assert outcomes(pair.engine()) == expected
-    assert not peers[0].problems and not peers[1].problems
+    assert not workers[0].problems and not workers[1].problems
     assert sum(pair.followed) > 10
     assert same_kv(pair.runner("kimi_target"), other_target)
     if draft_has_ranks:
-        assert peers[1].steps["follow"] > 10
+        assert workers[1].steps["follow"] > 10
         assert same_kv(pair.runner("eagle3_draft"), other_draft)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kimi_backend.errors import ModelUnavailableError
-from kimi_backend.runners.ranks.peers import NO_PEERS
+from kimi_backend.runners.ranks.workers import NO_WORKERS
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_transfer import AuxTransfer
@@ -41,7 +41,7 @@ class TargetAlone(ScriptedTarget):
     """A runner of which nobody reads aux hidden states, which could not travel."""
 
     aux_buffer = table = None
-    device, peers = torch.device("cpu"), NO_PEERS
+    device, workers = torch.device("cpu"), NO_WORKERS
 
     def _verify(self, plan: TargetPlan) -> TargetReply:
         return replace(super()._verify(plan), aux=AuxHandle())

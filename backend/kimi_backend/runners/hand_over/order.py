@@ -9,8 +9,8 @@ import torch
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.hand_over.board import Board, offset_of
 from kimi_backend.runners.hand_over.stream_memory import StreamMemory
-from kimi_backend.runners.ranks.messages import OPEN_BOARD, PeerError
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.messages import OPEN_BOARD, WorkerError
+from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 
 _SLEEP_S = 0.00005
 
@@ -36,21 +36,21 @@ class BoardOrder(Protocol):
 
 
 class StreamOrder:
-    """The current stream's. The host never waits. With peers, their streams wait before their next step for the same
+    """The current stream's. The host never waits. The workers' streams wait before their next step for the same
     words: in a collective they would keep the other process from their GPUs meanwhile."""
 
-    def __init__(self, board: Board, device: torch.device, handle: bytes, peers: Peers) -> None:
-        """Raises CudaIpcError: the driver or the device cannot do it, or a peer's."""
-        self._memory, self._peers = StreamMemory(board.address, board.num_bytes, device), peers
+    def __init__(self, board: Board, device: torch.device, handle: bytes, workers: Workers) -> None:
+        """Raises CudaIpcError: the driver or the device cannot do it, or a worker's."""
+        self._memory, self._workers = StreamMemory(board.address, board.num_bytes, device), workers
         try:
-            peers.ask(OPEN_BOARD, [handle] * peers.count)
-        except PeerError as error:
+            workers.ask(OPEN_BOARD, [handle] * workers.count)
+        except WorkerError as error:
             self.close()
             raise CudaIpcError(str(error)) from None
 
     def wait(self, word: int, value: int) -> None:
         self._memory.wait(offset_of(word), value)
-        self._peers.wait_before_next(word, value)
+        self._workers.wait_before_next(word, value)
 
     def write(self, word: int, value: int) -> None:
         self._memory.write(offset_of(word), value)
@@ -59,8 +59,8 @@ class StreamOrder:
         target.copy_(source, non_blocking=True)
 
     def close(self) -> None:
-        with suppress(PeerError):
-            self._peers.ask(OPEN_BOARD, [b""] * self._peers.count)
+        with suppress(WorkerError):
+            self._workers.ask(OPEN_BOARD, [b""] * self._workers.count)
         self._memory.close()
 
 
@@ -84,13 +84,13 @@ class HostOrder:
         return None
 
 
-def order_of(board: Board, device: torch.device, handle: bytes = b"", peers: Peers = NO_PEERS) -> BoardOrder:
+def order_of(board: Board, device: torch.device, handle: bytes = b"", workers: Workers = NO_WORKERS) -> BoardOrder:
     """
     Args:
-        handle: of the board, for the peers.
-        peers: the other ranks. On a CPU they are told of a step when its wait is over.
+        handle: of the board, for the workers.
+        workers: the other ranks. On a CPU they are told of a step when its wait is over.
 
     Raises:
         CudaIpcError: the device's streams cannot wait for memory.
     """
-    return HostOrder(board) if device.type != "cuda" else StreamOrder(board, device, handle, peers)
+    return HostOrder(board) if device.type != "cuda" else StreamOrder(board, device, handle, workers)

@@ -28,7 +28,7 @@ from kimi_backend.runners.hand_over.board import (
 )
 from kimi_backend.runners.hand_over.order import order_of
 from kimi_backend.runners.hand_over.token_table import TokenTable, clear_proposals
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
+from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.spec_decode.protocols import Draft, Pending, Target
 from kimi_backend.types.plan import DraftPlan, DraftReply, TargetPlan, TargetReply
 
@@ -51,10 +51,10 @@ class _Watch:
     """Lets a waiting stream go, from a thread of its own."""
 
     def __init__(
-        self, awaited: Callable[[], int | None], peer_pid: Callable[[], int], let_go: Callable[[], None]
+        self, awaited: Callable[[], int | None], other_pid: Callable[[], int], let_go: Callable[[], None]
     ) -> None:
         """awaited: the number that the stream waits for now, or None."""
-        self._awaited, self._peer_pid, self._let_go = awaited, peer_pid, let_go
+        self._awaited, self._other_pid, self._let_go = awaited, other_pid, let_go
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kimi-board", daemon=True)
         self._thread.start()
@@ -72,7 +72,7 @@ class _Watch:
             if awaited != before:  # a stream that waits most of the time waits for one step after another
                 since_s = time.monotonic()
             is_late = time.monotonic() - since_s > LONGEST_WAIT_S
-            if is_late or not is_alive(self._peer_pid()):
+            if is_late or not is_alive(self._other_pid()):
                 logger.warning("a step waits no longer for the other runner: %s", "late" if is_late else "dead")
                 self._let_go()
 
@@ -80,12 +80,12 @@ class _Watch:
 class DraftSide:
     """The draft's process, which makes the board."""
 
-    def __init__(self, table: TokenTable, device: torch.device, peers: Peers = NO_PEERS) -> None:
+    def __init__(self, table: TokenTable, device: torch.device, workers: Workers = NO_WORKERS) -> None:
         """
         Args:
             table: the draft's.
             device: the draft's.
-            peers: its other ranks.
+            workers: its other ranks.
 
         Raises:
             BoardError, CudaIpcError: there is no such memory, or the device cannot wait for it.
@@ -93,7 +93,7 @@ class DraftSide:
         self._table = table
         self._own = OwnBoard((table.proposed.shape[0], table.proposed.shape[1]))
         self._board = self._own.board
-        self._order = order_of(self._board, device, self._own.handle, peers)
+        self._order = order_of(self._board, device, self._own.handle, workers)
         self._watch = _Watch(self._awaited, lambda: self._board.word(TARGET_PID), self._let_go)
 
     @property
@@ -156,13 +156,13 @@ class DraftSide:
         self._board.set_word(VERIFIED, self._board.word(WAITED))
 
 
-def make_draft_side(table: TokenTable | None, device: torch.device, peers: Peers = NO_PEERS) -> DraftSide | None:
+def make_draft_side(table: TokenTable | None, device: torch.device, workers: Workers = NO_WORKERS) -> DraftSide | None:
     """table: None for a runner that has none. None where draft and target have to wait for each other's replies, which
     is logged."""
     if table is None:
         return None
     try:
-        return DraftSide(table, device, peers)
+        return DraftSide(table, device, workers)
     except (BoardError, CudaIpcError) as error:
         logger.warning("the draft is waited for in its calls: no board: %s", error)
         return None
@@ -171,14 +171,14 @@ def make_draft_side(table: TokenTable | None, device: torch.device, peers: Peers
 class TargetSide:
     """The target's process: one draft's board at a time."""
 
-    def __init__(self, table: TokenTable | None, device: torch.device, peers: Peers = NO_PEERS) -> None:
+    def __init__(self, table: TokenTable | None, device: torch.device, workers: Workers = NO_WORKERS) -> None:
         """
         Args:
             table: the target's; None for a runner that has none, which opens no board.
             device: the target's.
-            peers: its other ranks.
+            workers: its other ranks.
         """
-        self._table, self._device, self._peers = table, device, peers
+        self._table, self._device, self._workers = table, device, workers
         self._lines: _TargetLines | None = None
         self._handle: bytes | None = None
 
@@ -193,7 +193,7 @@ class TargetSide:
             opened = OpenedBoard.open(handle)
             if opened.board.shape != tuple(self._table.drawn.shape):
                 raise BoardError(f"its halves are {opened.board.shape}, here {tuple(self._table.drawn.shape)}")
-            self._lines = _TargetLines(opened, self._table, self._device, self._peers)
+            self._lines = _TargetLines(opened, self._table, self._device, self._workers)
         except (BoardError, CudaIpcError) as error:
             logger.warning("the draft is waited for in its calls: its board cannot be opened: %s", error)
             return None
@@ -219,10 +219,10 @@ class TargetSide:
 class _TargetLines:
     """An open board, as the target uses it."""
 
-    def __init__(self, opened: OpenedBoard, table: TokenTable, device: torch.device, peers: Peers) -> None:
+    def __init__(self, opened: OpenedBoard, table: TokenTable, device: torch.device, workers: Workers) -> None:
         """Raises CudaIpcError: the device cannot wait for it."""
         self._board, self._table = opened.board, table
-        self._order = order_of(self._board, device, opened.handle, peers)
+        self._order = order_of(self._board, device, opened.handle, workers)
         self._last_awaited = 0
         """The draft step that the last verify waits for."""
         self._board.set_word(TARGET_PID, os.getpid())

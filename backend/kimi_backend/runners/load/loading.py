@@ -25,8 +25,8 @@ from kimi_backend.runners.load.draft_choice import head_format, linear_format
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints, memory_plan
 from kimi_backend.runners.load.placement import Placement, captures_steps, place
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS, Peers
-from kimi_backend.runners.ranks.workers import Workers
+from kimi_backend.runners.ranks.worker_processes import WorkerProcesses
+from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.synthetic_sets import with_synthetic_acceptance, with_uniform_routing
@@ -80,7 +80,7 @@ def _load_target(
     placement: Placement,
     recorder: GraphRecorder | None,
     group: TensorParallelGroup,
-    peers: Peers,
+    workers: Workers,
     *,
     is_split: bool,
 ) -> tuple[TargetRunner, KimiTarget]:
@@ -109,7 +109,7 @@ def _load_target(
         aux_buffer=_aux_buffer(model, aux_layer_ids, limits, placement),
         recorder=recorder,
         group=group,
-        peers=peers,
+        workers=workers,
         table=TokenTable.allocate(limits, placement.device, is_split=is_split) if recorder else None,
         cost_file=CostFile.of("target", settings, (model.config, limits), placement.device),
     )
@@ -152,7 +152,7 @@ def _load_draft(
     placement: Placement,
     recorder: GraphRecorder | None,
     group: TensorParallelGroup,
-    peers: Peers,
+    workers: Workers,
     shared: EmbedAndHead | None = None,
     aux_buffer: AuxBuffer | None = None,
     table: TokenTable | None = None,
@@ -196,7 +196,7 @@ def _load_draft(
         aux_buffer=aux_buffer,
         recorder=recorder,
         group=group,
-        peers=peers,
+        workers=workers,
         table=table,
         cost_file=CostFile.of("draft", settings, (config, limits), placement.device),
     )
@@ -214,15 +214,15 @@ def load_rank(
     placement: Placement,
     checkpoints: Checkpoints,
     group: TensorParallelGroup,
-    peers: Peers = NO_PEERS,
+    workers: Workers = NO_WORKERS,
 ) -> tuple[TargetRunner | None, DraftRunner | None]:
     """This rank's part of what the role says, warmed up: all ranks do this at the same time.
 
     Args:
-        peers: of rank 0, the others.
+        workers: of rank 0, the others.
     """
     recorder = _recorder(settings, placement)
-    ranks = recorder, group, peers
+    ranks = recorder, group, workers
     # What is summed first loads its kernel, which must not be while a stream waits for another process.
     share(torch.zeros(1, dtype=torch.int32, device=placement.device), group)
     if role is Role.DRAFT:
@@ -243,7 +243,7 @@ def _load(settings: ServingSettings, role: Role) -> tuple[TargetRunner | None, D
     # What is wrong with the settings is found before any process is started.
     checkpoints.check_ranks(settings.tensor_parallel_size)
     memory_plan(settings, checkpoints, placement)
-    workers = Workers(settings, role.value)
+    workers = WorkerProcesses(settings, role.value)
     with workers.loading():
         group = workers.join(placement.device)
         loaded = load_rank(settings, role, placement, checkpoints, group, workers)

@@ -75,7 +75,7 @@ def join_ranks(
 def leave(group: TensorParallelGroup) -> None:
     """Part from the other ranks, which leave as well. Graphs that hold the group's collectives must be gone before.
 
-    A process whose peers are gone should end instead: parting may wait for them.
+    A process whose fellow ranks are gone should end instead: parting may wait for them.
     """
     if not isinstance(group, DistributedRanks) or not dist.is_initialized():
         return

@@ -22,7 +22,7 @@ EXPORT_AUX, OPEN_AUX, OPEN_BOARD = "export aux", "open aux", "open board"
 """Questions to a rank."""
 
 
-class PeerError(KimiError):
+class WorkerError(KimiError):
     """Another rank could not do what it was asked."""
 
 

@@ -9,15 +9,15 @@ from kimi_backend.runners.aux_ipc import split_handles
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.ranks import aux_on_ranks
 from kimi_backend.runners.ranks.aux_on_ranks import OpenedOnRanks, export_on_ranks
-from kimi_backend.runners.ranks.peers import NoPeers
-from kimi_backend.runners.ranks.workers import PeerError
+from kimi_backend.runners.ranks.worker_processes import WorkerError
+from kimi_backend.runners.ranks.workers import NoWorkers
 
 BUFFER = AuxBuffer.allocate(1, 4, 8, torch.float32, torch.device("cpu"))
 CUDA = torch.device("cuda")
 
 
-class AskedPeers(NoPeers):
-    """Two peers that note what they are asked."""
+class AskedWorkers(NoWorkers):
+    """Two workers that note what they are asked."""
 
     count = 2
 
@@ -29,7 +29,7 @@ class AskedPeers(NoPeers):
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
         self.asked.append((question, contents))
         if self._problem and any(contents):
-            raise PeerError(self._problem)
+            raise WorkerError(self._problem)
         return [b'{"rank": 1}', b'{"rank": 2}']
 
 
@@ -54,33 +54,33 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_rank_opens_the_buffer_of_its_own() -> None:
-    exported = export_on_ranks(BUFFER, AskedPeers())
-    peers = AskedPeers()
-    opened = OpenedOnRanks(exported, CUDA, peers)
+    exported = export_on_ranks(BUFFER, AskedWorkers())
+    workers = AskedWorkers()
+    opened = OpenedOnRanks(exported, CUDA, workers)
     assert opened.exported == exported
     assert FakeOpened.opened == [b'{"rank": 0}']
-    assert peers.asked == [("open aux", [b'{"rank": 1}', b'{"rank": 2}'])]
+    assert workers.asked == [("open aux", [b'{"rank": 1}', b'{"rank": 2}'])]
     opened.close()
     assert not FakeOpened.opened
-    assert peers.asked[1:] == [("open aux", [b"", b""])]
+    assert workers.asked[1:] == [("open aux", [b"", b""])]
 
 
 def test_one_rank_is_as_before() -> None:
-    exported = export_on_ranks(BUFFER, NoPeers())
+    exported = export_on_ranks(BUFFER, NoWorkers())
     assert exported == b'{"rank": 0}'
-    OpenedOnRanks(exported, CUDA, NoPeers()).close()
+    OpenedOnRanks(exported, CUDA, NoWorkers()).close()
 
 
-def test_a_peer_that_cannot_open_its_own_leaves_none_open() -> None:
-    peers = AskedPeers("rank 2: another GPU")
+def test_a_worker_that_cannot_open_its_own_leaves_none_open() -> None:
+    workers = AskedWorkers("rank 2: another GPU")
     with pytest.raises(CudaIpcError, match="rank 2: another GPU"):
-        OpenedOnRanks(export_on_ranks(BUFFER, AskedPeers()), CUDA, peers)
+        OpenedOnRanks(export_on_ranks(BUFFER, AskedWorkers()), CUDA, workers)
     assert not FakeOpened.opened
-    assert peers.asked[-1] == ("open aux", [b"", b""])
+    assert workers.asked[-1] == ("open aux", [b"", b""])
 
 
 def test_other_numbers_of_ranks_share_nothing() -> None:
     with pytest.raises(CudaIpcError, match="the target has 1 ranks, the draft 3"):
-        OpenedOnRanks(export_on_ranks(BUFFER, NoPeers()), CUDA, AskedPeers())
+        OpenedOnRanks(export_on_ranks(BUFFER, NoWorkers()), CUDA, AskedWorkers())
     with pytest.raises(InvalidRequestError, match="3 bytes that are none"):
         split_handles(b"[1]")

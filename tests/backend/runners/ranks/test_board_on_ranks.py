@@ -10,8 +10,8 @@ from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.hand_over import order as order_module
 from kimi_backend.runners.hand_over.board import LEFT, BoardError, OpenedBoard, OwnBoard, offset_of
 from kimi_backend.runners.hand_over.order import order_of
-from kimi_backend.runners.ranks.messages import PeerError
-from kimi_backend.runners.ranks.peers import NoPeers
+from kimi_backend.runners.ranks.messages import WorkerError
+from kimi_backend.runners.ranks.workers import NoWorkers
 from kimi_backend.runners.sealed_memory import MemoryHandle
 
 CUDA = torch.device("cuda")
@@ -32,7 +32,7 @@ class FakeMemory:
         self.is_open = False
 
 
-class AskedPeers(NoPeers):
+class AskedWorkers(NoWorkers):
     """Two that open the board, or do not."""
 
     count = 2
@@ -47,7 +47,7 @@ class AskedPeers(NoPeers):
         assert question == "open board"
         self.asked.append(contents)
         if self._problem and any(contents):
-            raise PeerError(self._problem)
+            raise WorkerError(self._problem)
         return contents
 
     def wait_before_next(self, word: int, value: int) -> None:
@@ -101,19 +101,19 @@ def test_a_descriptor_that_is_another_board_s_is_refused() -> None:
     other.close()
 
 
-def test_peers_wait_for_what_rank_0_waits_for() -> None:
-    own, peers = OwnBoard((4, 8)), AskedPeers()
-    order = order_of(own.board, CUDA, own.handle, peers)
+def test_workers_wait_for_what_rank_0_waits_for() -> None:
+    own, workers = OwnBoard((4, 8)), AskedWorkers()
+    order = order_of(own.board, CUDA, own.handle, workers)
     order.wait(LEFT, 3)
-    assert peers.waits == [(LEFT, 3)]
+    assert workers.waits == [(LEFT, 3)]
     order.close()
-    assert peers.asked == [[own.handle] * 2, [b""] * 2]
+    assert workers.asked == [[own.handle] * 2, [b""] * 2]
     own.close()
 
 
-def test_a_peer_that_cannot_wait_leaves_no_board_open() -> None:
-    own, peers = OwnBoard((4, 8)), AskedPeers("rank 2: the device has no such operation")
+def test_a_worker_that_cannot_wait_leaves_no_board_open() -> None:
+    own, workers = OwnBoard((4, 8)), AskedWorkers("rank 2: the device has no such operation")
     with pytest.raises(CudaIpcError, match="rank 2: the device has no such operation"):
-        order_of(own.board, CUDA, own.handle, peers)
-    assert peers.asked[-1] == [b""] * 2
+        order_of(own.board, CUDA, own.handle, workers)
+    assert workers.asked[-1] == [b""] * 2
     own.close()

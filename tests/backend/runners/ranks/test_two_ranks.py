@@ -19,9 +19,9 @@ from kimi_backend.errors import CheckpointError, ConfigError
 from kimi_backend.processes import is_alive
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.load.loading import load_draft_runner, load_pair, load_target_runner
-from kimi_backend.runners.ranks import workers as workers_module
-from kimi_backend.runners.ranks.messages import PeerError, Step, unpacked
-from kimi_backend.runners.ranks.workers import Workers
+from kimi_backend.runners.ranks import worker_processes
+from kimi_backend.runners.ranks.messages import Step, WorkerError, unpacked
+from kimi_backend.runners.ranks.worker_processes import WorkerProcesses
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.scoring import ScoringPlan
@@ -71,8 +71,8 @@ def test_two_ranks_write_what_one_writes(tiny: Path, two: Pair) -> None:
 def test_closing_ends_the_ranks_and_another_pair_may_come(tiny: Path) -> None:
     for _ in range(2):
         target = load_target_runner(tiny_settings(tiny, draft="", tensor_parallel_size=2))
-        workers = target.peers
-        assert isinstance(workers, Workers)
+        workers = target.workers
+        assert isinstance(workers, WorkerProcesses)
         (rank,) = workers.process_ids
         target.launch(tiny_ranks.one_row_plan(1)).wait()
         target.close()
@@ -93,7 +93,7 @@ def test_sizes_that_do_not_divide_are_named(tiny: Path, size: int, message: str)
 
 def test_a_rank_that_cannot_load_ends_this_process(tiny: Path) -> None:
     problems: list[str] = []
-    workers = Workers(tiny_settings(tiny, tensor_parallel_size=2), "nonsense", end=problems.append)
+    workers = WorkerProcesses(tiny_settings(tiny, tensor_parallel_size=2), "nonsense", end=problems.append)
     wait_until(lambda: bool(problems))
     assert problems == ["rank 1 of the nonsense has ended with code 1"]
     workers.close()
@@ -101,7 +101,7 @@ def test_a_rank_that_cannot_load_ends_this_process(tiny: Path) -> None:
 
 def test_what_rank_0_cannot_load_is_raised_and_ends_the_others(tiny: Path) -> None:
     problems: list[str] = []
-    workers = Workers(tiny_settings(tiny, tensor_parallel_size=2), "pair", end=problems.append)
+    workers = WorkerProcesses(tiny_settings(tiny, tensor_parallel_size=2), "pair", end=problems.append)
     (rank,) = workers.process_ids
     with pytest.raises(CheckpointError, match="broken"), workers.loading():
         raise CheckpointError("model.safetensors", ["broken"])
@@ -173,9 +173,9 @@ def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch
         started.append(popen(*args, **options))  # type: ignore[call-overload]
         return started[0]
 
-    monkeypatch.setattr(workers_module.subprocess, "Popen", only_one)
-    with pytest.raises(PeerError, match="rank 2 of the pair: its process did not start: no more processes"):
-        Workers(tiny_settings(tiny, tensor_parallel_size=4), "pair", end=problems.append)
+    monkeypatch.setattr(worker_processes.subprocess, "Popen", only_one)
+    with pytest.raises(WorkerError, match="rank 2 of the pair: its process did not start: no more processes"):
+        WorkerProcesses(tiny_settings(tiny, tensor_parallel_size=4), "pair", end=problems.append)
     assert not is_alive(started[0].pid)
     assert not problems
 
@@ -183,8 +183,8 @@ def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch
 def test_what_is_waited_for_goes_with_its_board(tiny: Path) -> None:
     """A step that is refused leaves a number of the board behind, which the next board may never reach."""
     target = load_target_runner(tiny_settings(tiny, draft="", tensor_parallel_size=2))
-    workers, messages = target.peers, list[bytes]()
-    assert isinstance(workers, Workers)
+    workers, messages = target.workers, list[bytes]()
+    assert isinstance(workers, WorkerProcesses)
     try:
         workers.tell = messages.append  # type: ignore[method-assign]
         workers.wait_before_next(1, 5000)
@@ -202,13 +202,13 @@ def test_what_is_waited_for_goes_with_its_board(tiny: Path) -> None:
 def test_every_answer_is_read_though_one_is_a_problem(tiny: Path) -> None:
     draft = load_draft_runner(tiny_settings(tiny, tensor_parallel_size=4))
     try:
-        with pytest.raises(PeerError, match=r"rank 1 of the draft: .*; rank 2 of the draft: .*; rank 3 of the draft: "):
-            draft.peers.ask("open aux", [b"x"] * 3)
-        assert draft.peers.ask("open aux", [b""] * 3) == [b""] * 3
-        with pytest.raises(PeerError, match="rank 2 of the draft"):
-            draft.peers.ask("open aux", [b"", b"x", b""])
-        assert draft.peers.ask("open aux", [b""] * 3) == [b""] * 3
+        with pytest.raises(WorkerError, match=r"rank 1 of the draft: .*; rank 2 of .*; rank 3 of "):
+            draft.workers.ask("open aux", [b"x"] * 3)
+        assert draft.workers.ask("open aux", [b""] * 3) == [b""] * 3
+        with pytest.raises(WorkerError, match="rank 2 of the draft"):
+            draft.workers.ask("open aux", [b"", b"x", b""])
+        assert draft.workers.ask("open aux", [b""] * 3) == [b""] * 3
     finally:
         draft.close()
-    with pytest.raises(PeerError, match="has ended"):
-        draft.peers.ask("open aux", [b""] * 3)
+    with pytest.raises(WorkerError, match="has ended"):
+        draft.workers.ask("open aux", [b""] * 3)

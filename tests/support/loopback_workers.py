@@ -13,8 +13,8 @@ from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
 
-class LoopbackPeers:
-    """One peer with runners of its own. Groups of one rank each, so that neither waits for the other: what ranks of a
+class LoopbackWorkers:
+    """One worker with runners of its own. Groups of one rank each, so that neither waits for the other: what ranks of a
     split table share in a sum is copied before the step."""
 
     count = 1

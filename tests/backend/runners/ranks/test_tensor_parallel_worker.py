@@ -10,26 +10,26 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.ranks.workers import _collect_captures
+from kimi_backend.runners.ranks.worker_processes import _collect_captures
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
-from support.loopback_peers import LoopbackPeers
+from support.loopback_workers import LoopbackWorkers
 from support.plain_recorder import PlainRecorder
 from support.random_requests import random_requests
 
 SETTING = Setting(kernels=KernelSet.cpu())
 
 
-def two_ranks(*, captures: bool) -> tuple[list[tuple[TargetRunner, DraftRunner]], LoopbackPeers]:
+def two_ranks(*, captures: bool) -> tuple[list[tuple[TargetRunner, DraftRunner]], LoopbackWorkers]:
     pairs = [runner_pair(SETTING, "mla31", PlainRecorder() if captures else None, num_regions=1) for _ in range(2)]
-    peers = LoopbackPeers(*pairs[1])
+    workers = LoopbackWorkers(*pairs[1])
     for runner in pairs[0]:
-        runner.peers = peers
-    return pairs, peers
+        runner.workers = workers
+    return pairs, workers
 
 
 def assert_same_pools(pairs: list[tuple[TargetRunner, DraftRunner]]) -> None:
@@ -58,41 +58,41 @@ def plain_requests(count: int, k: int) -> list[GenerateRequest]:
     ],
 )
 def test_every_kind_of_step_leaves_the_same_kv(captures: bool, k: int, expected: set[str]) -> None:
-    pairs, peers = two_ranks(captures=captures)
+    pairs, workers = two_ranks(captures=captures)
     target, draft = pairs[0]
     harness = EngineHarness(target, draft if k else None, SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64))
     for request in plain_requests(6, k):
         harness.add(request)
     harness.run(each_step=lambda _: assert_same_pools(pairs))
-    assert not peers.problems
-    assert expected <= set(peers.steps), peers.steps
+    assert not workers.problems
+    assert expected <= set(workers.steps), workers.steps
     tables = [pair[1].table for pair in pairs]
     assert not captures or torch.equal(tables[0].proposed[:-1], tables[1].proposed[:-1])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_every_sampling_feature(captures: bool) -> None:
-    pairs, peers = two_ranks(captures=captures)
+    pairs, workers = two_ranks(captures=captures)
     harness = EngineHarness(*pairs[0], SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64))
     for request in random_requests(random.Random(3), 16, pairs[0][0].describe().vocab_size):
         harness.add(request)
     harness.run(each_step=lambda _: assert_same_pools(pairs))
-    assert not peers.problems
+    assert not workers.problems
 
 
 def test_a_bad_plan_fails_before_anybody_is_told() -> None:
-    pairs, peers = two_ranks(captures=False)
+    pairs, workers = two_ranks(captures=False)
     plans = []
     launch = pairs[0][0].launch
     pairs[0][0].launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
     harness = EngineHarness(pairs[0][0], None)
     harness.add(plain_requests(1, 0)[0])
     harness.run()
-    told = peers.steps["verify"]
+    told = workers.steps["verify"]
     bad = replace(plans[0], rows=replace(plans[0].rows, token_ids=plans[0].rows.token_ids + 10**6))
     with pytest.raises(InvalidRequestError, match="token_ids"):
         launch(bad)
-    assert peers.steps["verify"] == told
+    assert workers.steps["verify"] == told
 
 
 def test_dropped_captures_are_gone_before_a_rank_leaves() -> None:
