@@ -36,7 +36,7 @@ from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.load import loading
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints
 from kimi_backend.runners.load.placement import place
-from kimi_backend.runners.ranks.peers import NO_PEERS
+from kimi_backend.runners.ranks.workers import NO_WORKERS
 from kimi_backend.spec_decode.round_times import RoundTimes
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_kernels.synthetic_sets import chances_of
@@ -126,7 +126,7 @@ class Pairs:
                 placement,
                 loading._recorder(settings, placement),
                 SingleRank(),
-                NO_PEERS,
+                NO_WORKERS,
                 target._model.get_embed_and_head(),
                 target.aux_buffer,
                 target.table,

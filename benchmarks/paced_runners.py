@@ -25,7 +25,7 @@ from kimi_backend.runners.hand_over.board import Board
 from kimi_backend.runners.hand_over.order import HostOrder
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.ranks.peers import NO_PEERS
+from kimi_backend.runners.ranks.workers import NO_WORKERS
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.draft_server import DraftServer
@@ -116,7 +116,7 @@ class PacedPending:
 class PacedRunner:
     """The common part of both: a stream, and a token table."""
 
-    device, peers = torch.device("cpu"), NO_PEERS
+    device, workers = torch.device("cpu"), NO_WORKERS
 
     def __init__(self, max_num_seqs: int, wait_s: float, stream: PacedStream) -> None:
         limits = RunnerLimits(max_num_batched_tokens=1, max_num_seqs=max_num_seqs, max_model_len=1)
