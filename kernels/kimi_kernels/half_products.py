@@ -11,6 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kimi_kernels.constants import constant
+
 ROUNDING = 2.0**-25
 """The loss that a weight may have: half a unit of float16's smallest step, below 2^-14 only. A float32 sum of
 a hundred terms of size 1 loses more."""
@@ -58,4 +60,4 @@ def multiply_half(x: Tensor, packed: Tensor) -> Tensor:
 
 def settle(x: Tensor) -> Tensor:
     """A contiguous copy of x, made by vector instructions."""
-    return x.mul(1.0)
+    return x * constant(1.0)

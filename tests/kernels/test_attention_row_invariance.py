@@ -25,11 +25,12 @@ class AttentionOp:
     cache_width: tuple[int, ...]
 
 
-def mla_decode_op(kernels: KernelSet, num_heads: int, kv_lora_rank: int, rope_dim: int) -> AttentionOp:
+def mla_decode_op(
+    kernels: KernelSet, num_heads: int, kv_lora_rank: int, rope_dim: int, *, return_lse: bool = False
+) -> AttentionOp:
     def run(q: Tensor, cache: Tensor, case: PagedCase) -> tuple[Tensor, ...]:
-        out, lse = kernels.mla_decode(q, cache, case.batch, kv_lora_rank, 0.2, return_lse=True)
-        assert lse is not None
-        return out, lse
+        out, lse = kernels.mla_decode(q, cache, case.batch, kv_lora_rank, 0.2, return_lse=return_lse)
+        return (out,) if lse is None else (out, lse)
 
     latent_dim = kv_lora_rank + rope_dim
     return AttentionOp(run, (num_heads, latent_dim), (latent_dim,))
@@ -59,6 +60,8 @@ def mha_op(
 def attention_ops(kernels: KernelSet) -> dict[str, AttentionOp]:
     return {
         "mla_decode": mla_decode_op(kernels, 4, 32, 16),
+        "mla_decode 8 heads": mla_decode_op(kernels, 8, 64, 16),
+        "mla_decode and the sum": mla_decode_op(kernels, 4, 32, 16, return_lse=True),
         "mla_decode 17 heads, odd widths": mla_decode_op(kernels, 17, 31, 6),
         "mla_prefill": mla_prefill_op(kernels, 4, 16, 32, 16, 16),
         "mla_prefill odd": mla_prefill_op(kernels, 3, 7, 31, 6, 5),
@@ -121,3 +124,16 @@ def test_attention_does_not_depend_on_how_a_sequence_is_cut(name: str) -> None:
             part = paged_case([stop - start], [stop], block_size, seed=start)
             got = op.run(q[start:stop], part.cache([contents[0][:stop]]), part)
             assert_same_bits(got, pick_rows(expected, torch.arange(start, stop)), f"{name}: rows {start} to {stop}")
+
+
+@pytest.mark.parametrize("name", PLAIN_OPS)
+def test_a_key_that_is_no_number_stays_with_the_rows_that_see_it(name: str) -> None:
+    op, length = ATTENTION_OPS[name], 70
+    contents = random_contents([length], *op.cache_width)
+    q = normals(8, *op.query_width)
+    case = paged_case([8], [length])
+    expected = op.run(q, case.cache(contents), case)
+    for bad in (torch.nan, torch.inf):
+        contents[0][-3:] = bad
+        got = op.run(q, case.cache(contents), case)
+        assert_same_bits(pick_rows(got, torch.arange(5)), pick_rows(expected, torch.arange(5)), name)

@@ -1,8 +1,11 @@
-"""Absorbed MLA attention in float32: one query row at a time over exactly its own keys.
+"""Absorbed MLA attention in float32: query rows side by side, each over its own keys in whole tiles.
 
-Shapes: N heads, D = L + R, n keys of the row. The shapes that the BLAS sees depend on N, D and n only.
+A row's keys are padded to a multiple of KEY_TILE, whatever rows run beside it; what it may not see is masked, so it
+weighs exactly 0. Rows of a sequence with the same number of tiles are the items of one batched product, so the shapes
+that the BLAS sees depend on N, D and a row's own number of keys only. Shapes: N heads, D = L + R, n keys.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -12,6 +15,39 @@ from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.mla_decode import reference
 from kimi_kernels.paged_rows import read_slots, sequences_with_queries
 from kimi_kernels.row_products import aligned, keeps_rows_aligned
+from kimi_kernels.row_tiles import ceil_to
+
+KEY_TILE = 32
+"""Keys of a tile: half of it is wasted on average."""
+SCORES_AT_ONCE = 2**18
+"""Scores of a batched product, at least one row's: more would leave a core's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Query rows of one sequence with the same number of tiles."""
+
+    first: int
+    stop: int
+    num_keys: int
+    """With padding."""
+    mask: Tensor
+    """[rows, 1, num_keys] float32, 0 where the row sees the key, else negative infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One sequence of a step that has keys and query rows."""
+
+    block_ids: Tensor
+    slots: slice | None
+    """The cache rows of its tokens, where its blocks follow one another."""
+    length: int
+    num_seen: int
+    """Keys that all of its rows see."""
+    padding: Tensor
+    """[keys that are missing from the last tile, D], zeros."""
+    groups: tuple[_Rows, ...]
 
 
 def mla_decode(
@@ -34,31 +70,46 @@ def mla_decode(
     is_aligned = keeps_rows_aligned(num_heads * latent_dim, num_heads * kv_lora_rank)
     if not fits or not is_aligned or q.dtype != torch.float32 or return_lse or row_keys is not None:
         return reference.mla_decode(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, return_lse, row_keys)
-    block_size = latent_cache.shape[1]
-    out = torch.zeros(num_tokens, num_heads, kv_lora_rank)
-    q_rows, out_rows = aligned(q * softmax_scale).unbind(), out.unbind()
-    is_plain = latent_cache.dtype == torch.float32 and kv_scale == 1.0
-    sequences = _sequences(batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.num_tokens, block_size)
-    for block_ids, start, first, num_rows, length in sequences:
-        if is_plain and start is not None:
-            latents = latent_cache[start : start + len(block_ids)].flatten(0, 1)
-        else:
-            latents = read_slots(latent_cache, block_ids, kv_scale)
-        keys_t, values = latents.t(), latents[:, :kv_lora_rank]
-        for row in range(first, first + num_rows):
-            num_keys = length - (first + num_rows - 1 - row)
-            if num_keys > 0:
-                probs = torch.mm(q_rows[row], keys_t[:, :num_keys]).softmax(dim=-1)
-                torch.mm(probs, values[:num_keys], out=out_rows[row])
-    return out, None
+    q = aligned(q)
+    out = None
+    for sequence in _sequences(batch.cu_seqlens_q, batch.seq_lens, batch.block_table, q.shape, latent_cache.shape[1]):
+        latents = _padded_latents(latent_cache, sequence, kv_scale)
+        for rows in sequence.groups:
+            if rows.stop - rows.first == num_tokens:
+                return _attend(q, latents, rows, kv_lora_rank, softmax_scale), None
+            if out is None:
+                out = torch.zeros(num_tokens, num_heads, kv_lora_rank)
+            out[rows.first : rows.stop] = _attend(q[rows.first : rows.stop], latents, rows, kv_lora_rank, softmax_scale)
+    return torch.zeros(num_tokens, num_heads, kv_lora_rank) if out is None else out, None
+
+
+def _padded_latents(latent_cache: Tensor, sequence: _Sequence, kv_scale: float) -> Tensor:
+    """The sequence's latents in whole tiles of float32."""
+    if sequence.slots is not None and latent_cache.dtype == torch.float32 and kv_scale == 1.0:
+        latents = latent_cache.flatten(0, 1)[sequence.slots]
+    else:
+        latents = read_slots(latent_cache, sequence.block_ids, kv_scale)[: sequence.length]
+    # A copy: what lies in the cache behind the last may be no number, and 0 times that is none either.
+    latents = torch.cat((latents, sequence.padding))
+    if sequence.num_seen < sequence.length:
+        # Nor may what a later row stored spoil the rows before it. That row is no number all the same: its query is.
+        latents[sequence.num_seen : sequence.length].nan_to_num_(0.0, 0.0, 0.0)
+    return latents
+
+
+def _attend(q: Tensor, latents: Tensor, rows: _Rows, kv_lora_rank: int, softmax_scale: float) -> Tensor:
+    """[rows, N, L] from q [rows, N, D]."""
+    keys = latents[: rows.num_keys].expand(len(q), -1, -1)
+    scores = torch.baddbmm(rows.mask, q, keys.transpose(1, 2), alpha=softmax_scale)
+    return torch.bmm(scores.softmax(dim=-1), keys[:, :, :kv_lora_rank])
 
 
 @lru_cache(maxsize=4)
 def _sequences(
-    cu_seqlens_q: Tensor, seq_lens: Tensor, block_table: Tensor, num_tokens: int, block_size: int
-) -> tuple[tuple[Tensor, int | None, int, int, int], ...]:
-    """(block ids, the first of them where they follow one another, first query row, query rows, length) of every
-    sequence that has keys and queries. All layers of a step ask for the same, with the same tensors."""
+    cu_seqlens_q: Tensor, seq_lens: Tensor, block_table: Tensor, q_shape: torch.Size, block_size: int
+) -> tuple[_Sequence, ...]:
+    """Every sequence that has keys and queries. All layers of a step ask for the same, with the same tensors."""
+    num_tokens, num_heads, latent_dim = q_shape
     batch = AttentionBatch(
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=seq_lens,
@@ -71,6 +122,28 @@ def _sequences(
     for sequence, first, num_rows, length in sequences_with_queries(batch, block_size):
         block_ids = block_table[sequence, : -(-length // block_size)]
         ids = block_ids.tolist()
-        start = ids[0] if ids == list(range(ids[0], ids[0] + len(ids))) else None
-        found.append((block_ids, start, first, num_rows, length))
+        start = ids[0] * block_size
+        in_order = ids == list(range(ids[0], ids[0] + len(ids)))
+        slots = slice(start, start + length) if in_order else None
+        padding = torch.zeros(ceil_to(KEY_TILE, length) - length, latent_dim)
+        num_seen = max(length - num_rows + 1, 0)
+        groups = tuple(_groups(first, num_rows, length, num_heads))
+        found.append(_Sequence(block_ids, slots, length, num_seen, padding, groups))
     return tuple(found)
+
+
+def _groups(first: int, num_rows: int, length: int, num_heads: int) -> list[_Rows]:
+    """The last num_rows of a sequence, in order; rows before its first key have none."""
+    groups = []
+    row, stop = first + max(num_rows - length, 0), first + num_rows
+    while row < stop:
+        num_visible = length - (stop - 1 - row)
+        num_keys = ceil_to(KEY_TILE, num_visible)
+        most = max(1, SCORES_AT_ONCE // (num_heads * num_keys))
+        end = min(stop, row + num_keys - num_visible + 1, row + most)
+        visible = torch.arange(num_visible, num_visible + end - row)[:, None, None]
+        hidden = torch.arange(num_keys) >= visible
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        groups.append(_Rows(row, end, num_keys, mask))
+        row = end
+    return groups

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kimi_kernels.constants import constant
 from kimi_kernels.moe_route import reference
 from kimi_kernels.moe_route.reference import RENORMALIZE_EPS, without_padding
 
@@ -35,12 +36,13 @@ def route_experts(
             scaling_factor=scaling_factor,
             slot_mapping=slot_mapping,
         )
-    scores = router_logits.double().neg_().exp_().add_(1).reciprocal_().float()
+    # In float64, whose last bit may depend on where a row stands: rounding takes it away.
+    scores = router_logits.double().sigmoid_().float()
     topk_ids = (scores + correction_bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, topk_ids).double()
     if renormalize:
-        weights /= weights.cumsum(dim=-1)[:, -1:].add_(RENORMALIZE_EPS)
-    topk_ids = topk_ids.to(torch.int32)
+        weights /= weights.cumsum(dim=-1)[:, -1:].add_(constant(RENORMALIZE_EPS, torch.float64))
+    topk_ids = topk_ids.int()
     if slot_mapping is not None and min(slot_mapping.tolist(), default=0) < 0:
         topk_ids = without_padding(topk_ids, slot_mapping)
-    return topk_ids, weights.mul_(scaling_factor).float()
+    return topk_ids, weights.mul_(constant(scaling_factor, torch.float64)).float()

@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.choice_products import Terms, plain_sum
+from kimi_kernels.constants import constant
 from kimi_kernels.rms_norm import reference
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, which keeps its place with size 1."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return length.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(constant(eps), length, length, value=1.0 / x.shape[-1]).rsqrt_()
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

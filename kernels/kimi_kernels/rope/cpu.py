@@ -49,9 +49,15 @@ def _gather_few(cos_sin: Tensor, interleaved: bool, positions: tuple[int, ...]) 
     return _gather(cos_sin, interleaved, torch.tensor(positions, dtype=torch.int64))
 
 
+@lru_cache(maxsize=16)
+def _partners(width: int) -> Tensor:
+    """1, 0, 3, 2, ...: the other column of each column's pair."""
+    return torch.arange(width).view(-1, 2).flip(-1).flatten()
+
+
 def _swap_pairs(x: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
-        return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).flip(-1).flatten(-2)
+        return x.gather(-1, _partners(x.shape[-1]).expand_as(x))
     return x.roll(x.shape[-1] // 2, -1)
 
 
