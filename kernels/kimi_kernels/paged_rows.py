@@ -1,6 +1,7 @@
 """How the reference attention ops read and write paged caches: by slot, by sequence."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -8,6 +9,12 @@ from torch import Tensor
 from kimi_kernels.argument_checks import require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.quantization.reference import FP8_MAX
+
+
+@lru_cache(maxsize=4)
+def has_padding(slot_mapping: Tensor) -> bool:
+    """Tell whether a row writes nothing. All layers of a step ask, with the same tensor."""
+    return min(slot_mapping.tolist(), default=0) < 0
 
 
 def write_slots(slots: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:

@@ -128,8 +128,10 @@ class MlaAttention:
         num_decode = metadata.num_decode_tokens
         outputs = []
         if metadata.decode is not None:
-            positions = metadata.positions[:num_decode]
-            q_latent = self._kernels.mla_query(q[:num_decode], self._w_uk, self._cos_sin, positions, g.rope.interleaved)
+            rows, positions = q, metadata.positions
+            if metadata.prefill is not None:
+                rows, positions = q[:num_decode], positions[:num_decode]
+            q_latent = self._kernels.mla_query(rows, self._w_uk, self._cos_sin, positions, g.rope.interleaved)
             outputs.append(
                 self._kernels.mla_values(
                     q_latent, latent_cache, metadata.decode, self._w_uv, self._softmax_scale, kv_scale

@@ -6,6 +6,7 @@ from torch import Tensor
 from kimi_kernels.constants import constant
 from kimi_kernels.moe_route import reference
 from kimi_kernels.moe_route.reference import RENORMALIZE_EPS, without_padding
+from kimi_kernels.paged_rows import has_padding
 
 
 def route_experts(
@@ -43,6 +44,6 @@ def route_experts(
     if renormalize:
         weights /= weights.cumsum(dim=-1)[:, -1:].add_(constant(RENORMALIZE_EPS, torch.float64))
     topk_ids = topk_ids.int()
-    if slot_mapping is not None and min(slot_mapping.tolist(), default=0) < 0:
+    if slot_mapping is not None and has_padding(slot_mapping):
         topk_ids = without_padding(topk_ids, slot_mapping)
     return topk_ids, weights.mul_(constant(scaling_factor, torch.float64)).float()

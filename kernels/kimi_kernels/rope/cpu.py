@@ -7,9 +7,6 @@ from torch import Tensor
 
 from kimi_kernels.rope import reference
 
-FEW_ROWS = 16
-"""Up to so many rows, their angles are kept from one layer to the next."""
-
 
 @lru_cache(maxsize=16)
 def rotation_table(cos_sin: Tensor, interleaved: bool) -> Tensor:
@@ -30,34 +27,27 @@ def rotation_table(cos_sin: Tensor, interleaved: bool) -> Tensor:
 
 def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """[T, N, R] float32, any strides, rotated by its row's position."""
-    if len(positions) > FEW_ROWS:
-        cos, sin = _gather(cos_sin, interleaved, positions)
-    else:
-        cos, sin = _gather_few(cos_sin, interleaved, tuple(positions.tolist()))
+    cos, sin = _angles(cos_sin, interleaved, positions)
     return (x * cos).add_(_swap_pairs(x, interleaved).mul_(sin))
 
 
-def _gather(cos_sin: Tensor, interleaved: bool, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of the positions, each [T, 1, R]."""
+@lru_cache(maxsize=4)
+def _angles(cos_sin: Tensor, interleaved: bool, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of the positions, each [T, 1, R]. All layers of a step ask for the same, with the same
+    tensors."""
     cos, sin = rotation_table(cos_sin, interleaved).index_select(0, positions).unsqueeze(2).unbind(1)
     return cos, sin
 
 
-@lru_cache(maxsize=64)
-def _gather_few(cos_sin: Tensor, interleaved: bool, positions: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """All layers of a step ask for the same."""
-    return _gather(cos_sin, interleaved, torch.tensor(positions, dtype=torch.int64))
-
-
 @lru_cache(maxsize=16)
-def _partners(width: int) -> Tensor:
-    """1, 0, 3, 2, ...: the other column of each column's pair."""
-    return torch.arange(width).view(-1, 2).flip(-1).flatten()
+def _partners(shape: torch.Size) -> Tensor:
+    """1, 0, 3, 2, ... of every row: the other column of each column's pair."""
+    return torch.arange(shape[-1]).view(-1, 2).flip(-1).flatten().expand(shape)
 
 
 def _swap_pairs(x: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
-        return x.gather(-1, _partners(x.shape[-1]).expand_as(x))
+        return x.gather(-1, _partners(x.shape))
     return x.roll(x.shape[-1] // 2, -1)
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kimi_kernels.paged_rows import has_padding
 from kimi_kernels.rms_norm.cpu import inverse_rms
 from kimi_kernels.rope.cpu import rotate
 from kimi_kernels.store_latent import reference
@@ -52,7 +53,7 @@ def write_rows(slots: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
     Args:
         slots: [num_blocks * block_size, ...]. slot_mapping: [T] int64. rows: [T, ...].
     """
-    if min(slot_mapping.tolist(), default=0) < 0:
+    if has_padding(slot_mapping):
         kept = slot_mapping >= 0
         slot_mapping, rows = slot_mapping[kept], rows[kept]
-    slots.index_copy_(0, slot_mapping, rows.to(slots.dtype))
+    slots.index_copy_(0, slot_mapping, rows if rows.dtype == slots.dtype else rows.to(slots.dtype))
