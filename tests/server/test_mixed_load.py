@@ -10,7 +10,6 @@ import json
 import os
 import random
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from kimi_client import InvalidRequest, KimiClient
 from served_load import serving
 from support.prometheus_text import parse_samples, scrape
 from support.server_process import resident_bytes
+from support.waiting import wait_for
 
 NANO = Path(__file__).resolve().parents[2] / "demo/kimi-nano"
 SECONDS = float(os.environ.get("KIMI_SOAK_S", "900"))
@@ -130,14 +130,14 @@ def measure(served):
 
 
 def assert_idle(served):
-    deadline = time.monotonic() + 10
-    while any(
-        value
-        for (name, _), value in parse_samples(scrape(served.ports["metrics"])).items()
-        if name in ("kimi_requests_running", "kimi_kv_blocks_used")
-    ):
-        assert time.monotonic() < deadline, "blocks are held"
-        time.sleep(0.1)
+    def is_idle():
+        return not any(
+            value
+            for (name, _), value in parse_samples(scrape(served.ports["metrics"])).items()
+            if name in ("kimi_requests_running", "kimi_kv_blocks_used")
+        )
+
+    wait_for(is_idle, "blocks are held", poll_s=0.1)
 
 
 @pytest.mark.soak

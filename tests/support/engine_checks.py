@@ -22,6 +22,7 @@ from support.random_requests import random_requests
 from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+from support.waiting import PATIENCE_S
 
 VOCAB = 32
 EOS = frozenset({5})
@@ -150,7 +151,7 @@ def check_stop_strings() -> None:
         tokenizer=LetterTokenizer(VOCAB),
     )
     engine.start()
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     sampling = SamplingParams(seed=7, max_tokens=60, temperature=1.2)
     request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling=sampling, num_speculative_tokens=7)
     plain = RecordingClient()
@@ -161,7 +162,7 @@ def check_stop_strings() -> None:
     for stop, client in zip(stops, clients, strict=True):
         engine.submit(replace(request, sampling=replace(sampling, stop=(stop,))), client)
         client.wait()
-    engine.drain(10)
+    engine.drain(PATIENCE_S)
     for client in (plain, *clients):
         client.check()
     for stop, client in zip(stops, clients, strict=True):

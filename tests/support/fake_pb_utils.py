@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from support.waiting import PATIENCE_S
+
 
 class TritonModelException(Exception):
     pass
@@ -68,7 +70,7 @@ class RecordingSender:
     def send(self, response, flags=0):
         self.num_begun += 1
         if self._gate is not None:
-            self._gate.wait(10)
+            self._gate.wait(PATIENCE_S)
         if self._fails:
             raise TritonModelException("the client is gone")
         self.sent.append((response, flags))

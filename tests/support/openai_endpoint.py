@@ -5,16 +5,15 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from support.waiting import wait_for
+
 if TYPE_CHECKING:
     from kimi_openai import EndpointSettings
-
-STARTS_WITHIN_S = 60
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,8 @@ def running_endpoint(settings: EndpointSettings, endpoint: Any = None) -> Iterat
         server = make_server(settings, endpoint)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while not server.started:
-            assert thread.is_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: server.started or not thread.is_alive())
+        assert server.started
         try:
             yield RunningEndpoint(listener.getsockname()[1])
         finally:

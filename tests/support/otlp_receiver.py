@@ -5,7 +5,6 @@ import importlib.util
 import json
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,9 +14,7 @@ from typing import Any, NamedTuple
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kimi_backend.hosting.embedded_server import free_port
-
-COMES_WITHIN_S = 60
-_POLL_S = 0.05
+from support.waiting import wait_for
 
 
 class ReceivedSpan(NamedTuple):
@@ -39,11 +36,7 @@ class Receiver:
 
     def wait_for(self, is_there: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
         """The spans, once they are all there."""
-        deadline = time.monotonic() + COMES_WITHIN_S
-        while not is_there(list(self.spans)):
-            assert time.monotonic() < deadline, self.spans
-            time.sleep(_POLL_S)
-        return list(self.spans)
+        return wait_for(lambda: spans if is_there(spans := list(self.spans)) else [], lambda: self.spans, poll_s=0.05)
 
 
 def _of_protobuf(body: bytes) -> Iterator[ReceivedSpan]:

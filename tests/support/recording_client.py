@@ -3,6 +3,7 @@
 import threading
 
 from kimi_backend.types.request import TokenDelta
+from support.waiting import PATIENCE_S
 
 
 class RecordingClient:
@@ -17,7 +18,7 @@ class RecordingClient:
         if delta.finish_reason is not None:
             self.done.set()
 
-    def wait(self, timeout_s: float = 20.0) -> TokenDelta:
+    def wait(self, timeout_s: float = PATIENCE_S) -> TokenDelta:
         """The final delta."""
         assert self.done.wait(timeout_s), "no final delta"
         return next(delta for delta in self.deltas if delta.finish_reason is not None)

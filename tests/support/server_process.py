@@ -3,7 +3,6 @@
 import os
 import re
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +14,12 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_backend.hosting.settings_to_server import make_server
 from kimi_backend.processes import is_alive
+from support.prometheus_text import scrape
+from support.waiting import PATIENCE_S, wait_for
 
 MAX_MODEL_LEN = 512
 KV_TOKENS = 64 * 128
-READY_WITHIN_S = 180
 METRICS_LAG_S = 0.4
-GAUGE_WITHIN_S = 30
-GONE_WITHIN_S = 30
-FREE_WITHIN_S = 20.0
-"""The limit on a machine that does much else; `cut_short` shows that nothing has run to its own end meanwhile."""
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -68,7 +64,7 @@ def running_server(
     )
     server.start()
     try:
-        server.wait_until_ready(READY_WITHIN_S)
+        server.wait_until_ready(PATIENCE_S)
         yield server
     finally:
         server.stop()
@@ -99,10 +95,7 @@ def rank_pids(stub: int) -> list[int]:
 
 def wait_until_gone(process_ids: list[int]) -> None:
     """All of them."""
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while any(is_alive(process_id) for process_id in process_ids):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.02)
+    wait_for(lambda: not any(is_alive(process_id) for process_id in process_ids), "processes are left")
 
 
 def resident_bytes(pid: int) -> int:
@@ -118,15 +111,12 @@ def regions(server: EmbeddedServer) -> dict[str, int]:
 
 def gauge(server: EmbeddedServer, name: str) -> float:
     """Sum of a gauge over its labels; it comes a moment after `spec_ensemble` is loaded."""
-    deadline = time.monotonic() + GAUGE_WITHIN_S
-    while True:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics", timeout=10) as reply:
-            lines = reply.read().decode().splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
-        if values:
-            return sum(values)
-        assert time.monotonic() < deadline, f"no gauge {name}"
-        time.sleep(0.05)
+
+    def look() -> list[float]:
+        lines = scrape(server.ports.metrics).splitlines()
+        return [float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{name}[{{ ]", line)]
+
+    return sum(wait_for(look, f"no gauge {name}", poll_s=0.05))
 
 
 @contextmanager
@@ -140,16 +130,15 @@ def cut_short(server: EmbeddedServer, num_tokens: int) -> Iterator[None]:
 
 def wait_until_running(server: EmbeddedServer, count: int) -> None:
     """Return when so many requests run."""
-    deadline = time.monotonic() + FREE_WITHIN_S
-    while gauge(server, "kimi_requests_running") < count:
-        assert time.monotonic() < deadline, "they do not run"
-        time.sleep(0.02)
+    wait_for(lambda: gauge(server, "kimi_requests_running") >= count, "they do not run", poll_s=0.02)
 
 
 def assert_everything_is_free(server: EmbeddedServer) -> None:
     """Soon nothing runs and no sequence holds a block."""
     time.sleep(METRICS_LAG_S)  # what is read now was published after the requests were to end
-    deadline = time.monotonic() + FREE_WITHIN_S
-    while gauge(server, "kimi_requests_running") or gauge(server, "kimi_kv_blocks_used"):
-        assert time.monotonic() < deadline, "requests still run"
-        time.sleep(0.05)
+    wait_for(lambda: is_free(server), "requests still run", poll_s=0.05)
+
+
+def is_free(server: EmbeddedServer) -> bool:
+    """Tell whether nothing runs and no sequence holds a block, as far as the metrics know."""
+    return not gauge(server, "kimi_requests_running") and not gauge(server, "kimi_kv_blocks_used")

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from pathlib import Path
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.server_installation import find_installation
 from kimi_client import KimiClient
+from support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ROOT / "docker/start.sh"
-READY_WITHIN_S = 180
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,13 @@ class StartedServer:
 
     def wait_until_healthy(self) -> None:
         """Return when `kimi health`, a process each time, says so; until the models are there a client asks."""
-        deadline = time.monotonic() + READY_WITHIN_S
         with KimiClient(f"localhost:{self.grpc}") as client:
-            while not client.is_ready() or self.health().returncode != 0:
+
+            def is_healthy() -> bool:
                 assert self.process.poll() is None, self.log.read_text()
-                assert time.monotonic() < deadline, self.log.read_text()
-                time.sleep(0.2)
+                return client.is_ready() and self.health().returncode == 0
+
+            wait_for(is_healthy, self.log.read_text, poll_s=0.2)
 
 
 def _write_tritonserver(folder: Path) -> None:

@@ -2,15 +2,14 @@
 
 import contextlib
 import json
-import time
 import urllib.request
 from typing import Any
 
 from kimi_backend.hosting.admin_access import admin_headers
 from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_client import Completion, KimiClient, KimiClientError
+from support.waiting import wait_for
 
-RELOAD_WITHIN_S = 90
 POLL_S = 0.1
 
 
@@ -32,27 +31,24 @@ def is_ready(server: EmbeddedServer, model: str) -> bool:
 def reload(server: EmbeddedServer, model: str) -> None:
     """Unload, wait until it is gone, load."""
     control(server, model, "unload")
-    deadline = time.monotonic() + RELOAD_WITHIN_S
-    while is_ready(server, model) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    wait_for(lambda: not is_ready(server, model), f"{model} stays", poll_s=POLL_S)
     control(server, model, "load")
 
 
-def generate_when_back(client: KimiClient, within_s: float = 60, **fields: Any) -> Completion:
+def generate_when_back(client: KimiClient, **fields: Any) -> Completion:
     """The first completion that is no error."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
+
+    def ask() -> Completion | None:
+        with contextlib.suppress(KimiClientError):
             return client.generate(**fields)
-        except KimiClientError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(2 * POLL_S)
+        return None
+
+    completion = wait_for(ask, "every completion is an error", poll_s=2 * POLL_S)
+    assert completion is not None
+    return completion
 
 
-def wait_for_speculation(client: KimiClient, within_s: float = 60) -> None:
+def wait_for_speculation(client: KimiClient) -> None:
     """Until a completion comes that was speculated on."""
-    deadline = time.monotonic() + within_s
-    while generate_when_back(client, text_input="x", max_tokens=8, ignore_eos=True).speculation is None:
-        assert time.monotonic() < deadline, "speculation stayed off"
-        time.sleep(POLL_S)
+    fields = {"text_input": "x", "max_tokens": 8, "ignore_eos": True}
+    wait_for(lambda: generate_when_back(client, **fields).speculation, "speculation stayed off", poll_s=POLL_S)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kimi_backend.engine.engine import Engine
 from kimi_backend.types.plan import TargetPlan
@@ -12,6 +12,7 @@ from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedPending, ScriptedTarget, connect, describe
+from support.waiting import PATIENCE_S
 
 VOCAB = 32
 SCRIPT = LogitScript(VOCAB, scales=(3.0, 8.0))
@@ -33,6 +34,10 @@ class SlowTarget(ScriptedTarget):
     step_s = 0.0
     gate: threading.Event | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_held = threading.Event()
+
     def launch(self, plan: TargetPlan) -> ScriptedPending:
         self._pause()
         return super().launch(plan)
@@ -40,7 +45,8 @@ class SlowTarget(ScriptedTarget):
     def _pause(self) -> None:
         time.sleep(self.step_s)
         if self.gate is not None:
-            self.gate.wait(20)
+            self.is_held.set()
+            self.gate.wait(PATIENCE_S)
 
 
 def make_target(**changes: object) -> SlowTarget:
@@ -61,7 +67,7 @@ def request(prompt: tuple[int, ...] = (1, 2, 3), request_id: str = "r", **sampli
 
 
 def ready(engine: Engine) -> Engine:
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     return engine
 
 
@@ -84,10 +90,3 @@ def started_engines() -> Iterator[Callable[..., Engine]]:
     for client in Client.all_of_test:
         if client.deltas:
             client.check()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "the condition never held"
-        time.sleep(0.002)

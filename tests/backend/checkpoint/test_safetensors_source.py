@@ -110,10 +110,10 @@ def test_a_damaged_index_of_many_names_is_refused_soon(num_files: int, tmp_path:
     save_file({"a": torch.zeros(1)}, tmp_path / "f0.safetensors")
     weight_map = {f"model.layers.{i}.x": f"f{i % num_files}.safetensors" for i in range(300_000)}
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(CheckpointError) as error:
         SafetensorsSource.open(tmp_path)
-    assert time.monotonic() - start < 10, "seconds; it takes one"
+    assert time.thread_time() - start < 10, "seconds; it takes one"
     assert len(str(error.value)) < 20_000
     assert ("names 300000 files" in str(error.value)) is (num_files > 1)
     assert ("... 299940 more ..." in str(error.value)) is (num_files == 1)

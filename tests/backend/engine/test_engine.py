@@ -1,7 +1,6 @@
 """The engine with its threads: every request ends exactly once, on every path."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -25,8 +24,8 @@ from support.threaded_engine import (
     ready,
     request,
     started_engines,
-    wait_for,
 )
+from support.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -72,7 +71,7 @@ def test_statistics_count_what_left_the_engine(start: Callable[..., Engine]) -> 
     for client in clients:
         engine.submit(request(tuple(range(9))), client)
         client.wait()
-    assert engine.drain(5)
+    assert engine.drain(PATIENCE_S)
     totals = engine.statistics().totals
     assert totals.num_finished == {FinishReason.LENGTH: 3}
     assert totals.num_prompt_tokens == 27
@@ -178,18 +177,20 @@ def test_a_draft_that_never_comes_does_not_keep_the_engine_from_serving(start: C
 def test_a_pair_that_does_not_fit_is_refused_with_both_values(start: Callable[..., Engine]) -> None:
     engine = start(make_target(), make_draft(block_size=8, aux_layer_ids=(1, 29, 57)))
     with pytest.raises(ModelUnavailableError, match=r"block_size: target 4, draft 8; aux_layer_ids: .*\(1, 29, 57\)"):
-        engine.wait_until_ready(10)
+        engine.wait_until_ready(PATIENCE_S)
 
 
 def test_cancellation_ends_a_running_request(start: Callable[..., Engine]) -> None:
     target = make_target()
-    target.step_s = 0.01
     engine = ready(start(target, make_draft()))
     client = Client()
+    target.step_s = 0.01
     handle = engine.submit(request(max_tokens=100), client)
     wait_for(lambda: bool(client.deltas))
+    target.gate = threading.Event()
     num_steps = target.num_steps
     handle.cancel()
+    target.gate.set()
     final = client.wait()
     assert target.num_steps <= num_steps + 2, "the step in flight, and one that began just before"
     assert final.finish_reason is FinishReason.CANCELLED
@@ -209,7 +210,7 @@ def test_cancellation_is_noticed_while_the_target_is_away(start: Callable[..., E
     target.gate.set()
     wait_for(lambda: "gone" in (engine.statistics().problem or ""))
     handle.cancel("tired of waiting")
-    assert client.wait(5.0).error == "tired of waiting"
+    assert client.wait().error == "tired of waiting"
 
 
 def test_cancellation_ends_a_waiting_request(start: Callable[..., Engine]) -> None:
@@ -240,7 +241,7 @@ def test_a_deadline_cancels(start: Callable[..., Engine]) -> None:
     assert final.finish_reason is FinishReason.CANCELLED
     assert final.error == "its deadline of 0.1 s has passed"
     assert final.stats is not None
-    assert 0.1 <= final.stats.total_time_s < 2.0
+    assert final.stats.total_time_s >= 0.1
 
 
 def test_drain_lets_live_requests_end_and_takes_no_more(start: Callable[..., Engine]) -> None:
@@ -249,7 +250,7 @@ def test_drain_lets_live_requests_end_and_takes_no_more(start: Callable[..., Eng
     engine = ready(start(target, make_draft()))
     client = Client()
     engine.submit(request(), client)
-    assert engine.drain(20)
+    assert engine.drain(PATIENCE_S)
     assert client.wait().finish_reason is FinishReason.LENGTH
     with pytest.raises(CapacityError, match="shutting down"):
         engine.submit(request(), Client())
@@ -348,7 +349,7 @@ def test_requests_end_while_the_engine_waits_for_a_dead_target(start: Callable[.
     stuck = [Client() for _ in range(3)]
     for i, client in enumerate(stuck):
         engine.submit(request((i, 1), f"stuck{i}"), client)
-    time.sleep(0.1)
+    assert target.is_held.wait(PATIENCE_S)
     engine.fail_live("its process has died")
     for client in stuck:
         final = client.wait()

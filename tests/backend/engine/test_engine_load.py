@@ -17,6 +17,7 @@ from support.random_requests import random_requests
 from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+from support.waiting import PATIENCE_S
 
 VOCAB = 32
 SCRIPT = LogitScript(VOCAB)
@@ -62,7 +63,7 @@ def test_every_request_ends_once_whatever_happens(seed: int) -> None:
         tokenizer=LetterTokenizer(VOCAB),
     )
     engine.start()
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     requests = drawn_requests(rng)
     clients = [RecordingClient() for _ in requests]
     threads = [

@@ -10,6 +10,7 @@ from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenOri
 from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+from support.waiting import PATIENCE_S
 
 SCRIPT = LogitScript(32)
 
@@ -21,7 +22,7 @@ def test_origins_statistics_metrics_and_log_agree() -> None:
         settings=SchedulerSettings(proposer=Proposer.LOOKUP_EAGLE3, lookup_min_match=2),
     )
     engine.start()
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     clients = {"eagle3": RecordingClient(), "lookup": RecordingClient()}
     for name, client in clients.items():
         sampling = SamplingParams(seed=3, max_tokens=90, allowed_token_ids=(6, 7) if name == "lookup" else ())
@@ -39,7 +40,7 @@ def test_origins_statistics_metrics_and_log_agree() -> None:
         client.wait()
     statistics = engine.statistics()
     assert statistics.lookup_bytes == 0, "an index is given back when its request ends"
-    engine.drain(10)
+    engine.drain(PATIENCE_S)
 
     by_proposer = statistics.totals.speculation_by_proposer
     for (name, client), origin in zip(clients.items(), (TokenOrigin.DRAFT, TokenOrigin.LOOKUP), strict=True):

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from support.random_requests import random_requests
 from support.recording_client import RecordingClient
 from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
+from support.waiting import PATIENCE_S, wait_for
 
 VOCAB = 32
 EOS = frozenset({5})
@@ -118,7 +118,7 @@ def test_a_request_is_told_what_steps_cost_if_it_asks(policy: PolicyName, asks: 
     draft = ScriptedDraft(describe("draft", SCRIPT), SCRIPT)
     engine = Engine(target, draft, settings=SchedulerSettings(speculation_policy=policy))
     engine.start()
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     client = RecordingClient()
     engine.submit(
         GenerateRequest(
@@ -130,7 +130,7 @@ def test_a_request_is_told_what_steps_cost_if_it_asks(policy: PolicyName, asks: 
         client,
     )
     client.wait()
-    engine.drain(10)
+    engine.drain(PATIENCE_S)
     stats = client.deltas[-1].stats
     assert stats is not None
     given = json.loads(json.dumps(statistics_json(stats))).get("step_costs")
@@ -151,20 +151,22 @@ def test_a_draft_that_comes_late_is_timed_when_it_comes() -> None:
         patience=Patience(draft_s=0.1),
     )
     engine.start()
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     assert draft.num_measured == 0
     draft.unavailable = False
-    client = RecordingClient()
     sampling = SamplingParams(seed=4, max_tokens=60, ignore_eos=True)
-    deadline = time.monotonic() + 10
-    while not draft.num_measured and time.monotonic() < deadline:
+
+    def is_measured() -> bool:
         client = RecordingClient()
         engine.submit(GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling), client)
         client.wait()
+        return draft.num_measured > 0
+
+    wait_for(is_measured)
     core = engine._loop.core
     assert core is not None
     assert isinstance(core.scheduler.policy, AdaptivePolicy)
-    engine.drain(10)
+    engine.drain(PATIENCE_S)
 
 
 def test_a_runner_that_leaves_while_its_steps_are_timed_is_met_again() -> None:
@@ -179,9 +181,9 @@ def test_a_runner_that_leaves_while_its_steps_are_timed_is_met_again() -> None:
     settings = SchedulerSettings(speculation_policy=PolicyName.ADAPTIVE)
     engine = Engine(ScriptedTarget(describe("target", SCRIPT), SCRIPT), draft, settings=settings)
     engine.start()
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     assert draft.num_measured == 2
-    engine.drain(10)
+    engine.drain(PATIENCE_S)
 
 
 def test_a_request_that_names_no_k_gets_the_largest_where_it_is_chosen() -> None:
@@ -299,13 +301,13 @@ def test_statistics_say_who_chose_and_what(name: PolicyName) -> None:
         settings=SchedulerSettings(speculation_policy=name),
     )
     engine.start()
-    engine.wait_until_ready(10)
+    engine.wait_until_ready(PATIENCE_S)
     client = RecordingClient()
     sampling = SamplingParams(seed=4, max_tokens=60, ignore_eos=True)
     engine.submit(GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling), client)
     client.wait()
     statistics = engine.statistics()
-    engine.drain(10)
+    engine.drain(PATIENCE_S)
     stats = client.deltas[-1].stats
     assert stats is not None
     assert stats.speculation is not None

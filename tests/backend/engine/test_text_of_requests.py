@@ -19,8 +19,8 @@ from support.threaded_engine import (
     ready,
     request,
     started_engines,
-    wait_for,
 )
+from support.waiting import wait_for
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from kimi_backend.grammar.xgrammar_matcher import XgrammarMatcher, XgrammarVocab
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer
 from kimi_backend.types.grammar import CallTokens, Choice, Ebnf, Form, Grammar, JsonSchema, Regex, Tool, ToolCalls
 from support.tiny_tokenizers import byte_level_hf_tokenizer, tempting_tokenizer
+from support.waiting import PATIENCE_S
 
 NANO = Path(__file__).parents[3] / "demo" / "kimi-nano"
 WEATHER = Tool(
@@ -48,10 +49,10 @@ class Compiled:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.compiler = GrammarCompiler(tokenizer, CompileLimits(timeout_s=20))
+        self.compiler = GrammarCompiler(tokenizer, CompileLimits(timeout_s=PATIENCE_S))
 
     def grammar(self, form: Form) -> CompiledGrammar:
-        return self.compiler.request(Grammar(form, "f"), self.tokenizer.vocab_size).result(60)
+        return self.compiler.request(Grammar(form, "f"), self.tokenizer.vocab_size).result(PATIENCE_S)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, allow_special=True)
@@ -219,7 +220,7 @@ def test_what_is_compiled_is_kept_until_others_need_the_room() -> None:
     compiler = GrammarCompiler(tokenizer, CompileLimits(most_cached_bytes=6000, num_processes=1))
 
     def get(text: str) -> CompiledGrammar:
-        return compiler.request(Grammar(Choice((text,)), "f"), tokenizer.vocab_size).result(60)
+        return compiler.request(Grammar(Choice((text,)), "f"), tokenizer.vocab_size).result(PATIENCE_S)
 
     try:
         first = get("a")
@@ -236,8 +237,8 @@ def test_a_grammar_is_ended_that_takes_too_much() -> None:
     compiler = GrammarCompiler(tokenizer, CompileLimits(timeout_s=60, most_bytes=200 * MIB))
     try:
         with pytest.raises(InvalidRequestError, match=r"^f: compiling it takes more than the 200 MiB of memory"):
-            compiler.request(Grammar(VAST, "f"), tokenizer.vocab_size).result(60)
-        compiler.request(Grammar(Choice(("b",)), "f"), tokenizer.vocab_size).result(60)
+            compiler.request(Grammar(VAST, "f"), tokenizer.vocab_size).result(PATIENCE_S)
+        compiler.request(Grammar(Choice(("b",)), "f"), tokenizer.vocab_size).result(PATIENCE_S)
     finally:
         compiler.close()
 
@@ -260,12 +261,12 @@ def test_a_grammar_is_ended_that_takes_too_long() -> None:
     compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.5, timeout_s=1.5))
     try:
         asked_first, again = ask(compiler, ENDLESS, tokenizer), ask(compiler, ENDLESS, tokenizer, "g")
-        ask(compiler, Choice(("a",)), tokenizer).result(60)
+        ask(compiler, Choice(("a",)), tokenizer).result(PATIENCE_S)
         for asked, name in ((asked_first, "f"), (again, "g")):
             with pytest.raises(InvalidRequestError, match=f"^{name}: compiling it takes longer than the 1.5 s"):
-                asked.result(60)
+                asked.result(PATIENCE_S)
         for text in ("b", "c", "d"):
-            ask(compiler, Choice((text,)), tokenizer).result(60)
+            ask(compiler, Choice((text,)), tokenizer).result(PATIENCE_S)
     finally:
         compiler.close()
 
@@ -276,7 +277,7 @@ def test_grammars_that_take_long_make_room_for_others() -> None:
     compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.5, timeout_s=120))
     try:
         slow = [ask(compiler, endless(letter), tokenizer) for letter in "xyz"]
-        ask(compiler, Choice(("a",)), tokenizer).result(60)
+        ask(compiler, Choice(("a",)), tokenizer).result(PATIENCE_S)
         assert not any(future.done() for future in slow)
     finally:
         compiler.close()
@@ -288,7 +289,7 @@ def test_what_takes_longer_than_a_first_try_is_compiled() -> None:
     compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.01, timeout_s=60))
     try:
         words = Choice(tuple(f"k{i}" for i in range(2000)))
-        assert ask(compiler, words, tokenizer).result(60) is ask(compiler, words, tokenizer).result(0)
+        assert ask(compiler, words, tokenizer).result(PATIENCE_S) is ask(compiler, words, tokenizer).result(0)
     finally:
         compiler.close()
 
@@ -306,21 +307,21 @@ def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch) 
         for form in (left, kept):
             assert ask(compiler, form, tokenizer).cancel()
         stays = ask(compiler, kept, tokenizer)
-        stays.result(60)
+        stays.result(PATIENCE_S)
         assert tried == [ENDLESS, kept]
-        ask(compiler, left, tokenizer).result(60)
+        ask(compiler, left, tokenizer).result(PATIENCE_S)
     finally:
         compiler.close()
 
 
 def test_closing_ends_what_compiles() -> None:
     tokenizer = load_tokenizer(NANO)
-    compiler = GrammarCompiler(tokenizer)
+    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=2 * PATIENCE_S, timeout_s=2 * PATIENCE_S))
     endless = compiler.request(Grammar(ENDLESS, "f"), tokenizer.vocab_size)
-    compiler.request(Grammar(Choice(("a",)), "f"), tokenizer.vocab_size).result(60)
+    compiler.request(Grammar(Choice(("a",)), "f"), tokenizer.vocab_size).result(PATIENCE_S)
     start = time.monotonic()
     compiler.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < PATIENCE_S
     with pytest.raises(InvalidRequestError):
         endless.result(0)
     with pytest.raises(CapacityError):

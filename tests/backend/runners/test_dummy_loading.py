@@ -21,6 +21,7 @@ from kimi_backend.serving.responses import statistics_json
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.engine_runs import generate
 from support.recording_client import RecordingClient
+from support.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 SYNTHETIC_PARTS = ("weights dummy", "routing uniform", "acceptance length synthetic 2.5")
@@ -85,7 +86,7 @@ def test_a_folder_of_configs_serves_and_says_what_is_not_real(folder: Path, capl
     engine = Engine(target, draft, settings=SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=256))
     engine.start()
     try:
-        engine.wait_until_ready(10)
+        engine.wait_until_ready(PATIENCE_S)
         clients = [RecordingClient() for _ in range(8)]
         for index, client in enumerate(clients):
             engine.submit(request(index), client)

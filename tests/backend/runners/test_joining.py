@@ -2,7 +2,6 @@
 
 import re
 import socket
-import time
 
 import pytest
 import torch
@@ -41,10 +40,8 @@ def test_what_no_rank_can_be_is_refused(rank: int, address: str, device: str, me
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    began = time.monotonic()
     with pytest.raises(RankError, match=r"after 0\.3 s these of 3 ranks were not there: \[1, 2\]"):
         join_ranks(0, 3, free_address(), CPU, join_timeout_s=0.3)
-    assert time.monotonic() - began < 5
 
 
 def test_an_address_that_is_taken_is_named() -> None:

@@ -8,6 +8,7 @@ from torch.distributed import HashStore
 
 from kimi_backend.runners import receive_buffers
 from kimi_backend.runners.cuda_ipc import HANDLE_BYTES, CudaIpcError
+from support.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.M
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     if failing == "nothing":
         assert all(isinstance(memory, receive_buffers.SharedMemory) for memory in shared.values())
         assert not closed

@@ -1,8 +1,7 @@
 """Requests are read in order of arrival, short ones past long ones; each that waits is read or refused, once."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from kimi_backend.errors import CapacityError, InvalidRequestError, RequestCance
 from kimi_backend.serving import request_lanes
 from kimi_backend.serving.request_lanes import MOST_WAITING_BYTES, SHORT_BYTES, Arrival, RequestLanes
 from support.fake_pb_utils import RecordingSender, Tensor
+from support.waiting import PATIENCE_S, wait_for
 
 LONG = SHORT_BYTES + 1
 MOST_WAITING = 20
@@ -27,7 +27,7 @@ class Readers:
 
     def _read(self, arrival: Arrival) -> None:
         if arrival.num_bytes > SHORT_BYTES:
-            self.gate.wait(10)
+            self.gate.wait(PATIENCE_S)
         if arrival.request_id.startswith("bad"):
             raise InvalidRequestError("bad")
         self.read.append(arrival.request_id)
@@ -52,17 +52,10 @@ def readers() -> Iterator[Readers]:
     made.lanes.close("closed", 10)
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def fill_the_long_lane(readers: Readers) -> None:
     """The first is being read, and does not end."""
     readers.put("first", LONG)
-    wait(lambda: readers.lanes._long._is_reading)
+    wait_for(lambda: readers.lanes._long._is_reading)
     for number in range(MOST_WAITING):
         readers.put(f"long {number}", LONG)
 
@@ -71,12 +64,12 @@ def test_short_requests_pass_long_ones_and_each_lane_keeps_its_order(readers: Re
     fill_the_long_lane(readers)
     for number in range(200):
         readers.put(f"short {number}", SHORT_BYTES)
-        wait(lambda: readers.lanes._short.num_waiting < MOST_WAITING)
-    wait(lambda: readers.read == [f"short {number}" for number in range(200)])
+        wait_for(lambda: readers.lanes._short.num_waiting < MOST_WAITING)
+    wait_for(lambda: readers.read == [f"short {number}" for number in range(200)])
     assert readers.lanes.num_waiting == 1 + MOST_WAITING
     readers.gate.set()
-    wait(lambda: readers.read[200:] == ["first", *(f"long {number}" for number in range(MOST_WAITING))])
-    wait(lambda: readers.lanes.num_waiting == 0)
+    wait_for(lambda: readers.read[200:] == ["first", *(f"long {number}" for number in range(MOST_WAITING))])
+    wait_for(lambda: readers.lanes.num_waiting == 0)
 
 
 def test_a_full_lane_says_that_the_request_may_come_again(readers: Readers) -> None:
@@ -84,19 +77,19 @@ def test_a_full_lane_says_that_the_request_may_come_again(readers: Readers) -> N
     with pytest.raises(CapacityError, match=r"^20 requests wait to be read, at most 20 may; try later$"):
         readers.put("one too many", LONG)
     readers.put("short")
-    wait(lambda: readers.read == ["short"])
+    wait_for(lambda: readers.read == ["short"])
 
 
 def test_waiting_requests_hold_so_much_memory_together(readers: Readers) -> None:
     readers.put("first", LONG)
-    wait(lambda: readers.lanes._long._is_reading)
+    wait_for(lambda: readers.lanes._long._is_reading)
     readers.put("larger than all may be", MOST_WAITING_BYTES + 1)
     with pytest.raises(CapacityError, match=r"bytes wait to be read, with this one at most 67108864 may; try later$"):
         readers.put("one more", LONG)
     readers.gate.set()
-    wait(lambda: readers.lanes.num_waiting == 0)
+    wait_for(lambda: readers.lanes.num_waiting == 0)
     readers.put("one more", LONG)
-    wait(lambda: len(readers.read) == 3)
+    wait_for(lambda: len(readers.read) == 3)
 
 
 def test_a_request_whose_client_leaves_while_it_waits_is_not_read(
@@ -109,14 +102,14 @@ def test_a_request_whose_client_leaves_while_it_waits_is_not_read(
     readers.put("stays", LONG)
     left.cancelled = True
     readers.gate.set()
-    wait(lambda: readers.read == ["first", "stays"])
+    wait_for(lambda: readers.read == ["first", "stays"])
     assert {name: type(error) for name, error in readers.refused.items()} == {"left": RequestCancelledError}
 
 
 def test_a_bad_request_is_refused_and_the_next_one_is_read(readers: Readers) -> None:
     for name in ("bad", "good", "bad and unheard", "good too"):
         readers.put(name)
-    wait(lambda: readers.read == ["good", "good too"])
+    wait_for(lambda: readers.read == ["good", "good too"])
     assert list(readers.refused) == ["bad", "bad and unheard"]
 
 

@@ -46,10 +46,10 @@ def test_more_bytes_than_allowed(name: str, place: str) -> None:
         parameters[name] = value
     else:
         tensors["sampling_parameters"] = texts(json.dumps({name: value}))
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(InvalidRequestError, match=rf"^({name}|sampling_parameters): \d+ bytes given, at most \d+ are"):
         collect_values(tensors, parameters)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 @pytest.mark.parametrize("name", MANY)

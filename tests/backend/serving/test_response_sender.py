@@ -9,8 +9,8 @@ import pytest
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from support.waiting import PATIENCE_S
 
-TIMEOUT_S = 20
 FINAL = 1
 
 
@@ -37,7 +37,7 @@ class Client:
 
     def send(self, response: types.SimpleNamespace, flags: int) -> None:
         self.is_sending.set()
-        assert self.may_send.wait(TIMEOUT_S)
+        assert self.may_send.wait(PATIENCE_S)
         tensors = {tensor.name: tensor.values for tensor in response.output_tensors}
         self.text += tensors["text_output"][0, 0].decode()
         self.num_final += flags
@@ -80,21 +80,21 @@ def test_a_delta_that_comes_between_a_turn_and_its_sending(sender: ResponseSende
         register(sender, name, client) for name, client in (("slow", slow), ("quick", quick), ("after", after))
     )
     put_slow("a", True)
-    assert slow.is_sending.wait(TIMEOUT_S)
+    assert slow.is_sending.wait(PATIENCE_S)
     blocker = Client(hold=True)
     put_blocker = register(sender, "blocker", blocker)
     put_blocker("b", True)
     put_quick("first ", False)
     slow.may_send.set()
-    assert blocker.is_sending.wait(TIMEOUT_S), "a turn with blocker, then quick, is under way"
+    assert blocker.is_sending.wait(PATIENCE_S), "a turn with blocker, then quick, is under way"
     put_quick("second", is_final)
     blocker.may_send.set()
     put_after("c", True)
-    assert after.is_done.wait(TIMEOUT_S), "the sending thread has died"
+    assert after.is_done.wait(PATIENCE_S), "the sending thread has died"
     if not is_final:
         put_quick("!", True)
-    assert quick.is_done.wait(TIMEOUT_S)
-    sender.close(TIMEOUT_S)
+    assert quick.is_done.wait(PATIENCE_S)
+    sender.close(PATIENCE_S)
     assert quick.text == ("first second" if is_final else "first second!")
     assert [client.num_final for client in (slow, blocker, quick, after)] == [1, 1, 1, 1]
     assert sender.num_live == 0

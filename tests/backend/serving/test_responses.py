@@ -24,6 +24,7 @@ from kimi_backend.serving.responses import (
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, RequestStats, TokenDelta, TokenLogprobs
 from kimi_backend.types.scoring import TokenScores
 from support import fake_pb_utils as pb
+from support.waiting import PATIENCE_S, wait_for
 
 
 def parsed(stream=True):
@@ -45,13 +46,6 @@ def sender():
     made.cancelled = cancelled
     yield made
     made.close(5)
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_at_low_load_every_step_is_a_response(sender):
@@ -294,7 +288,7 @@ def test_a_response_with_a_prompts_scores_holds_nobody_up_and_comes_first(is_str
 
     def token_text(token_id):
         is_writing.set()
-        assert may_write.wait(20)
+        assert may_write.wait(PATIENCE_S)
         return str(token_id)
 
     sender, scored, other = (
@@ -306,14 +300,14 @@ def test_a_response_with_a_prompts_scores_holds_nobody_up_and_comes_first(is_str
     sender.register("other", other, parsed())
     first = dataclasses.replace(delta(0, request_id="scored"), prompt_scores=SCORES)
     sender.put(first if is_streamed else dataclasses.replace(first, finish_reason=FinishReason.LENGTH))
-    assert is_writing.wait(20)
+    assert is_writing.wait(PATIENCE_S)
     if is_streamed:
         sender.put(delta(1, FinishReason.LENGTH, request_id="scored"))
     sender.put(delta(5, FinishReason.LENGTH, request_id="other"))
     wait_for(lambda: other.sent)
     assert (scored.sent, sender.num_live) == ([], 1)
     threading.Timer(0.02, may_write.set).start()
-    sender.close(20)
+    sender.close(PATIENCE_S)
     assert scored.outputs("text_output") == ([b"<0>", b"<1>"] if is_streamed else [b"<0>"])
     assert [flags for _, flags in scored.sent] == ([0, 1] if is_streamed else [1])
     assert [len(json.loads(text)) for text in scored.outputs("prompt_logprobs")] == [3]

@@ -137,10 +137,10 @@ def test_work_per_token_does_not_grow(name: str) -> None:
     detokenizer = make_detokenizer(tokenizer)
 
     def seconds(num_tokens: int) -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(num_tokens):
             detokenizer.push([token_id])
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     first = min(seconds(500) for _ in range(3))
     seconds(20_000)

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import time
-import urllib.request
 
 import pytest
 from limits import parse
@@ -16,6 +14,8 @@ from kimi_openai.errors import ApiError
 from kimi_openai.logs import set_up_logs
 from kimi_openai.observing import ACCESS_LOGGER
 from support.openai_endpoint import running_endpoint
+from support.prometheus_text import scrape
+from support.waiting import wait_for
 
 KEYS = {"a": {"key": "sk-a", "rate": "2/minute"}, "b": {"key": "sk-b", "concurrency": 1}}
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -132,10 +132,8 @@ def test_a_request_is_logged_with_its_key_and_counted(keys, logged, as_json):
         endpoint.send("GET", "/v1/a-strangers-path")
         server, thread = start_http_server(0, "127.0.0.1", own.metrics.registry)
         last = 'kimi_openai_requests_total{path="other",status="404"} 1.0'
-        text, deadline_s = "", time.monotonic() + 10
-        while last not in text and time.monotonic() < deadline_s:  # a request counts once its reply is sent
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as reply:
-                text = reply.read().decode()
+        wait_for(lambda: last in scrape(server.server_port))  # a request counts once its reply is sent
+        text = scrape(server.server_port)
         server.shutdown()
         server.server_close()
         thread.join()

@@ -18,6 +18,7 @@ from kimi_openai.api_keys import ApiKey
 from kimi_openai.connection_limits import ConnectionLimits
 from kimi_openai.errors import QUEUE_IS_FULL, from_client_error
 from support.openai_endpoint import running_endpoint
+from support.waiting import PATIENCE_S
 
 KEY = "k\u00e9y"
 NAMES = ("kimi", "moonshotai/Kimi-K2.5")
@@ -167,7 +168,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told():
     port = line.split("/v1")[0].rsplit(":", 1)[1]
     taken = subprocess.run([*KIMI, f"--port={port}"], capture_output=True, text=True, timeout=60)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
     process.stderr.close()
     assert taken.returncode == 2
     assert f"127.0.0.1:{port} cannot be taken" in taken.stderr

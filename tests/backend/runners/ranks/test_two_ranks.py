@@ -29,9 +29,9 @@ from support import tiny_ranks
 from support.engine_runs import generate
 from support.random_requests import random_requests
 from support.tiny_ranks import make_tiny, tiny_settings
+from support.waiting import PATIENCE_S, wait_for
 
 LIMITS = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=256)
-END_S = 20.0
 Pair = tuple[TargetRunner, DraftRunner]
 
 
@@ -94,7 +94,7 @@ def test_sizes_that_do_not_divide_are_named(tiny: Path, size: int, message: str)
 def test_a_rank_that_cannot_load_ends_this_process(tiny: Path) -> None:
     problems: list[str] = []
     workers = WorkerProcesses(tiny_settings(tiny, tensor_parallel_size=2), "nonsense", end=problems.append)
-    wait_until(lambda: bool(problems))
+    wait_for(lambda: bool(problems))
     assert problems == ["rank 1 of the nonsense has ended with code 1"]
     workers.close()
 
@@ -127,7 +127,7 @@ def test_a_killed_rank_ends_rank_0(tiny: Path, action: str) -> None:
     process, rank = start(tiny, action)
     time.sleep(0.2)
     os.kill(rank, signal.SIGKILL)
-    _, errors = process.communicate(timeout=END_S)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "this process ends" in errors
 
@@ -137,13 +137,13 @@ def test_a_killed_rank_0_ends_the_others(tiny: Path, action: str) -> None:
     process, rank = start(tiny, action)
     time.sleep(0.2)
     process.kill()
-    process.communicate(timeout=END_S)
-    wait_until(lambda: not is_alive(rank))
+    process.communicate(timeout=PATIENCE_S)
+    wait_for(lambda: not is_alive(rank))
 
 
 def test_a_rank_that_raises_ends_rank_0(tiny: Path) -> None:
     process, _ = start(tiny, "mislead")
-    _, errors = process.communicate(timeout=END_S)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "this rank has no draft" in errors
     assert "rank 1 of the target has ended with code 1; this process ends" in errors
@@ -151,16 +151,9 @@ def test_a_rank_that_raises_ends_rank_0(tiny: Path) -> None:
 
 def test_a_process_that_closes_nothing_ends_all_the_same(tiny: Path) -> None:
     process, rank = start(tiny, "return")
-    _, errors = process.communicate(timeout=END_S)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
     assert not is_alive(rank)
-
-
-def wait_until(is_true: object) -> None:
-    deadline = time.monotonic() + END_S
-    while not is_true():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
