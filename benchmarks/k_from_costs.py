@@ -144,7 +144,7 @@ class Pairs:
             prompt_len=self._options.prompt,
             num_output_tokens=(k + 1) * (rounds + MARGIN_TOKENS),
             num_speculative_tokens=k,
-            launch_ahead=True,
+            async_scheduling=True,
             temperature=1.0,
             seed=k,
             num_rounds=rounds,

@@ -21,8 +21,8 @@ import torch
 from engine_overhead import Answered, InstantDraft, InstantTarget
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.hand_over import sides
-from kimi_backend.runners.hand_over.board import Board
 from kimi_backend.runners.hand_over.order import HostOrder
+from kimi_backend.runners.hand_over.semaphores import SharedSemaphores
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.ranks.workers import NO_WORKERS
@@ -87,8 +87,8 @@ class PacedStream:
 class PacedOrder(HostOrder):
     """In a stream's order."""
 
-    def __init__(self, board: Board, stream: PacedStream) -> None:
-        super().__init__(board)
+    def __init__(self, semaphores: SharedSemaphores, stream: PacedStream) -> None:
+        super().__init__(semaphores)
         self._stream = stream
 
     def wait(self, word: int, value: int) -> None:
@@ -216,7 +216,7 @@ def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int)
     settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
     forward_logs(pb_utils, settings.log_level)
     stream, secret = PacedStream(), read_secret(os.environ)
-    sides.order_of = lambda board, *_: PacedOrder(board, stream)  # type: ignore[attr-defined]
+    sides.order_of = lambda semaphores, *_: PacedOrder(semaphores, stream)  # type: ignore[attr-defined]
     server: Any
     if role == "target":
         target: Any = PacedTarget(InstantTarget(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
@@ -224,6 +224,6 @@ def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int)
         server._description = dataclasses.replace(server._description, aux_buffer=AUX_BUFFER)
         return server
     draft: Any = PacedDraft(InstantDraft(settings.max_num_seqs, 0, vocab_size), wait_s, stream)
-    server = DraftServer(draft, pb_utils, secret=secret, has_board=settings.step_board == "auto")
+    server = DraftServer(draft, pb_utils, secret=secret, has_semaphores=settings.shared_semaphores == "auto")
     server._receiver = _Receiver()
     return server

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from kimi_backend.config.removed_settings import REMOVED_SETTINGS
+from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings, describe_allowed
 from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.request_fields import ALIASES, INPUT_FIELDS, OUTPUT_FIELDS, Kind
@@ -126,8 +126,9 @@ def _replace_settings(text: str, lines: list[str]) -> str:
 
 def compose_file(text: str) -> str:
     """docker/compose.yaml, which hands every setting on."""
-    removed = [ENVIRONMENT_PREFIX + name.upper() for name in REMOVED_SETTINGS]  # so that one that is given is refused
-    return _replace_settings(text, [f"{name}: ${{{name}:-}}" for name in (*dict(_offered_settings()), *removed)])
+    # Former names are read, and one that is gone is refused where it is given.
+    others = [ENVIRONMENT_PREFIX + name.upper() for name in (*FORMER_NAMES.values(), *REMOVED_SETTINGS)]
+    return _replace_settings(text, [f"{name}: ${{{name}:-}}" for name in (*dict(_offered_settings()), *others)])
 
 
 def env_example(text: str) -> str:

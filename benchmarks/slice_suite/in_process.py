@@ -29,7 +29,7 @@ def run_batch(
     num_speculative_tokens: int,
     seed: int = 0,
     keeps_plans: bool = False,
-    launch_ahead: bool = False,
+    async_scheduling: bool = False,
     vocab_size: int | None = None,
     temperature: float = 0.0,
     num_masked: int = 0,
@@ -48,7 +48,7 @@ def run_batch(
     matches: what is found in each sequence's own text, and proposed instead of what the draft does.
     num_rounds: after so many in which all decode, the rest of their tokens is not waited for; 0 for all.
     at_end: called before the engine is stopped.
-    launch_ahead: the setting of that name; plans that are kept can be run again only where it is off.
+    async_scheduling: the setting of that name; plans that are kept can be run again only where it is off.
 
     Raises:
         RuntimeError: a request ended by an error.
@@ -63,7 +63,7 @@ def run_batch(
             scheduler_settings(settings),
             max_prompt_tokens_beside_decode=0,
             enable_prefix_cache=False,
-            launch_ahead=launch_ahead,
+            async_scheduling=async_scheduling,
         ),
         **options,
     )

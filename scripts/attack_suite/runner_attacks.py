@@ -87,7 +87,7 @@ def plan_without_the_secret(victim: Victim) -> str:
     return f"{len(answers)} plans; a neighbour's text is the same"
 
 
-def board_that_is_a_file(victim: Victim) -> str:
+def semaphores_that_are_a_file(victim: Victim) -> str:
     """A handle that names a file which this user has open, in each form that a handle has had."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "victim")
@@ -95,9 +95,9 @@ def board_that_is_a_file(victim: Victim) -> str:
         path.write_bytes(content)
         with path.open("r+b") as file:
             for handle in _handles(file.fileno()):
-                board = tensor("STEP_BOARD", np.frombuffer(handle, np.uint8), "UINT8")
+                handed = tensor("SEMAPHORES", np.frombuffer(handle, np.uint8), "UINT8")
                 ask = tensor("DESCRIBE", _DESCRIBE, "BOOL")
-                _must_be_refused("no secret", victim.call_runner("kimi_target", board, ask))
+                _must_be_refused("no secret", victim.call_runner("kimi_target", handed, ask))
         if path.read_bytes() != content:
             raise Broken("the file was written")
     return "no byte changed"
@@ -157,6 +157,6 @@ def fuzz(victim: Victim, count: int, seed: int) -> str:
 RUNNER_ATTACKS = (
     describe_without_the_secret,
     plan_without_the_secret,
-    board_that_is_a_file,
+    semaphores_that_are_a_file,
     header_that_is_not_quoted,
 )

@@ -21,7 +21,7 @@ from kimi_backend.cli.openai_endpoint import (
     NAMES_VARIABLE,
     OTLP_VARIABLE,
 )
-from kimi_backend.config.removed_settings import REMOVED_SETTINGS
+from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 from kimi_backend.hosting.drain import LAST_RESPONSES_S
 from kimi_backend.hosting.embedded_server import CALL_THREADS, MODELS
@@ -34,7 +34,7 @@ DOCKER = ROOT / "docker"
 HADOLINT = Path(sys.executable).parent / "hadolint"
 PROFILES = ("cpu-demo", "gpu", "monitoring", "openai")
 SETTINGS = {ENVIRONMENT_PREFIX + f.name.upper() for f in dataclasses.fields(ServingSettings)}
-REMOVED = {ENVIRONMENT_PREFIX + name.upper() for name in REMOVED_SETTINGS}
+REMOVED = {ENVIRONMENT_PREFIX + name.upper() for name in (*FORMER_NAMES.values(), *REMOVED_SETTINGS)}
 """Handed on, so that one that is given is refused."""
 SET_BY_COMPOSE = {"KIMI_CHECKPOINT", "KIMI_DRAFT", "KIMI_DEVICE"}
 SET_BY_THE_START_SCRIPT = {"KIMI_DRAIN_FILE"}

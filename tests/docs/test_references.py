@@ -52,6 +52,21 @@ def test_links_lead_somewhere(document):
     assert wrong == []
 
 
+@functools.cache
+def functions_of_tests():
+    """The names of all test functions, by their file's name."""
+    files = {}
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        files.setdefault(file.name, set()).update(re.findall(r"^def (test_\w+)", file.read_text(), re.M))
+    return files
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_tests_that_are_named_exist(document):
+    named = re.findall(r"(test_\w+\.py)::(test_\w+)", text_of(document))
+    assert [f"{file}::{test}" for file, test in named if test not in functions_of_tests().get(file, ())] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_are_named_exist(document):
     """In backticks, from the repository's root or from the document's folder."""

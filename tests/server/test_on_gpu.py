@@ -63,16 +63,16 @@ def test_captured_drafts_follow_their_verifies(tmp_path):
     """They must be accepted as often as those that wait for the verify, and the texts of requests that run alone are
     equal but for roundings of the draft's, which move a token to another row of a verify."""
     accepted, alone = {}, {}
-    for board in ("off", "auto"):
-        folder = tmp_path / board
+    for chosen in ("off", "auto"):
+        folder = tmp_path / chosen
         folder.mkdir()
-        chosen = captured(step_board=board)
-        with running_server(chosen, folder) as server:
+        given = captured(shared_semaphores=chosen)
+        with running_server(given, folder) as server:
             client = KimiClient(f"localhost:{server.ports.grpc}")
-            alone[board] = [client.generate(**fields, return_token_ids=True).token_ids for fields in FIELDS]
+            alone[chosen] = [client.generate(**fields, return_token_ids=True).token_ids for fields in FIELDS]
             results = [served(client) for _ in range(3)]
-            accepted[board] = sum(count for result in results for _, count in result)
-            assert (FOLLOWS in (folder / "server.log").read_text()) == (board == "auto")
+            accepted[chosen] = sum(count for result in results for _, count in result)
+            assert (FOLLOWS in (folder / "server.log").read_text()) == (chosen == "auto")
     assert accepted["auto"] > 0.8 * accepted["off"] > 0
     num_equal = sum(waiting == following for waiting, following in zip(alone["off"], alone["auto"], strict=True))
     assert num_equal >= 0.7 * len(FIELDS), f"{num_equal} of {len(FIELDS)} texts are equal"
@@ -106,14 +106,14 @@ def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path):
 def test_steps_ahead_give_the_texts_of_lockstep(tmp_path):
     """Without speculation, one request after another: the same captured steps, whoever launches them when."""
     texts = {}
-    for launch_ahead in ("false", "true"):
-        folder = tmp_path / launch_ahead
+    for async_scheduling in ("false", "true"):
+        folder = tmp_path / async_scheduling
         folder.mkdir()
-        chosen = settings(kernels="triton", draft="", launch_ahead=launch_ahead, capture_batch_sizes="1,8")
+        chosen = settings(kernels="triton", draft="", async_scheduling=async_scheduling, capture_batch_sizes="1,8")
         with running_server(chosen, folder) as server:
             client = KimiClient(f"localhost:{server.ports.grpc}")
             alone = [{**fields, "num_speculative_tokens": 0, "return_token_ids": True} for fields in FIELDS]
-            texts[launch_ahead] = [client.generate(**fields).token_ids for fields in alone]
+            texts[async_scheduling] = [client.generate(**fields).token_ids for fields in alone]
             together = [client.stream(**fields) for fields in alone]
             assert {len(stream.result().token_ids) for stream in together} == {MAX_TOKENS}
     assert texts["true"] == texts["false"]

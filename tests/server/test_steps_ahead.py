@@ -102,6 +102,6 @@ def check_looked_up(completions: list[Completion]) -> None:
     assert not any(completion.statistics["is_draft_there"] for completion in completions)
 
 
-def test_launch_ahead_is_the_engines_setting(checkpoint: Path) -> None:
+def test_async_scheduling_is_the_engines_setting(checkpoint: Path) -> None:
     for given, is_on in (("false", False), ("true", True)):
-        assert scheduler_settings(serving_settings(checkpoint, launch_ahead=given)).launch_ahead is is_on
+        assert scheduler_settings(serving_settings(checkpoint, async_scheduling=given)).async_scheduling is is_on

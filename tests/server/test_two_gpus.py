@@ -81,17 +81,17 @@ def test_killed_ranks(tmp_path):
             assert min(now - before for now, before in zip(again, opened, strict=True)) > 0, "not opened again"
 
 
-@pytest.mark.parametrize("step_board", ["auto", "off"])
-def test_captured_steps(tmp_path, expected, step_board):
+@pytest.mark.parametrize("shared_semaphores", ["auto", "off"])
+def test_captured_steps(tmp_path, expected, shared_semaphores):
     """Drafts that follow their verifies on all ranks are accepted as often as those that wait for replies."""
-    with running_server(settings(step_board=step_board), tmp_path) as server:
+    with running_server(settings(shared_semaphores=shared_semaphores), tmp_path) as server:
         client = KimiClient(f"localhost:{server.ports.grpc}")
         accepted = [num_accepted(served(client)) for _ in range(3)]
-        logger.info("accepted with board %s: %s, in process: %d", step_board, accepted, expected)
+        logger.info("accepted with semaphores %s: %s, in process: %d", shared_semaphores, accepted, expected)
         assert min(accepted) > 0.8 * expected > 0
         log = (tmp_path / "server.log").read_text()
         assert SHARED in log
-        assert (FOLLOWS in log) == (step_board == "auto")
+        assert (FOLLOWS in log) == (shared_semaphores == "auto")
         plain = [{**fields, "num_speculative_tokens": 0, "return_token_ids": True} for fields in FIELDS]
         streams = [client.stream(**fields) for fields in plain]
         assert {len(stream.result().token_ids) for stream in streams} == {MAX_TOKENS}

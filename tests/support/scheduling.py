@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 TESTS = Path(__file__).parents[1]
 BREAKING = {"test_recovery", "test_storm"}
 """Files of tests/server that share `server_to_break`."""
-ALONE = ("test_start_script", "test_watchdog", "test_shutdown", "test_documented_commands", "test_step_board")
+ALONE = ("test_start_script", "test_watchdog", "test_shutdown", "test_documented_commands", "test_shared_semaphores")
 """Files of tests/server that start what they need themselves, the longest first; the others share `server`."""
 LONG = (
     "demo/test_pipeline.py",

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable
 
-from kimi_backend.config.removed_settings import REMOVED_SETTINGS
+from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
 
 _START_SCRIPT = (
@@ -30,7 +30,9 @@ def warnings_of_unknown(names: Iterable[str]) -> list[str]:
         names: of an environment's variables.
     """
     settings = [field.name for field in dataclasses.fields(ServingSettings)]
-    known = {ENVIRONMENT_PREFIX + name.upper() for name in (*settings, *REMOVED_SETTINGS)} | OTHER_VARIABLES
+    known = {
+        ENVIRONMENT_PREFIX + name.upper() for name in (*settings, *FORMER_NAMES.values(), *REMOVED_SETTINGS)
+    } | OTHER_VARIABLES
     lines = []
     for name in sorted(n for n in names if n.startswith(ENVIRONMENT_PREFIX) and n not in known):
         near = difflib.get_close_matches(name, known, n=1)

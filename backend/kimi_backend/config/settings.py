@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from kimi_backend.config.removed_settings import REMOVED_SETTINGS
+from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS
 from kimi_backend.errors import ConfigError
 from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
@@ -120,15 +120,15 @@ class ServingSettings:
     enforce_eager: str = _setting(
         "false", "`true` captures no CUDA graphs: a faster start, slower steps.", choices=("false", "true")
     )
-    launch_ahead: str = _setting(
+    async_scheduling: str = _setting(
         "true",
         "Whether steps of target and draft are launched before the host knows what they read of each other and of the"
         " step before, which then stays on the GPU. Changes speed, never text.",
         choices=("true", "false"),
     )
-    step_board: str = _setting(
+    shared_semaphores: str = _setting(
         "auto",
-        "With `launch_ahead`, between two processes on the same GPUs: whether their streams wait for each other's"
+        "With `async_scheduling`, between two processes on the same GPUs: whether their streams wait for each other's"
         " steps, so that neither host has to. `auto` does it where it can. Changes speed, never text.",
         choices=("auto", "off"),
     )
@@ -277,14 +277,13 @@ class ServingSettings:
         """
         _refuse_removed(parameters, environment)
         known = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = sorted(set(parameters) - set(known) - set(REMOVED_SETTINGS) - _SERVER_OWN_PARAMETERS)
+        unknown = sorted(set(parameters) - {*known, *FORMER_NAMES.values(), *REMOVED_SETTINGS} - _SERVER_OWN_PARAMETERS)
         if unknown:
             raise ConfigError(f"parameter {unknown[0]!r} is not a setting; known: {', '.join(known)}")
         hints = typing.get_type_hints(cls)
         values: dict[str, Any] = {}
         for name in known:
-            variable = ENVIRONMENT_PREFIX + name.upper()
-            text = parameters.get(name, "") or environment.get(variable, "")
+            text = _given(name, parameters, environment)
             if text:
                 values[name] = _parse(name, text, hints[name])
         return cls(**values)
@@ -309,6 +308,13 @@ def _refuse_removed(parameters: Mapping[str, str], environment: Mapping[str, str
         given = name if parameters.get(name) else variable if environment.get(variable) else None
         if given is not None:
             raise ConfigError(f"setting {given} was removed: {instead}")
+
+
+def _given(name: str, parameters: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """The text that is given for a setting, by its own name before its former one; empty for none."""
+    names = [known for known in (name, FORMER_NAMES.get(name)) if known]
+    texts = [parameters.get(known) or environment.get(ENVIRONMENT_PREFIX + known.upper()) for known in names]
+    return next((text for text in texts if text), "")
 
 
 def _parse(name: str, text: str, kind: type | types.UnionType) -> Any:

@@ -79,7 +79,9 @@ class EngineCore:
         policies = PolicyMaker(target, draft, geometry.settings)
         self.runners = Availability(target_link, draft_link, self.kv, self.scheduler, geometry, policies)
         self._plans = PlanBuilder(self.scheduler.table, geometry.block_size, geometry.vocab_size)
-        self._planner = StepPlanner(target, draft, self.scheduler, self._plans, overlaps=geometry.settings.launch_ahead)
+        self._planner = StepPlanner(
+            target, draft, self.scheduler, self._plans, overlaps=geometry.settings.async_scheduling
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a checked request."""
@@ -243,7 +245,7 @@ class EngineCore:
         if draft is None or not index:
             return
         try:
-            in_table = draft.depth > 0 and self.geometry.settings.launch_ahead
+            in_table = draft.depth > 0 and self.geometry.settings.async_scheduling
             in_table = in_table and not any(step.batch.sequences[i].needs_proposals for i in index)
             aux = _IN_BUFFER if reply is None else reply.aux
             plan = self._plans.draft_plan(

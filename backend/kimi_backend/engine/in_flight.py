@@ -108,7 +108,7 @@ class StepPlanner:
     def __init__(
         self, target: Target, draft: Draft | None, scheduler: Scheduler, plans: PlanBuilder, *, overlaps: bool
     ) -> None:
-        """overlaps: the setting `launch_ahead`."""
+        """overlaps: the setting `async_scheduling`."""
         self._target, self._draft = target, draft
         self._scheduler, self._plans = scheduler, plans
         self._overlaps = overlaps

@@ -7,9 +7,9 @@ import torch
 from kimi_backend.runners.aux_ipc import OpenedAuxBuffer, export_aux_buffer
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.hand_over.board import BoardError, OpenedBoard
-from kimi_backend.runners.hand_over.order import BoardOrder, order_of
-from kimi_backend.runners.ranks.messages import EXPORT_AUX, OPEN_AUX, OPEN_BOARD, Step
+from kimi_backend.runners.hand_over.order import StepOrder, order_of
+from kimi_backend.runners.hand_over.semaphores import OpenedSemaphores, SemaphoreError
+from kimi_backend.runners.ranks.messages import EXPORT_AUX, OPEN_AUX, OPEN_SEMAPHORES, Step
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.types.plan import AuxHandle, TargetPlan
 
@@ -23,7 +23,7 @@ class TensorParallelWorker:
 
     def __init__(self, target: TargetRunner | None, draft: DraftRunner | None) -> None:
         self._target, self._draft = target, draft
-        self._board: BoardOrder | None = None
+        self._order: StepOrder | None = None
         self._opened: OpenedAuxBuffer | None = None
 
     @property
@@ -39,9 +39,9 @@ class TensorParallelWorker:
         Raises:
             OutOfStep: this rank cannot run what rank 0 runs. Then, or where the step raises, it is of no use any more.
         """
-        for word, value in step.waits:
-            if self._board is not None:
-                self._board.wait(word, value)
+        for semaphore, value in step.waits:
+            if self._order is not None:
+                self._order.wait(semaphore, value)
         plan = step.plan
         if isinstance(plan, TargetPlan):
             if self._target is None:
@@ -64,20 +64,20 @@ class TensorParallelWorker:
             return b"" if buffer is None else export_aux_buffer(buffer)
         if question == OPEN_AUX:
             self._open_aux(content)
-        if question == OPEN_BOARD:
-            self._open_board(content)
+        if question == OPEN_SEMAPHORES:
+            self._open_semaphores(content)
         return b""
 
-    def _open_board(self, handle: bytes) -> None:
+    def _open_semaphores(self, handle: bytes) -> None:
         """An empty handle closes what is open."""
-        if self._board is not None:
-            board, self._board = self._board, None
-            board.close()
+        if self._order is not None:
+            order, self._order = self._order, None
+            order.close()
         if handle:
             try:
-                self._board = order_of(OpenedBoard.open(handle).board, self.device)
-            except BoardError as error:
-                raise CudaIpcError(f"the board: {error}") from None
+                self._order = order_of(OpenedSemaphores.open(handle).semaphores, self.device)
+            except SemaphoreError as error:
+                raise CudaIpcError(f"the shared semaphores: {error}") from None
 
     def _open_aux(self, handle: bytes) -> None:
         """An empty handle closes what is open."""

@@ -40,7 +40,7 @@ class SchedulerSettings:
     speculation_policy: PolicyName = PolicyName.FIXED
     """The chooser of k, up to what a request asks for: nobody, or the engine by what it measures."""
     enable_prefix_cache: bool = True
-    launch_ahead: bool = True
+    async_scheduling: bool = True
     """True if steps are sent before the host knows what the step before left for them on the device, where it can."""
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 A GPU tensor costs about 0.7 ms on its way through the server, so where both runners share a GPU the draft opens the
 target's buffer once and a step names a region of it. The engine's process decides step by step: it knows what the
-target offered last and what the draft has opened. The draft's board, which the target opens, likewise.
+target offered last and what the draft has opened. The draft's shared semaphores, which the target opens, likewise.
 """
 
 import logging
@@ -75,8 +75,9 @@ class AuxTransfer(Transfer):
             logger.warning("aux hidden states travel as tensors: the draft cannot open the buffer, see its log")
 
 
-class BoardTransfer(Transfer):
-    """The draft's board: when the target has opened it, their steps wait for each other on the GPU."""
+class SemaphoreTransfer(Transfer):
+    """The draft's shared semaphores: when the target has opened them, the steps of both wait for each other on the
+    GPU."""
 
     def answer(self, opened: bytes | None) -> None:
         """See `Transfer.answer`."""
@@ -85,5 +86,5 @@ class BoardTransfer(Transfer):
             logger.info("target and draft wait for each other on the GPU: neither reply is waited for")
         elif self.offered is not None:
             logger.warning(
-                "target and draft wait for each other's replies: the target cannot open the board, see its log"
+                "target and draft wait for each other's replies: the target cannot open the semaphores, see its log"
             )

@@ -2,8 +2,8 @@
 
 A target's steps are sent with the call that waits for a reply: so one call a round carries the next step and takes the
 reply of the one before. A draft's step is sent from a thread of its own when it is launched: with a verify in flight
-both calls are under way at once. The two models share an `AuxTransfer` and a `BoardTransfer`, which say what of each
-other's memory the runners have opened.
+both calls are under way at once. The two models share an `AuxTransfer` and a `SemaphoreTransfer`, which say what of
+each other's memory the runners have opened.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from kimi_backend.errors import InvalidRequestError, ModelUnavailableError
 from kimi_backend.serving import tensor_names as names
-from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
+from kimi_backend.serving.aux_transfer import AuxTransfer, SemaphoreTransfer
 from kimi_backend.serving.descriptions import description_from_json
 from kimi_backend.serving.runner_secret import secret_tensor
 from kimi_backend.types import codec
@@ -35,19 +35,19 @@ class _BlsModel:
         pb_utils: Any,
         model_name: str,
         aux_transfer: AuxTransfer,
-        board: BoardTransfer | None = None,
+        semaphores: SemaphoreTransfer | None = None,
         *,
         secret: bytes,
     ) -> None:
         """
         Args:
-            board: None where either model is always waited for.
+            semaphores: None where either model is always waited for.
             secret: what the model knows its caller by (`serving.runner_secret`).
         """
         self._pb = pb_utils
         self._model_name = model_name
         self._aux_transfer = aux_transfer
-        self._board = board or BoardTransfer()
+        self._semaphores = semaphores or SemaphoreTransfer()
         self._secret = secret_tensor(pb_utils, secret)
 
     def _describe(self) -> RunnerDescription:
@@ -116,19 +116,19 @@ class BlsTarget(_BlsModel):
         self.depth = 0
         """See `Target.depth`."""
         self._unsent: list[TargetPlan] = []
-        self._board.opener = lambda handle: self._opened(names.STEP_BOARD, handle).step_board
+        self._semaphores.opener = lambda handle: self._opened(names.SEMAPHORES, handle).semaphores
 
     def describe(self) -> RunnerDescription:
         """See `Target.describe`."""
         description = self._describe()
         self.depth, self._unsent = description.depth, []
         self._aux_transfer.offer(description.aux_buffer)
-        self._board.forget()
+        self._semaphores.forget()
         return description
 
     def launch(self, plan: TargetPlan) -> _UnsentStep:
         """See `Target.launch`. Nothing is sent before somebody waits, but what the runners share is opened."""
-        self._board.open()
+        self._semaphores.open()
         self._aux_transfer.open()
         self._unsent.append(plan)
         return _UnsentStep(self, plan.step_id)
@@ -179,13 +179,13 @@ class BlsDraft(_BlsModel):
     @property
     def depth(self) -> int:
         """See `Draft.depth`."""
-        return int(self._aux_transfer.is_open and self._board.is_open)
+        return int(self._aux_transfer.is_open and self._semaphores.is_open)
 
     def describe(self) -> RunnerDescription:
         """See `Draft.describe`."""
         description = self._describe()
         self._aux_transfer.forget()
-        self._board.offer(description.step_board)
+        self._semaphores.offer(description.semaphores)
         return description
 
     def measure_costs(self) -> StepCosts:

@@ -9,7 +9,7 @@ import numpy as np
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.types.plan import RunnerDescription
 
-_HANDLES = ("aux_buffer", "step_board")
+_HANDLES = ("aux_buffer", "semaphores")
 """Bytes, as hexadecimal digits."""
 
 

@@ -28,17 +28,23 @@ class DraftServer(RunnerServer):
     opens = names.AUX_BUFFER
 
     def __init__(
-        self, runner: DraftRunner, pb_utils: Any, aux_transfer: str = AUTO, *, secret: bytes, has_board: bool = False
+        self,
+        runner: DraftRunner,
+        pb_utils: Any,
+        aux_transfer: str = AUTO,
+        *,
+        secret: bytes,
+        has_semaphores: bool = False,
     ) -> None:
         """
         Args:
             aux_transfer: the setting of that name.
             secret: what each call carries (`serving.runner_secret`).
-            has_board: whether it offers its target a board, where it can (`runners.hand_over.board`).
+            has_semaphores: whether it offers its target semaphores, where it can (`runners.hand_over.semaphores`).
         """
-        self._side = make_draft_side(runner.table, runner.device, runner.workers) if has_board else None
-        board = None if self._side is None else self._side.handle
-        super().__init__(runner, pb_utils, dataclasses.replace(runner.describe(), step_board=board), secret)
+        self._side = make_draft_side(runner.table, runner.device, runner.workers) if has_semaphores else None
+        semaphores = None if self._side is None else self._side.handle
+        super().__init__(runner, pb_utils, dataclasses.replace(runner.describe(), semaphores=semaphores), secret)
         self._draft = runner
         self._most_rows = self._description.max_num_batched_tokens
         self._receiver = AuxReceiver(runner.device, aux_transfer, workers=runner.workers)
@@ -47,9 +53,9 @@ class DraftServer(RunnerServer):
     def from_model_args(cls, args: dict[str, str]) -> "DraftServer":
         """Read the settings and load the model; raises what makes it unusable, for the operator to read."""
         settings, pb_utils, secret = read_settings(args)
-        has_board = settings.launch_ahead == "true" and settings.step_board == "auto"
+        has_semaphores = settings.async_scheduling == "true" and settings.shared_semaphores == "auto"
         runner = load_draft_runner(settings)
-        server = cls(runner, pb_utils, settings.aux_transfer, secret=secret, has_board=has_board)
+        server = cls(runner, pb_utils, settings.aux_transfer, secret=secret, has_semaphores=has_semaphores)
         freeze_what_is_loaded()
         return server
 

@@ -17,7 +17,7 @@ from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.grammar.compiler import GrammarCompiler
 from kimi_backend.processes import freeze_what_is_loaded, is_alive
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
+from kimi_backend.serving.aux_transfer import AuxTransfer, SemaphoreTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.bytes_inputs import limit_decoding
@@ -60,7 +60,7 @@ def scheduler_settings(settings: ServingSettings) -> SchedulerSettings:
         lookup_pool_bytes=settings.lookup_pool_bytes,
         draft_max_positions=settings.draft_max_positions,
         speculation_policy=PolicyName(settings.speculation_policy),
-        launch_ahead=settings.launch_ahead == "true",
+        async_scheduling=settings.async_scheduling == "true",
     )
 
 
@@ -114,10 +114,12 @@ class SpecEnsembleServer:
         self._handles: dict[str, Future[RequestHandle]] = {}
         """A request can end, or its client leave, before `submit` has returned its handle."""
         self._sender = ResponseSender(pb_utils, self._cancel, partial(_token_text, tokenizer))
-        aux_transfer, board = AuxTransfer(), BoardTransfer()
+        aux_transfer, semaphores = AuxTransfer(), SemaphoreTransfer()
         self._engine = Engine(
-            BlsTarget(pb_utils, "kimi_target", aux_transfer, board, secret=runner_secret),
-            BlsDraft(pb_utils, "eagle3_draft", aux_transfer, board, secret=runner_secret) if settings.draft else None,
+            BlsTarget(pb_utils, "kimi_target", aux_transfer, semaphores, secret=runner_secret),
+            BlsDraft(pb_utils, "eagle3_draft", aux_transfer, semaphores, secret=runner_secret)
+            if settings.draft
+            else None,
             settings=scheduler_settings(settings),
             eos_token_ids=tokenizer.eos_token_ids,
             tokenizer=tokenizer,

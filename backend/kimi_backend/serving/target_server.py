@@ -27,7 +27,7 @@ _MOST_IN_FLIGHT = 2
 class TargetServer(RunnerServer):
     """Answers `kimi_target`'s requests."""
 
-    opens = names.STEP_BOARD
+    opens = names.SEMAPHORES
 
     def __init__(self, runner: TargetRunner, pb_utils: Any, aux_transfer: str = AUTO, *, secret: bytes) -> None:
         """
@@ -56,7 +56,7 @@ class TargetServer(RunnerServer):
         super().close()
 
     def _open(self, handle: bytes) -> RunnerDescription:
-        return dataclasses.replace(self._description, step_board=self._side.open(handle))
+        return dataclasses.replace(self._description, semaphores=self._side.open(handle))
 
     def _step(self, request: Any) -> Any:
         start = time.perf_counter()

@@ -321,9 +321,9 @@ class RunnerDescription:
     """"cpu", or the GPU's UUID."""
     aux_buffer: bytes | None = None
     """CUDA IPC handle of the shared aux buffer, when there is one; of all ranks' buffers (`runners.ranks`)."""
-    step_board: bytes | None = None
-    """The board (`runners.hand_over.board`) on which a draft in a process of its own hands over; of a target: the one
-    that it has opened."""
+    semaphores: bytes | None = None
+    """The handle of the shared semaphores (`runners.hand_over.semaphores`) of a draft in a process of its own; of a
+    target: of those that it has opened."""
     process_id: int | None = None
     """The process of a runner that has one of its own."""
     depth: int = 0

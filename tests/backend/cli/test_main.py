@@ -175,14 +175,14 @@ def test_serve_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return 7
 
     monkeypatch.setattr("kimi_backend.cli.serve.serve", record)
-    arguments = ["-k", "5", "--max-num-seqs", "9", "-tp", "2", "--enforce-eager", "--no-launch-ahead"]
+    arguments = ["-k", "5", "--max-num-seqs", "9", "-tp", "2", "--enforce-eager", "--no-async-scheduling"]
     monkeypatch.setattr("sys.argv", ["kimi", "serve", *arguments, "--http-port", "4711"])
     with pytest.raises(SystemExit) as caught:
         main.main()
     assert (caught.value.code, seen["http_port"], seen["grpc_port"], seen["host"]) == (7, 4711, None, "127.0.0.1")
     settings = seen["settings"]
     assert (settings.num_speculative_tokens, settings.max_num_seqs, settings.tensor_parallel_size) == (5, 9, 2)
-    assert (settings.enforce_eager, settings.launch_ahead, settings.draft_fc_norm) == ("true", "false", "")
+    assert (settings.enforce_eager, settings.async_scheduling, settings.draft_fc_norm) == ("true", "false", "")
 
 
 def test_a_container_sets_the_endpoints_options_by_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
-"""A setting that is gone and still given fails by its name, wherever it is given."""
+"""A setting that is gone and still given fails by its name, wherever it is given; a former name of one is read."""
 
 import subprocess
 import sys
+import typing
 
 import pytest
 
-from kimi_backend.config.removed_settings import REMOVED_SETTINGS
+from kimi_backend.config.known_variables import warnings_of_unknown
+from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 
@@ -26,6 +28,16 @@ def test_it_is_named_with_what_to_do_instead(name: str) -> None:
 def test_an_empty_one_is_not_given(name: str) -> None:
     """Compose and files of variables leave a setting empty that nobody sets."""
     assert ServingSettings.from_parameters({name: ""}, {f"KIMI_{name.upper()}": ""}) == ServingSettings()
+
+
+@pytest.mark.parametrize(("name", "former"), FORMER_NAMES.items())
+def test_a_former_name_is_read_behind_the_present_one(name: str, former: str) -> None:
+    default, other = typing.cast("tuple[str, str]", ServingSettings.__dataclass_fields__[name].metadata["choices"])
+    variable = f"KIMI_{former.upper()}"
+    for parameters, environment in (({former: other}, {}), ({}, {variable: other}), ({name: ""}, {variable: other})):
+        assert getattr(ServingSettings.from_parameters(parameters, environment), name) == other
+    assert getattr(ServingSettings.from_parameters({former: other, name: default}, {}), name) == default
+    assert warnings_of_unknown([variable]) == []
 
 
 def test_none_is_a_setting_still() -> None:

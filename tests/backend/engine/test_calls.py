@@ -1,4 +1,4 @@
-"""Which model is called when, and for whom, where each waits for the other (test_launch_ahead.py: where not)."""
+"""Which model is called when, and for whom, where each waits for the other (test_overlap.py: where not)."""
 
 from dataclasses import replace
 
@@ -31,7 +31,9 @@ class Recorder:
 
         target.launch = recorded_verify  # type: ignore[method-assign]
         draft.launch = recorded_propose  # type: ignore[method-assign]
-        settings = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, launch_ahead=False)
+        settings = SchedulerSettings(
+            max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, async_scheduling=False
+        )
         self.harness = EngineHarness(target, draft, settings)
 
     def run(self, *requests: GenerateRequest) -> list[str]:

@@ -44,7 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         agreement=st.sampled_from([0.0, 0.7, 1.0]),
         rows=st.sampled_from([8, 16, 64]),
         prefix_cache=st.booleans(),
-        launch_ahead=st.booleans(),
+        async_scheduling=st.booleans(),
         is_restless=st.booleans(),
         proposer=st.sampled_from(Proposer),
     )
@@ -58,7 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
         agreement: float,
         rows: int,
         prefix_cache: bool,
-        launch_ahead: bool,
+        async_scheduling: bool,
         is_restless: bool,
         proposer: Proposer,
     ) -> None:
@@ -76,7 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=rows,
                 enable_prefix_cache=prefix_cache,
-                launch_ahead=launch_ahead,
+                async_scheduling=async_scheduling,
                 proposer=proposer,
                 lookup_min_match=1,
                 lookup_memory_bytes=self.rng.choice((2_000, 1 << 20)),

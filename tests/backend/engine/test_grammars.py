@@ -44,7 +44,7 @@ def run(
     harness = EngineHarness(
         ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT),
         draft,
-        SchedulerSettings(max_num_seqs=100, max_num_batched_tokens=200, launch_ahead=overlaps),
+        SchedulerSettings(max_num_seqs=100, max_num_batched_tokens=200, async_scheduling=overlaps),
         EOS,
         compile_grammar,
     )

@@ -74,10 +74,10 @@ def rounds_of(harness: EngineHarness, origin: TokenOrigin) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize(
-    ("proposer", "launch_ahead"), [*((proposer, True) for proposer in Proposer), (Proposer.LOOKUP_EAGLE3, False)]
+    ("proposer", "async_scheduling"), [*((proposer, True) for proposer in Proposer), (Proposer.LOOKUP_EAGLE3, False)]
 )
-def test_every_proposer_gives_the_tokens_of_plain_decoding(proposer: Proposer, launch_ahead: bool) -> None:
-    harness = run(some_requests(24), proposer, launch_ahead=launch_ahead)
+def test_every_proposer_gives_the_tokens_of_plain_decoding(proposer: Proposer, async_scheduling: bool) -> None:
+    harness = run(some_requests(24), proposer, async_scheduling=async_scheduling)
     looked_up, drafted = (rounds_of(harness, origin) for origin in (TokenOrigin.LOOKUP, TokenOrigin.DRAFT))
     assert (len(looked_up) > 20) is proposer.uses_lookup
     assert (sum(accepted for _, accepted in looked_up) > 8) is proposer.uses_lookup
@@ -128,8 +128,8 @@ def test_without_a_draft_steps_overlap_until_there_is_a_match() -> None:
     assert rounds_of(harness, TokenOrigin.LOOKUP)
 
 
-@pytest.mark.parametrize("launch_ahead", [True, False])
-def test_while_all_follow_a_match_the_draft_only_extends_and_proposes_one(launch_ahead: bool) -> None:
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_while_all_follow_a_match_the_draft_only_extends_and_proposes_one(async_scheduling: bool) -> None:
     """Each token is the one before: of a text that foretells itself the draft draws what its extension gives."""
     sampling = SamplingParams(temperature=0, seed=1, max_tokens=40, allowed_token_ids=(6,))
     request = GenerateRequest(request_id="r", prompt_token_ids=(6,) * 12, sampling=sampling, num_speculative_tokens=5)
@@ -142,7 +142,7 @@ def test_while_all_follow_a_match_the_draft_only_extends_and_proposes_one(launch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScriptedDraft, "launch", launched)
-        harness = run([request], launch_ahead=launch_ahead)
+        harness = run([request], async_scheduling=async_scheduling)
     assert plans[0] == 5, "of the prompt's end"
     assert set(plans[-3:]) <= {0, 1}, "as soon as it is known to be right more often"
     assert all(accepted == checked for checked, accepted in rounds_of(harness, TokenOrigin.LOOKUP))

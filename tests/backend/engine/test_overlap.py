@@ -84,7 +84,7 @@ class CountingTarget(ScriptedTarget):
 def harness(
     requests: list[GenerateRequest],
     *,
-    launch_ahead: bool = True,
+    async_scheduling: bool = True,
     has_draft: bool = True,
     depth: int = 2,
     num_blocks: int = 4000,
@@ -98,7 +98,7 @@ def harness(
     made = EngineHarness(
         target,
         ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT) if has_draft else None,
-        SchedulerSettings(launch_ahead=launch_ahead, **settings),  # type: ignore[arg-type]
+        SchedulerSettings(async_scheduling=async_scheduling, **settings),  # type: ignore[arg-type]
         EOS,
     )
     for request in requests:
@@ -171,8 +171,8 @@ def test_the_same_steps_as_in_lockstep(settings: dict[str, object], requests: li
         return trace
 
     lockstep, ahead = (
-        harness(requests, launch_ahead=launch_ahead, depth=1, enable_prefix_cache=False, **settings)  # type: ignore[arg-type]
-        for launch_ahead in (False, True)
+        harness(requests, async_scheduling=async_scheduling, depth=1, enable_prefix_cache=False, **settings)  # type: ignore[arg-type]
+        for async_scheduling in (False, True)
     )
     assert traced(ahead) == traced(lockstep)
     assert rounds(ahead) == rounds(lockstep)
@@ -184,7 +184,9 @@ def test_the_same_steps_as_in_lockstep(settings: dict[str, object], requests: li
 @pytest.mark.parametrize("requests", [MIXED, DRAFTING], ids=["mixed", "drafting"])
 def test_what_the_draft_fails_to_propose_counts_as_in_lockstep(requests: list[GenerateRequest]) -> None:
     """No round for its placeholders, though they took rows; no draft for that request afterwards."""
-    both = [harness(requests, launch_ahead=launch_ahead, max_num_seqs=200) for launch_ahead in (False, True)]
+    both = [
+        harness(requests, async_scheduling=async_scheduling, max_num_seqs=200) for async_scheduling in (False, True)
+    ]
     for one in both:
         one.core._draft.nan_token_id = 7  # type: ignore[union-attr]
         one.run()

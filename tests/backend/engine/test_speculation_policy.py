@@ -34,13 +34,13 @@ SCRIPT = LogitScript(VOCAB)
 
 
 def harness_of(
-    launch_ahead: bool, policy: PolicyName = PolicyName.FIXED, *, draft_max_positions: int = 0
+    async_scheduling: bool, policy: PolicyName = PolicyName.FIXED, *, draft_max_positions: int = 0
 ) -> EngineHarness:
     sizes = {"block_size": 2, "max_model_len": MAX_LEN, "num_blocks": 1600}
     settings = SchedulerSettings(
         max_num_seqs=20,
         max_num_batched_tokens=60,
-        launch_ahead=launch_ahead,
+        async_scheduling=async_scheduling,
         speculation_policy=policy,
         draft_max_positions=draft_max_positions,
     )
@@ -61,10 +61,10 @@ def run_conversations(harness: EngineHarness) -> list[Outcome]:
     return harness.outcomes
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_policy_that_acts_at_random_changes_no_token(seed: int, launch_ahead: bool) -> None:
-    harness = harness_of(launch_ahead)
+def test_a_policy_that_acts_at_random_changes_no_token(seed: int, async_scheduling: bool) -> None:
+    harness = harness_of(async_scheduling)
     policy = harness.core.scheduler.policy = RandomPolicy(seed)
     outcomes = run_conversations(harness)
     assert policy.num_begins > 20
@@ -75,9 +75,9 @@ def test_a_policy_that_acts_at_random_changes_no_token(seed: int, launch_ahead: 
         check_identities(outcome)
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
-def test_the_adaptive_policy_changes_no_token(launch_ahead: bool) -> None:
-    harness = harness_of(launch_ahead, PolicyName.ADAPTIVE)
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_adaptive_policy_changes_no_token(async_scheduling: bool) -> None:
+    harness = harness_of(async_scheduling, PolicyName.ADAPTIVE)
     policy = harness.core.scheduler.policy
     assert isinstance(policy, AdaptivePolicy)
     rng = random.Random(0)
@@ -192,14 +192,14 @@ def test_a_request_that_names_no_k_gets_the_largest_where_it_is_chosen() -> None
     assert SchedulerSettings(speculation_policy=PolicyName.ADAPTIVE, num_speculative_tokens=0).largest_k == 0
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
-def test_a_draft_that_came_late_guesses_right_where_it_knows_the_target(launch_ahead: bool) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_draft_that_came_late_guesses_right_where_it_knows_the_target(async_scheduling: bool) -> None:
     """Its noise, its positions and its rows are those of the tokens it follows, wherever it began."""
     sizes = {"block_size": 2, "max_model_len": MAX_LEN}
     harness = EngineHarness(
         ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT),
         ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT, 1.0),
-        SchedulerSettings(launch_ahead=launch_ahead),
+        SchedulerSettings(async_scheduling=async_scheduling),
     )
     policy = harness.core.scheduler.policy = RandomPolicy(1, restlessness=0.4)
     request = GenerateRequest(
@@ -250,15 +250,15 @@ def test_draft_blocks_that_began_in_the_middle_are_shared_with_nobody() -> None:
     assert again.rounds
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
-def test_speculation_after_none_keeps_the_prefix_hit(launch_ahead: bool) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_speculation_after_none_keeps_the_prefix_hit(async_scheduling: bool) -> None:
     """The first request of a prompt has no draft; the second one begins its draft behind what the target knows, guesses
     right there, and the third one too, whose prompt the draft has never seen whole."""
     sizes = {"block_size": 2, "max_model_len": MAX_LEN}
     harness = EngineHarness(
         ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT),
         ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT, 1.0),
-        SchedulerSettings(launch_ahead=launch_ahead),
+        SchedulerSettings(async_scheduling=async_scheduling),
     )
     prompt = tuple(token % VOCAB for token in range(40))
     sampling = SamplingParams(seed=1, temperature=1.2, max_tokens=20, ignore_eos=True)
@@ -322,10 +322,10 @@ def test_statistics_say_who_chose_and_what(name: PolicyName) -> None:
     assert 0 <= statistics.num_chosen_draft_tokens <= (3 if name is PolicyName.FIXED else MAX_SPECULATIVE_TOKENS)
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
-def test_nothing_is_drafted_beyond_what_the_draft_may_see(launch_ahead: bool) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_nothing_is_drafted_beyond_what_the_draft_may_see(async_scheduling: bool) -> None:
     limit = 24
-    harness = harness_of(launch_ahead, draft_max_positions=limit)
+    harness = harness_of(async_scheduling, draft_max_positions=limit)
     outcomes = run_conversations(harness)
     expected = decode_plainly(SCRIPT, [o.request for o in outcomes], eos_token_ids=EOS, max_model_len=MAX_LEN)
     for outcome, tokens in zip(outcomes, expected, strict=True):
@@ -347,10 +347,10 @@ def starts_of_drafted_steps(outcome: Outcome) -> Iterator[int]:
         length += len(step.token_ids)
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
-def test_it_learns_and_chooses_while_the_target_works(launch_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_it_learns_and_chooses_while_the_target_works(async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that neither makes a round longer: behind a launch, before its reply is waited for. No round is left out."""
-    harness, events = harness_of(launch_ahead), list[str]()
+    harness, events = harness_of(async_scheduling), list[str]()
     policy, target = harness.core.scheduler.policy, harness.core._target
 
     def note(owner: object, name: str, event: str) -> None:

@@ -52,13 +52,13 @@ def test_a_stop_string_ends_the_text_and_counts_nothing_behind_it(start: Callabl
     assert engine.statistics().totals.num_output_tokens == len(plain.token_ids) + cut + 3
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_stop_string_costs_at_most_one_step_however_slow_the_text_is(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, launch_ahead: bool
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:
     """And one more where the step behind is in flight."""
     target = make_target()
-    settings = SchedulerSettings(launch_ahead=launch_ahead)
+    settings = SchedulerSettings(async_scheduling=async_scheduling)
     engine = ready(start(target, tokenizer=LetterTokenizer(VOCAB), settings=settings))
     plain = Client()
     engine.submit(request(max_tokens=60), plain)
@@ -77,7 +77,7 @@ def test_a_stop_string_costs_at_most_one_step_however_slow_the_text_is(
     client.wait()
     wait_for(lambda: engine.statistics().num_running == 0)
     num_needed = plain.text.index(stop) + 3
-    assert num_needed <= target.num_steps - num_steps_before <= num_needed + 1 + launch_ahead
+    assert num_needed <= target.num_steps - num_steps_before <= num_needed + 1 + async_scheduling
 
 
 def test_stop_strings_can_be_kept_and_wait_for_min_tokens(start: Callable[..., Engine]) -> None:

@@ -42,7 +42,7 @@ def run(requests: list[GenerateRequest], *, overlaps: bool, num_blocks: int = 16
     harness = EngineHarness(
         ScriptedTarget(describe("target", SCRIPT, **sizes), SCRIPT),
         ScriptedDraft(describe("draft", SCRIPT, **sizes), SCRIPT),
-        SchedulerSettings(max_num_seqs=100, max_num_batched_tokens=200, launch_ahead=overlaps),
+        SchedulerSettings(max_num_seqs=100, max_num_batched_tokens=200, async_scheduling=overlaps),
         EOS,
     )
     outcomes = [harness.add(request) for request in requests]

@@ -14,8 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from kimi_backend.runners.hand_over.board import LEFT, PROMISED, TARGET_PID, VERIFIED, OpenedBoard, OwnBoard
 from kimi_backend.runners.hand_over.order import order_of
+from kimi_backend.runners.hand_over.semaphores import (
+    DRAFTED,
+    PROMISED,
+    TARGET_PID,
+    VERIFIED,
+    OpenedSemaphores,
+    OwnSemaphores,
+)
 from kimi_backend.runners.hand_over.sides import DraftSide
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
@@ -27,24 +34,18 @@ NUM_ROUNDS = 300
 # Plays the target: shows its step as every number of its half, checks that the draft left the step before it.
 TARGET = """
 import json, os, sys, time, torch
-from kimi_backend.runners.hand_over.board import LEFT, PROMISED, TARGET_PID, VERIFIED, OpenedBoard
+from kimi_backend.runners.hand_over.semaphores import DRAFTED, PROMISED, TARGET_PID, VERIFIED, OpenedSemaphores
 from kimi_backend.runners.hand_over.order import order_of
 
-board = OpenedBoard.open(sys.argv[1].encode()).board
-board.set_word(TARGET_PID, os.getpid())
-device = torch.device("cuda")
-order, drawn, proposed = order_of(board, device), *(torch.empty_like(board.drawn, device=device) for _ in range(2))
-num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones((512, 512), device=device)
-print("open", flush=True)
-for step in range(1, int(sys.argv[2]) + 1):
-    board.set_word(PROMISED, step)
-    order.wait(LEFT, step - 1)
-    order.copy(proposed, board.proposed)
-    if step > 1:
-        num_wrong += (proposed != step - 1).sum()
+semaphores = OpenedSemaphores.open(sys.argv[1].encode()).semaphores semaphores.set_value(TARGET_PID, os.getpid()) device
+= torch.device("cuda") order, drawn, proposed = order_of(semaphores, device), *(torch.empty_like(semaphores.drawn,
+device=device) for _ in range(2)) num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones((512,
+512), device=device) print("open", flush=True) for step in range(1, int(sys.argv[2]) + 1):
+semaphores.set_value(PROMISED, step) order.wait(DRAFTED, step - 1) order.copy(proposed, semaphores.proposed) if step >
+1: num_wrong += (proposed != step - 1).sum()
     work @ work
     drawn.fill_(step)
-    order.copy(board.drawn, drawn)
+    order.copy(semaphores.drawn, drawn)
     order.write(VERIFIED, step)
 if sys.argv[3] == "ends":
     torch.cuda.synchronize()
@@ -71,24 +72,24 @@ def target(handle: bytes, num_rounds: int, behaviour: str) -> Iterator["subproce
 @pytest.mark.gpu
 def test_each_reads_what_the_other_has_shown_round_after_round() -> None:
     device = torch.device("cuda")
-    own = OwnBoard(SHAPE)
-    board, order = own.board, order_of(own.board, device)
-    drawn, proposed = (torch.empty_like(board.drawn, device=device) for _ in range(2))
+    own = OwnSemaphores(SHAPE)
+    semaphores, order = own.semaphores, order_of(own.semaphores, device)
+    drawn, proposed = (torch.empty_like(semaphores.drawn, device=device) for _ in range(2))
     num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones((512, 512), device=device)
     with target(own.handle, NUM_ROUNDS, "ends") as process:
         for step in range(1, NUM_ROUNDS + 1):
             order.wait(VERIFIED, step)
-            order.copy(drawn, board.drawn)
+            order.copy(drawn, semaphores.drawn)
             num_wrong += (drawn != step).sum()
             work @ work
             proposed.fill_(step)
-            order.copy(board.proposed, proposed)
-            order.write(LEFT, step)
+            order.copy(semaphores.proposed, proposed)
+            order.write(DRAFTED, step)
         torch.cuda.synchronize()
         assert process.stdout is not None
         assert json.loads(process.stdout.readline()) == 0
     assert num_wrong.item() == 0
-    assert board.word(LEFT) == NUM_ROUNDS
+    assert semaphores.value(DRAFTED) == NUM_ROUNDS
     order.close()
 
 
@@ -134,7 +135,7 @@ def test_a_stream_is_let_go_when_the_other_process_dies() -> None:
         side.launch(behind(1), draft)
         torch.cuda.synchronize()
         assert (draft.seen[0] == 1).all()
-        side._board.set_word(PROMISED, 2)
+        side._semaphores.set_value(PROMISED, 2)
         start = time.monotonic()
         threading.Timer(0.2, process.kill).start()
         side.launch(behind(2), draft)
@@ -146,14 +147,14 @@ def test_a_stream_is_let_go_when_the_other_process_dies() -> None:
     side.close()
 
 
-def test_a_board_is_seen_by_who_opens_it() -> None:
-    own = OwnBoard(SHAPE)
-    opened = OpenedBoard.open(own.handle)
-    opened.board.set_word(TARGET_PID, 5)
-    opened.board.drawn[3, 2] = 7
-    opened.board.proposed[7, 15] = 9
-    assert own.board.word(TARGET_PID) == 5
-    assert own.board.drawn.sum() == 7
-    assert own.board.proposed[7, 15] == 9
-    assert own.board.num_bytes % 4096 == 0
-    assert own.board.address % 4096 == 0
+def test_shared_semaphores_are_seen_by_who_opens_them() -> None:
+    own = OwnSemaphores(SHAPE)
+    opened = OpenedSemaphores.open(own.handle)
+    opened.semaphores.set_value(TARGET_PID, 5)
+    opened.semaphores.drawn[3, 2] = 7
+    opened.semaphores.proposed[7, 15] = 9
+    assert own.semaphores.value(TARGET_PID) == 5
+    assert own.semaphores.drawn.sum() == 7
+    assert own.semaphores.proposed[7, 15] == 9
+    assert own.semaphores.num_bytes % 4096 == 0
+    assert own.semaphores.address % 4096 == 0

@@ -1,4 +1,4 @@
-"""Steps of two processes that wait for each other on a board: whatever becomes of either, the text is the same.
+"""Steps of two processes that wait for each other's semaphores: whatever becomes of either, the text is the same.
 
 On a CPU whoever queues a wait waits itself, so both runners may be in this process, in two threads. The streams' part
 is tested on a GPU (`tests/backend/runners/test_stream_memory.py`).
@@ -22,7 +22,7 @@ import torch
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.hand_over import sides
-from kimi_backend.runners.hand_over.board import PROMISED, TARGET_PID, VERIFIED, WAITED
+from kimi_backend.runners.hand_over.semaphores import PROMISED, TARGET_PID, VERIFIED, WAITED
 from kimi_backend.runners.hand_over.sides import DraftSide, TargetSide
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
@@ -30,7 +30,7 @@ from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving import draft_server, target_server, tensor_names
 from kimi_backend.serving.aux_sides import AuxReceiver
-from kimi_backend.serving.aux_transfer import AuxTransfer, BoardTransfer
+from kimi_backend.serving.aux_transfer import AuxTransfer, SemaphoreTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.draft_server import DraftServer
 from kimi_backend.serving.target_server import TargetServer
@@ -102,7 +102,9 @@ class Pair:
         if model == "kimi_target":
             self.loopback.servers[model] = TargetServer(runner, pb_utils, aux_transfer, secret=SECRET)
         else:
-            self.loopback.servers[model] = DraftServer(runner, pb_utils, aux_transfer, secret=SECRET, has_board=True)
+            self.loopback.servers[model] = DraftServer(
+                runner, pb_utils, aux_transfer, secret=SECRET, has_semaphores=True
+            )
         return runner
 
     def _watched(self, draft: Any) -> Any:
@@ -118,12 +120,12 @@ class Pair:
     def runner(self, model: str) -> Any:
         return self.loopback.servers[model]._runner
 
-    def engine(self, *, launch_ahead: bool = True, requests: list[GenerateRequest] | None = None) -> EngineHarness:
-        aux, board = AuxTransfer(), BoardTransfer()
+    def engine(self, *, async_scheduling: bool = True, requests: list[GenerateRequest] | None = None) -> EngineHarness:
+        aux, semaphores = AuxTransfer(), SemaphoreTransfer()
         harness = EngineHarness(
-            BlsTarget(self.loopback.pb_utils, "kimi_target", aux, board, secret=SECRET),
-            BlsDraft(self.loopback.pb_utils, "eagle3_draft", aux, board, secret=SECRET),
-            SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead),
+            BlsTarget(self.loopback.pb_utils, "kimi_target", aux, semaphores, secret=SECRET),
+            BlsDraft(self.loopback.pb_utils, "eagle3_draft", aux, semaphores, secret=SECRET),
+            SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, async_scheduling=async_scheduling),
             eos_token_ids={3},
         )
         for request in requests or requests_of(8):
@@ -172,7 +174,7 @@ def lockstep() -> Lockstep:
         if id(setting) not in found:
             with pytest.MonkeyPatch.context() as patch:
                 pair = Pair(patch, setting)
-                found[id(setting)] = outcomes(pair.engine(launch_ahead=False))
+                found[id(setting)] = outcomes(pair.engine(async_scheduling=False))
                 assert not any(pair.followed)
                 for server in pair.loopback.servers.values():
                     server.close()
@@ -201,7 +203,7 @@ def texts(found: Outcomes) -> list[list[int]]:
 def test_a_draft_in_another_process_follows_its_verify(make_pair: Callable[..., Pair], kind: str) -> None:
     """The text is made of what the draft proposes, so one wrong number shows."""
     waiting, following = make_pair(ACCEPTING, kind), make_pair(ACCEPTING, kind)
-    expected = outcomes(waiting.engine(launch_ahead=False))
+    expected = outcomes(waiting.engine(async_scheduling=False))
     assert outcomes(following.engine()) == expected
     assert not any(waiting.followed)
     assert sum(following.followed) > 12
@@ -240,7 +242,7 @@ def test_a_draft_step_that_no_graph_holds_reads_the_table_on_the_host(make_pair:
     waiting, pair = make_pair(ACCEPTING), make_pair(ACCEPTING)
     for each in (waiting, pair):
         each.runner("eagle3_draft")._graphs.proposal_bucket = lambda plan: None
-    expected = outcomes(waiting.engine(launch_ahead=False))
+    expected = outcomes(waiting.engine(async_scheduling=False))
     assert outcomes(pair.engine()) == expected
     assert sum(pair.followed) > 12
 
@@ -257,7 +259,7 @@ def test_without_a_shared_buffer_everything_is_waited_for(
     assert pair.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) > 10
 
 
-def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
+def test_semaphores_that_cannot_be_opened_cost_nothing_but_time(
     make_pair: Callable[..., Pair],
     lockstep: Lockstep,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,7 +267,7 @@ def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
 ) -> None:
     expected = lockstep(ACCEPTING)
     monkeypatch.setattr(
-        "kimi_backend.runners.hand_over.board.OwnBoard.handle", property(lambda self: b'{"shape": [9, 9]}')
+        "kimi_backend.runners.hand_over.semaphores.OwnSemaphores.handle", property(lambda self: b'{"shape": [9, 9]}')
     )
     pair = make_pair(ACCEPTING)
     assert outcomes(pair.engine()) == expected
@@ -277,7 +279,8 @@ def test_a_board_that_cannot_be_opened_costs_nothing_but_time(
 def test_runners_on_several_ranks_follow_too(
     make_pair: Callable[..., Pair], lockstep: Lockstep, draft_has_ranks: bool
 ) -> None:
-    """Rank 0 shares what it found on the board: the other ranks come to the same KV, bit for bit."""
+    """Rank 0 shares what it found in the other's half of the table: the other ranks come to the same KV, bit for
+    bit."""
     expected = lockstep(ACCEPTING)
     pair = make_pair(ACCEPTING)
     other_target, other_draft = runner_pair(ACCEPTING, "mla31", PlainRecorder(), shares_buffer=False, num_regions=1)
@@ -368,16 +371,16 @@ def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair], l
 
 SLEEPER = """
 import os, sys, time
-from kimi_backend.runners.hand_over.board import LEFT, QUEUED, TARGET_PID, OpenedBoard, OwnBoard
+from kimi_backend.runners.hand_over.semaphores import DRAFTED, QUEUED, TARGET_PID, OpenedSemaphores, OwnSemaphores
 if sys.argv[1] == "draft":
-    own = OwnBoard((5, 9))
-    own.board.proposed[:] = 7
-    own.board.set_word(QUEUED, 2)  # a step that it will not live to see
-    own.board.set_word(LEFT, 1)
+    own = OwnSemaphores((5, 9))
+    own.semaphores.proposed[:] = 7
+    own.semaphores.set_value(QUEUED, 2)  # a step that it will not live to see
+    own.semaphores.set_value(DRAFTED, 1)
     print(own.handle.decode(), flush=True)
 else:
-    opened = OpenedBoard.open(sys.argv[1].encode())
-    opened.board.set_word(TARGET_PID, os.getpid())
+    opened = OpenedSemaphores.open(sys.argv[1].encode())
+    opened.semaphores.set_value(TARGET_PID, os.getpid())
     print("open", flush=True)
 time.sleep(60)
 """
@@ -461,7 +464,7 @@ def open_pair() -> tuple[DraftSide, TargetSide]:
 
 def promise(side: DraftSide, step_id: int) -> None:
     """Promise a step, as a target does as soon as it is given a verify."""
-    side._board.set_word(PROMISED, step_id)
+    side._semaphores.set_value(PROMISED, step_id)
 
 
 def test_a_target_is_let_go_when_its_draft_dies() -> None:
@@ -517,7 +520,7 @@ def test_a_step_id_that_the_target_was_not_given_is_not_waited_for(
     promise(draft, promised)
     with pytest.raises(ModelUnavailableError, match="was not given"):
         draft.launch(follow(5), Watcher(torch.zeros(1)))
-    assert draft._board.word(WAITED) == 0
+    assert draft._semaphores.value(WAITED) == 0
     target.close()
     draft.close()
 
@@ -525,10 +528,10 @@ def test_a_step_id_that_the_target_was_not_given_is_not_waited_for(
 @pytest.mark.parametrize("step_id", [5, 4])
 def test_a_step_that_is_not_a_new_one_is_never_shown(step_id: int) -> None:
     draft, target = open_pair()
-    draft._board.set_word(PROMISED, 5)
-    draft._board.set_word(VERIFIED, 5)
+    draft._semaphores.set_value(PROMISED, 5)
+    draft._semaphores.set_value(VERIFIED, 5)
     target.launch(verify(step_id, draft_step=0), Watcher(torch.zeros(1)))
-    assert (draft._board.word(PROMISED), draft._board.word(VERIFIED)) == (5, 5)
+    assert (draft._semaphores.value(PROMISED), draft._semaphores.value(VERIFIED)) == (5, 5)
     target.close()
     draft.close()
 
@@ -560,17 +563,17 @@ def test_one_wait_after_another_is_no_long_wait(
     draft, target = open_pair()
     for step_id in range(1, 15):
         promise(draft, step_id)
-        threading.Timer(0.03, draft._board.set_word, (VERIFIED, step_id)).start()
+        threading.Timer(0.03, draft._semaphores.set_value, (VERIFIED, step_id)).start()
         draft.launch(follow(step_id), Watcher(torch.zeros(1)))
     assert "no longer" not in caplog.text
     target.close()
     draft.close()
 
 
-def test_a_board_of_another_size_is_not_opened() -> None:
+def test_semaphores_of_a_table_of_another_size_are_not_opened() -> None:
     draft = DraftSide(empty_table(), torch.device("cpu"))
     limits = RunnerLimits(max_num_batched_tokens=8, max_num_seqs=5, max_model_len=8)
     target = TargetSide(TokenTable.allocate(limits, torch.device("cpu")), torch.device("cpu"))
     assert target.open(draft.handle) is None
-    assert draft._board.word(TARGET_PID) == 0
+    assert draft._semaphores.value(TARGET_PID) == 0
     draft.close()

@@ -64,12 +64,12 @@ class Served:
         return [outcome.token_ids for outcome in self.harness.outcomes]
 
 
-def served(*, depth: int = 2, launch_ahead: bool = True, **settings: int) -> Served:
+def served(*, depth: int = 2, async_scheduling: bool = True, **settings: int) -> Served:
     target = TargetAlone(describe("target", SCRIPT, depth=depth), SCRIPT)
     server = LoopbackServer()
     server.servers["kimi_target"] = TargetServer(target, server.pb_utils, secret=SECRET)
     bls = BlsTarget(server.pb_utils, "kimi_target", AuxTransfer(), secret=SECRET)
-    harness = EngineHarness(bls, None, SchedulerSettings(launch_ahead=launch_ahead, **settings), EOS)  # type: ignore[arg-type]
+    harness = EngineHarness(bls, None, SchedulerSettings(async_scheduling=async_scheduling, **settings), EOS)  # type: ignore[arg-type]
     for request in REQUESTS:
         harness.add(request)
     return Served(target, server, harness)
@@ -97,7 +97,7 @@ def test_newcomers_and_ends(settings: dict[str, int]) -> None:
 
 
 def test_a_target_that_cannot_queue_gets_no_step_ahead() -> None:
-    for one in (served(depth=0), served(launch_ahead=False)):
+    for one in (served(depth=0), served(async_scheduling=False)):
         one.harness.run()
         assert one.texts() == EXPECTED
         assert set(map(tuple, one.calls)) == {(names.PLAN, names.STEP)}
@@ -128,7 +128,7 @@ def test_requests_that_ask_for_nothing() -> None:
     plan = one.server.pb_utils.Tensor(names.PLAN, codec.encode(plans[0]))
     step = one.server.pb_utils.Tensor(names.STEP, np.array([77], np.int64))
     for inputs, message in (
-        ([plan], "one of the inputs STEP, STEP_BOARD, DESCRIBE is needed, none was given"),
+        ([plan], "one of the inputs STEP, SEMAPHORES, DESCRIBE is needed, none was given"),
         ([step], "STEP: 77 given, in flight: none"),
     ):
         with pytest.raises(ModelUnavailableError, match=message):

@@ -1,4 +1,5 @@
-"""The two ends of the board: each lets its steps wait for the other's, and is let go when the other has died.
+"""The two ends of the shared semaphores: each lets its steps wait for the other's, and is let go when the other has
+died.
 
 No circle: a verify waits for a draft step that was queued whole before the verify was sent, a draft step for the verify
 that it comes behind. Every number is written: by the host, where a step fails.
@@ -15,18 +16,18 @@ import torch
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.processes import is_alive
 from kimi_backend.runners.cuda_ipc import CudaIpcError
-from kimi_backend.runners.hand_over.board import (
-    LEFT,
+from kimi_backend.runners.hand_over.order import order_of
+from kimi_backend.runners.hand_over.semaphores import (
+    DRAFTED,
     PROMISED,
     QUEUED,
     TARGET_PID,
     VERIFIED,
     WAITED,
-    BoardError,
-    OpenedBoard,
-    OwnBoard,
+    OpenedSemaphores,
+    OwnSemaphores,
+    SemaphoreError,
 )
-from kimi_backend.runners.hand_over.order import order_of
 from kimi_backend.runners.hand_over.token_table import TokenTable, clear_proposals
 from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.spec_decode.protocols import Draft, Pending, Target
@@ -56,7 +57,7 @@ class _Watch:
         """awaited: the number that the stream waits for now, or None."""
         self._awaited, self._other_pid, self._let_go = awaited, other_pid, let_go
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kimi-board", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kimi-semaphores", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class _Watch:
 
 
 class DraftSide:
-    """The draft's process, which makes the board."""
+    """The draft's process, which makes the semaphores."""
 
     def __init__(self, table: TokenTable, device: torch.device, workers: Workers = NO_WORKERS) -> None:
         """
@@ -88,13 +89,13 @@ class DraftSide:
             workers: its other ranks.
 
         Raises:
-            BoardError, CudaIpcError: there is no such memory, or the device cannot wait for it.
+            SemaphoreError, CudaIpcError: there is no such memory, or the device cannot wait for it.
         """
         self._table = table
-        self._own = OwnBoard((table.proposed.shape[0], table.proposed.shape[1]))
-        self._board = self._own.board
-        self._order = order_of(self._board, device, self._own.handle, workers)
-        self._watch = _Watch(self._awaited, lambda: self._board.word(TARGET_PID), self._let_go)
+        self._own = OwnSemaphores((table.proposed.shape[0], table.proposed.shape[1]))
+        self._semaphores = self._own.semaphores
+        self._order = order_of(self._semaphores, device, self._own.handle, workers)
+        self._watch = _Watch(self._awaited, lambda: self._semaphores.value(TARGET_PID), self._let_go)
 
     @property
     def handle(self) -> bytes:
@@ -107,20 +108,20 @@ class DraftSide:
         Raises:
             ModelUnavailableError: the target was not given the verify; nothing was run.
         """
-        self._board.set_word(QUEUED, plan.step_id)
+        self._semaphores.set_value(QUEUED, plan.step_id)
         try:
             if plan.num_drawn.any():
                 self._await_promise(plan.step_id)
-                self._board.set_word(WAITED, plan.step_id)
+                self._semaphores.set_value(WAITED, plan.step_id)
                 self._order.wait(VERIFIED, plan.step_id)
-                self._order.copy(self._table.drawn, self._board.drawn)
+                self._order.copy(self._table.drawn, self._semaphores.drawn)
             pending = draft.launch(plan)
             if plan.in_table:
-                self._order.copy(self._board.proposed, self._table.proposed)
+                self._order.copy(self._semaphores.proposed, self._table.proposed)
         except BaseException:
             self._show_failed(plan.step_id)
             raise
-        self._order.write(LEFT, plan.step_id)
+        self._order.write(DRAFTED, plan.step_id)
         return pending
 
     def close(self) -> None:
@@ -134,26 +135,26 @@ class DraftSide:
     def _await_promise(self, step_id: int) -> None:
         """The device is never made to wait for a verify that the target was not given."""
         deadline_s = time.monotonic() + PROMISE_S
-        while self._board.word(PROMISED) != step_id:
-            if time.monotonic() > deadline_s or self._board.word(TARGET_PID) == _NOBODY:
+        while self._semaphores.value(PROMISED) != step_id:
+            if time.monotonic() > deadline_s or self._semaphores.value(TARGET_PID) == _NOBODY:
                 raise ModelUnavailableError(f"draft step {step_id}: the target was not given the verify before it")
             time.sleep(_POLL_S)
 
     def _show_failed(self, step_id: int) -> None:
         """Show a failed step: what it has left is stamped with an earlier one."""
         try:
-            self._order.write(LEFT, step_id)
+            self._order.write(DRAFTED, step_id)
         except CudaIpcError:  # the device is lost
-            self._board.set_word(LEFT, step_id)
+            self._semaphores.set_value(DRAFTED, step_id)
 
     def _awaited(self) -> int | None:
-        number = self._board.word(WAITED)
-        return number if self._board.word(VERIFIED) < number else None
+        number = self._semaphores.value(WAITED)
+        return number if self._semaphores.value(VERIFIED) < number else None
 
     def _let_go(self) -> None:
         """Let the other go on as if nothing had been accepted."""
-        self._board.drawn.zero_()
-        self._board.set_word(VERIFIED, self._board.word(WAITED))
+        self._semaphores.drawn.zero_()
+        self._semaphores.set_value(VERIFIED, self._semaphores.value(WAITED))
 
 
 def make_draft_side(table: TokenTable | None, device: torch.device, workers: Workers = NO_WORKERS) -> DraftSide | None:
@@ -163,18 +164,18 @@ def make_draft_side(table: TokenTable | None, device: torch.device, workers: Wor
         return None
     try:
         return DraftSide(table, device, workers)
-    except (BoardError, CudaIpcError) as error:
-        logger.warning("the draft is waited for in its calls: no board: %s", error)
+    except (SemaphoreError, CudaIpcError) as error:
+        logger.warning("the draft is waited for in its calls: no shared semaphores: %s", error)
         return None
 
 
 class TargetSide:
-    """The target's process: one draft's board at a time."""
+    """The target's process: one draft's semaphores at a time."""
 
     def __init__(self, table: TokenTable | None, device: torch.device, workers: Workers = NO_WORKERS) -> None:
         """
         Args:
-            table: the target's; None for a runner that has none, which opens no board.
+            table: the target's; None for a runner that has none, which opens none.
             device: the target's.
             workers: its other ranks.
         """
@@ -183,19 +184,19 @@ class TargetSide:
         self._handle: bytes | None = None
 
     def open(self, handle: bytes | None) -> bytes | None:
-        """Map a draft's board in place of the one before. Returns the handle that is open now, or None."""
+        """Map a draft's semaphores in place of those before. Returns the handle that is open now, or None."""
         if handle == self._handle:
             return handle
         self.close()
         if handle is None or self._table is None:
             return None
         try:
-            opened = OpenedBoard.open(handle)
-            if opened.board.shape != tuple(self._table.drawn.shape):
-                raise BoardError(f"its halves are {opened.board.shape}, here {tuple(self._table.drawn.shape)}")
+            opened = OpenedSemaphores.open(handle)
+            if opened.semaphores.shape != tuple(self._table.drawn.shape):
+                raise SemaphoreError(f"its halves are {opened.semaphores.shape}, here {tuple(self._table.drawn.shape)}")
             self._lines = _TargetLines(opened, self._table, self._device, self._workers)
-        except (BoardError, CudaIpcError) as error:
-            logger.warning("the draft is waited for in its calls: its board cannot be opened: %s", error)
+        except (SemaphoreError, CudaIpcError) as error:
+            logger.warning("the draft is waited for in its calls: its semaphores cannot be opened: %s", error)
             return None
         self._handle = handle
         return handle
@@ -209,7 +210,7 @@ class TargetSide:
         return target.launch(plan)
 
     def close(self) -> None:
-        """Leave the board alone."""
+        """Leave the semaphores alone."""
         self._handle = None
         lines, self._lines = self._lines, None
         if lines is not None:
@@ -217,60 +218,60 @@ class TargetSide:
 
 
 class _TargetLines:
-    """An open board, as the target uses it."""
+    """Opened semaphores, as the target uses them."""
 
-    def __init__(self, opened: OpenedBoard, table: TokenTable, device: torch.device, workers: Workers) -> None:
+    def __init__(self, opened: OpenedSemaphores, table: TokenTable, device: torch.device, workers: Workers) -> None:
         """Raises CudaIpcError: the device cannot wait for it."""
-        self._board, self._table = opened.board, table
-        self._order = order_of(self._board, device, opened.handle, workers)
+        self._semaphores, self._table = opened.semaphores, table
+        self._order = order_of(self._semaphores, device, opened.handle, workers)
         self._last_awaited = 0
         """The draft step that the last verify waits for."""
-        self._board.set_word(TARGET_PID, os.getpid())
+        self._semaphores.set_value(TARGET_PID, os.getpid())
         # What the draft awaits of another target will not come.
-        self._board.set_word(PROMISED, 0)
-        self._board.set_word(VERIFIED, max(self._board.word(VERIFIED), self._board.word(WAITED)))
+        self._semaphores.set_value(PROMISED, 0)
+        self._semaphores.set_value(VERIFIED, max(self._semaphores.value(VERIFIED), self._semaphores.value(WAITED)))
         self._watch = _Watch(self._awaited, lambda: opened.owner_pid, self._let_go)
 
     def launch(self, plan: TargetPlan, target: Target) -> Pending[TargetReply]:
         """See `TargetSide.launch`. The draft is let go even if nothing comes of the step."""
-        is_new = max(self._board.word(PROMISED), self._board.word(VERIFIED)) < plan.step_id
-        if is_new:  # words only grow
-            self._board.set_word(PROMISED, plan.step_id)
+        is_new = max(self._semaphores.value(PROMISED), self._semaphores.value(VERIFIED)) < plan.step_id
+        if is_new:  # values only grow
+            self._semaphores.set_value(PROMISED, plan.step_id)
         try:
             # The draft step behind this one may be queued already, and waits for it: it is not to be waited for.
-            before = min(plan.draft_step, self._board.word(QUEUED))
-            if self._board.word(LEFT) < before:
+            before = min(plan.draft_step, self._semaphores.value(QUEUED))
+            if self._semaphores.value(DRAFTED) < before:
                 self._last_awaited = before
-                self._order.wait(LEFT, before)
+                self._order.wait(DRAFTED, before)
             if plan.draft_step:
-                self._order.copy(self._table.proposed, self._board.proposed)
+                self._order.copy(self._table.proposed, self._semaphores.proposed)
             pending = target.launch(plan)
             if is_new and plan.wants_aux.any():
-                self._order.copy(self._board.drawn, self._table.drawn)
+                self._order.copy(self._semaphores.drawn, self._table.drawn)
                 self._order.write(VERIFIED, plan.step_id)
         except BaseException:
             if is_new:
-                self._board.set_word(VERIFIED, plan.step_id)
+                self._semaphores.set_value(VERIFIED, plan.step_id)
             raise
         return pending
 
     def close(self) -> None:
         """Nothing of it is on its way afterwards, and the draft reads nothing of this process."""
         self._watch.close()
-        self._board.set_word(PROMISED, 0)
-        self._board.set_word(TARGET_PID, _NOBODY)
-        if self._board.word(VERIFIED) < self._board.word(WAITED):
-            self._board.set_word(VERIFIED, self._board.word(WAITED))
+        self._semaphores.set_value(PROMISED, 0)
+        self._semaphores.set_value(TARGET_PID, _NOBODY)
+        if self._semaphores.value(VERIFIED) < self._semaphores.value(WAITED):
+            self._semaphores.set_value(VERIFIED, self._semaphores.value(WAITED))
         deadline_s = time.monotonic() + _LAST_STEP_S
-        while self._board.word(LEFT) < self._board.word(QUEUED) and time.monotonic() < deadline_s:
+        while self._semaphores.value(DRAFTED) < self._semaphores.value(QUEUED) and time.monotonic() < deadline_s:
             time.sleep(_LAST_STEP_S / 100)
         self._let_go()
         self._order.close()
 
     def _awaited(self) -> int | None:
-        return self._last_awaited if self._board.word(LEFT) < self._last_awaited else None
+        return self._last_awaited if self._semaphores.value(DRAFTED) < self._last_awaited else None
 
     def _let_go(self) -> None:
         """Let the other go on: what the draft has left is stamped with an earlier step than is asked for."""
-        if self._board.word(LEFT) < self._board.word(QUEUED):
-            self._board.set_word(LEFT, self._board.word(QUEUED))
+        if self._semaphores.value(DRAFTED) < self._semaphores.value(QUEUED):
+            self._semaphores.set_value(DRAFTED, self._semaphores.value(QUEUED))

@@ -18,7 +18,7 @@ READY, FAILED, ANSWER = "ready", "failed", "answer"
 """The answers of rank r, each with bytes or a text."""
 CLOSE = "close"
 
-EXPORT_AUX, OPEN_AUX, OPEN_BOARD = "export aux", "open aux", "open board"
+EXPORT_AUX, OPEN_AUX, OPEN_SEMAPHORES = "export aux", "open aux", "open semaphores"
 """Questions to a rank."""
 
 
@@ -64,7 +64,7 @@ class Step:
     aux: torch.Tensor | None = None
     """On the host."""
     waits: tuple[tuple[int, int], ...] = ()
-    """Word of the board and value of each number that the stream waits for first."""
+    """Shared semaphore and value of each that the stream waits for first."""
 
     def packed(self) -> Any:
         """For `Connection.send`."""

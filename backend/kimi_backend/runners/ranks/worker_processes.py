@@ -116,9 +116,9 @@ class WorkerProcesses:
         waits, self._waits = tuple(self._waits), []
         return _Running(self, pickle.dumps(Step(plan, aux, waits).packed(), protocol=5))
 
-    def wait_before_next(self, word: int, value: int) -> None:
+    def wait_before_next(self, semaphore: int, value: int) -> None:
         """See `Workers.wait_before_next`."""
-        self._waits.append((word, value))
+        self._waits.append((semaphore, value))
 
     def tell(self, message: bytes) -> None:
         """Send a packed step to all."""
@@ -138,7 +138,7 @@ class WorkerProcesses:
 
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
         """See `Workers.ask`."""
-        self._waits = []  # of a step that did not come to run; the board may be another one from now on
+        self._waits = []  # of a step that did not come to run; the semaphores may be others from now on
         with self._lock:
             for rank, (pipe, content) in enumerate(zip(self._pipes, contents, strict=True), 1):
                 try:

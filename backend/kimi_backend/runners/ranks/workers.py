@@ -25,9 +25,9 @@ class Workers(Protocol):
         """
         ...
 
-    def wait_before_next(self, word: int, value: int) -> None:
-        """Their streams wait too, before the next step: for a word of the board that they have opened
-        (`hand_over.board`). Forgotten when they are asked something before that."""
+    def wait_before_next(self, semaphore: int, value: int) -> None:
+        """Their streams wait too, before the next step: for a value of a semaphore that they have opened
+        (`hand_over.semaphores`). Forgotten when they are asked something before that."""
         ...
 
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
@@ -58,7 +58,7 @@ class NoWorkers:
         """See `Workers.run`."""
         return self._nothing
 
-    def wait_before_next(self, word: int, value: int) -> None:
+    def wait_before_next(self, semaphore: int, value: int) -> None:
         """See `Workers.wait_before_next`."""
 
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:

@@ -32,7 +32,7 @@ REQUESTS = [
 
 
 def run(
-    kind: str, setting: Setting, *, is_captured: bool, launch_ahead: bool
+    kind: str, setting: Setting, *, is_captured: bool, async_scheduling: bool
 ) -> tuple[EngineHarness, list[list[list[int]]]]:
     """To the end under a policy that acts at random; what each draft step proposed, where its reply says so."""
     target, draft = runner_pair(setting, kind, PlainRecorder() if is_captured else None)
@@ -46,7 +46,7 @@ def run(
         return Launched(lambda: reply)
 
     draft.launch = kept  # type: ignore[method-assign]
-    settings = SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=64, launch_ahead=launch_ahead)
+    settings = SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=async_scheduling)
     harness = EngineHarness(target, draft, settings)
     policy = harness.core.scheduler.policy = RandomPolicy(5)
     for request in REQUESTS:
@@ -59,16 +59,16 @@ def run(
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
 def test_captured_steps_propose_what_plain_ones_do(kind: str) -> None:
     setting = Setting(kernels=KernelSet.cpu())
-    _, plain = run(kind, setting, is_captured=False, launch_ahead=False)
-    _, captured = run(kind, setting, is_captured=True, launch_ahead=False)
+    _, plain = run(kind, setting, is_captured=False, async_scheduling=False)
+    _, captured = run(kind, setting, is_captured=True, async_scheduling=False)
     assert sum(len(step) for step in plain) > 40
     assert captured == plain
 
 
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
 def test_a_draft_that_follows_proposes_what_one_that_waits_does(kind: str) -> None:
-    lockstep, _ = run(kind, ACCEPTING, is_captured=True, launch_ahead=False)
-    ahead, _ = run(kind, ACCEPTING, is_captured=True, launch_ahead=True)
+    lockstep, _ = run(kind, ACCEPTING, is_captured=True, async_scheduling=False)
+    ahead, _ = run(kind, ACCEPTING, is_captured=True, async_scheduling=True)
     for waited, launched in zip(lockstep.outcomes, ahead.outcomes, strict=True):
         assert launched.token_ids == waited.token_ids
         assert launched.rounds == waited.rounds
@@ -86,7 +86,7 @@ def test_a_late_draft_proposes_what_one_that_never_saw_the_beginning_would() -> 
         return launch(plan)
 
     draft.launch = kept  # type: ignore[method-assign]
-    harness = EngineHarness(target, draft, SchedulerSettings(launch_ahead=False))
+    harness = EngineHarness(target, draft, SchedulerSettings(async_scheduling=False))
     outcome = harness.add(REQUESTS[0])
     harness.step()
     outcome.sequence.speculation.uses_draft = False

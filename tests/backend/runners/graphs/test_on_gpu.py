@@ -235,7 +235,7 @@ def test_steps_launched_ahead_draw_what_steps_in_lockstep_do() -> None:
     """The same buckets in the same order, bit for bit, from pools full of NaN: as graphs that wait for the host, as
     graphs that do not, and as plain calls. Blocks of 64 tokens are begun under way."""
     texts = []
-    for recorder, launch_ahead in ((graph_recorder(), False), (graph_recorder(), True), (EagerRecorder(), True)):
+    for recorder, async_scheduling in ((graph_recorder(), False), (graph_recorder(), True), (EagerRecorder(), True)):
         target, _ = runner_pair(setting(), "mla31", recorder, **HOPPER_WIDTHS)
         launched = []
         launch = target.launch
@@ -245,9 +245,9 @@ def test_steps_launched_ahead_draw_what_steps_in_lockstep_do() -> None:
             return launch(plan)
 
         target.launch = counted  # type: ignore[method-assign]
-        settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=512, launch_ahead=launch_ahead)
+        settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=512, async_scheduling=async_scheduling)
         outcomes = generate(target, None, plain_requests(6), settings)
-        assert sum(launched) > (100 if launch_ahead else -1)
+        assert sum(launched) > (100 if async_scheduling else -1)
         texts.append([outcome.token_ids for outcome in outcomes])
     assert texts[0] == texts[1] == texts[2]
 
@@ -266,8 +266,8 @@ def test_a_trained_draft_is_accepted_as_much_when_it_follows(nano_pair: tuple[Ta
     """kimi-nano: what is proposed on the way is as good as what is proposed with everything known."""
     requests = [replace(r, num_speculative_tokens=3) for r in nano_requests(16, 120)]
     lengths, texts = [], []
-    for launch_ahead in (False, True):
-        outcomes = generate(*nano_pair, requests, SchedulerSettings(max_num_seqs=16, launch_ahead=launch_ahead))
+    for async_scheduling in (False, True):
+        outcomes = generate(*nano_pair, requests, SchedulerSettings(max_num_seqs=16, async_scheduling=async_scheduling))
         rounds = [accepted for outcome in outcomes for _, accepted in outcome.rounds]
         lengths.append(1 + sum(rounds) / len(rounds))
         texts.append([outcome.token_ids for outcome in outcomes])

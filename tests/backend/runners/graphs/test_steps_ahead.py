@@ -50,7 +50,7 @@ def target_with(recorder: Recorder | None) -> TargetRunner:
 
 
 def run(
-    launch_ahead: bool, given: list[GenerateRequest], change: Callable[[EngineHarness, int], None] | None = None
+    async_scheduling: bool, given: list[GenerateRequest], change: Callable[[EngineHarness, int], None] | None = None
 ) -> tuple[EngineHarness, int]:
     """The engine, and how many steps were launched behind another one."""
     target = target_with(PlainRecorder())
@@ -62,7 +62,7 @@ def run(
         return launch(plan)
 
     target.launch = counted  # type: ignore[method-assign, assignment]
-    settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead)
+    settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, async_scheduling=async_scheduling)
     harness = EngineHarness(target, None, settings, eos_token_ids={EOS})
     for request in given:
         harness.add(request)

@@ -263,7 +263,7 @@ def test_what_fits_no_step_is_refused() -> None:
             target.launch(wrong)
 
 
-def run_engine(kind: str, launch_ahead: bool, requests: list[GenerateRequest]) -> tuple[EngineHarness, list[bool]]:
+def run_engine(kind: str, async_scheduling: bool, requests: list[GenerateRequest]) -> tuple[EngineHarness, list[bool]]:
     """To the end, over pools full of NaN; of each draft step, whether it was launched before its verify was done."""
     target, draft = runner_pair(ACCEPTING, kind, PlainRecorder())
     followed: list[bool] = []
@@ -274,7 +274,7 @@ def run_engine(kind: str, launch_ahead: bool, requests: list[GenerateRequest]) -
         return launch(plan)
 
     draft.launch = counted  # type: ignore[method-assign]
-    settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, launch_ahead=launch_ahead)
+    settings = SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, async_scheduling=async_scheduling)
     harness = EngineHarness(target, draft, settings, eos_token_ids={3})
     for request in requests:
         harness.add(request)

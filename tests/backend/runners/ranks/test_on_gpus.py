@@ -40,8 +40,8 @@ def pair(size: int, kernels: str) -> Iterator[tuple[TargetRunner, DraftRunner]]:
         draft.close()
 
 
-def texts(runners: tuple[TargetRunner, DraftRunner], launch_ahead: bool = True) -> list[Outcome]:
-    settings = SchedulerSettings(max_num_seqs=16, launch_ahead=launch_ahead)
+def texts(runners: tuple[TargetRunner, DraftRunner], async_scheduling: bool = True) -> list[Outcome]:
+    settings = SchedulerSettings(max_num_seqs=16, async_scheduling=async_scheduling)
     return generate(*runners, nano_requests(NUM_REQUESTS, 64), settings)
 
 
@@ -68,13 +68,13 @@ def test_captured_steps_on_two_gpus() -> None:
         alone = texts(one)
     with pair(2, "triton") as two:
         assert two[0].describe().depth == 2, "steps are captured"
-        ahead, lockstep = texts(two), texts(two, launch_ahead=False)
+        ahead, lockstep = texts(two), texts(two, async_scheduling=False)
         plain = [replace(request, num_speculative_tokens=0) for request in nano_requests(NUM_REQUESTS, 64)]
         settings = SchedulerSettings(max_num_seqs=16)
         start = time.perf_counter()
         launched = generate(*two, plain, settings)
         logger.info(f"k = 0: {time.perf_counter() - start:.2f} s")
-        waited = generate(*two, plain, replace(settings, launch_ahead=False))
+        waited = generate(*two, plain, replace(settings, async_scheduling=False))
     logger.info(f"acceptance: {acceptance(alone):.2f}, {acceptance(ahead):.2f}, {acceptance(lockstep):.2f}")
     logger.info(f"alike: {num_alike(ahead, alone, 16)}, {num_alike(launched, waited, 64)} of {NUM_REQUESTS}")
     assert num_alike(ahead, alone, 16) >= NUM_REQUESTS // 2

@@ -173,15 +173,15 @@ def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch
     assert not problems
 
 
-def test_what_is_waited_for_goes_with_its_board(tiny: Path) -> None:
-    """A step that is refused leaves a number of the board behind, which the next board may never reach."""
+def test_what_is_waited_for_goes_with_its_semaphores(tiny: Path) -> None:
+    """A step that is refused leaves a value to wait for behind, which the next semaphores may never reach."""
     target = load_target_runner(tiny_settings(tiny, draft="", tensor_parallel_size=2))
     workers, messages = target.workers, list[bytes]()
     assert isinstance(workers, WorkerProcesses)
     try:
         workers.tell = messages.append  # type: ignore[method-assign]
         workers.wait_before_next(1, 5000)
-        workers.ask("open board", [b""])
+        workers.ask("open semaphores", [b""])
         workers.wait_before_next(1, 2)
         for step_id in (1, 2):
             with workers.run(tiny_ranks.one_row_plan(step_id)):

@@ -8,7 +8,7 @@ import pytest
 
 from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_client import KimiClient, ServerFailed
-from support.board_servers import num_followed, write_models
+from support.array_servers import num_followed, write_models
 from support.server_process import running_server, serving_settings, stub_pids
 from support.streams import control, generate_when_back, reload
 from support.waiting import PATIENCE_S, wait_for
@@ -23,11 +23,11 @@ FIELDS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The folder of the server's log and of what its runners note."""
-    return tmp_path_factory.mktemp("board")
+    return tmp_path_factory.mktemp("semaphores")
 
 
 @pytest.fixture(scope="module")
-def board_server(checkpoint, folder):
+def sharing_server(checkpoint, folder):
     """Each test leaves it serving, with drafts that follow."""
     repository = folder / "models"
     shutil.copytree(find_model_repository(), repository)
@@ -38,8 +38,8 @@ def board_server(checkpoint, folder):
 
 
 @pytest.fixture
-def client(board_server, folder):
-    with KimiClient(f"localhost:{board_server.ports.grpc}", timeout_s=PATIENCE_S) as connected:
+def client(sharing_server, folder):
+    with KimiClient(f"localhost:{sharing_server.ports.grpc}", timeout_s=PATIENCE_S) as connected:
         wait_until_it_follows(connected, folder, num_followed(folder))
         yield connected
 
@@ -73,7 +73,7 @@ def test_the_text_is_that_without_speculation(client, folder):
 
 
 @pytest.mark.parametrize("model", ["eagle3_draft", "kimi_target"])
-def test_a_killed_runner_holds_nobody_up_and_follows_again(board_server, client, folder, model):
+def test_a_killed_runner_holds_nobody_up_and_follows_again(sharing_server, client, folder, model):
     met_before = times_met(folder)
     expected = texts(client, num_speculative_tokens=0)
     streams = [client.stream(**{**fields, "max_tokens": 300}) for fields in FIELDS]
@@ -81,32 +81,32 @@ def test_a_killed_runner_holds_nobody_up_and_follows_again(board_server, client,
         next(iter(stream))
     before = num_followed(folder)
     wait_for(lambda: num_followed(folder) >= before + 3)
-    os.kill(stub_pids(board_server)[model], signal.SIGKILL)
+    os.kill(stub_pids(sharing_server)[model], signal.SIGKILL)
     if model == "eagle3_draft":
         assert [stream.result().num_output_tokens for stream in streams] == [300] * 4
     else:
         for stream in streams:
             with pytest.raises(ServerFailed, match=r"kimi_target: its process .* has died"):
                 stream.result()
-    reload(board_server, model)
+    reload(sharing_server, model)
     wait_until_it_follows(client, folder, num_followed(folder))
     assert texts(client) == expected
     assert times_met(folder) == met_before + 1
 
 
-def test_unloaded_runners_cancelled_streams_and_a_new_engine(board_server, client, folder):
+def test_unloaded_runners_cancelled_streams_and_a_new_engine(sharing_server, client, folder):
     expected = texts(client, num_speculative_tokens=0)
     streams = [client.stream(**{**fields, "max_tokens": 300}) for fields in FIELDS]
     for stream in streams:
         next(iter(stream))
     for stream in streams[:2]:
         stream.cancel()
-    control(board_server, "eagle3_draft", "unload")
+    control(sharing_server, "eagle3_draft", "unload")
     assert [stream.result().num_output_tokens for stream in streams[2:]] == [300] * 2
-    control(board_server, "eagle3_draft", "load")
+    control(sharing_server, "eagle3_draft", "load")
     wait_until_it_follows(client, folder, num_followed(folder))
     for model in ("kimi_target", "spec_ensemble"):
-        control(board_server, model, "unload")
-        control(board_server, model, "load")
+        control(sharing_server, model, "unload")
+        control(sharing_server, model, "load")
         wait_until_it_follows(client, folder, num_followed(folder))
         assert texts(client) == expected

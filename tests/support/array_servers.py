@@ -21,7 +21,7 @@ from kimi_backend.types.plan import DraftPlan
 MODEL = """
 import sys
 sys.path.insert(0, {tests!r})
-from support.board_servers import make_server
+from support.array_servers import make_server
 
 
 class TritonPythonModel:
