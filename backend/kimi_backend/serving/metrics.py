@@ -20,6 +20,8 @@ logger = logging.getLogger("kimi_backend.serving")
 
 MODEL_LABEL = {"model_name": "spec_ensemble"}
 ACCEPT_LENGTH_WINDOW_S = 10.0
+MOST_UNOBSERVED = 10_000
+"""Finished requests that wait for the next update; where none comes, as of a server without metrics, older ones go."""
 
 
 class _Family:
@@ -104,7 +106,7 @@ class MetricsPublisher:
         self._statistics = statistics
         self._interval_s = interval_s
         self._response_lag_s = response_lag_s
-        self._finished: deque[RequestStats] = deque()
+        self._finished: deque[RequestStats] = deque(maxlen=MOST_UNOBSERVED)
         self._refused: dict[str, int] = {}
         self._refused_lock = threading.Lock()
         self._acceptance = _RecentAcceptance()

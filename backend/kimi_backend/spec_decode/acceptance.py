@@ -28,6 +28,9 @@ HIGHEST_RATE = 0.99
 DEVIATIONS = 1.5
 """How far above what was seen, in standard deviations of it, a rate may be: few rounds may have been bad luck."""
 
+_OUTCOMES = MAX_SPECULATIVE_TOKENS + 1
+"""Numbers of draft tokens that a verify can have, and can keep."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -35,7 +38,8 @@ class AcceptancePool:
     """Rates a position over the rounds of many sequences. Recent rounds count more."""
 
     def __init__(self) -> None:
-        self._new: list[tuple[int, int]] = []
+        self._new = [0] * _OUTCOMES**2
+        """Verifies since the last look, by what they drafted and kept: a fixed policy never looks."""
         self._tried = [0.0] * MAX_SPECULATIVE_TOKENS
         self._seen = [0.0] * MAX_SPECULATIVE_TOKENS
         """Those that were tried, older ones too: what is known for long is doubted less and less."""
@@ -43,7 +47,7 @@ class AcceptancePool:
 
     def record(self, num_draft_tokens: int, num_accepted: int) -> None:
         """One verify. Cheap: it runs between the target's reply and the draft's call."""
-        self._new.append((num_draft_tokens, num_accepted))
+        self._new[num_draft_tokens * _OUTCOMES + num_accepted] += 1
 
     def rates(self) -> list[float]:
         """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before."""
@@ -77,16 +81,20 @@ class AcceptancePool:
         self._seen = [(1 - share) * value for value in self._seen]
 
     def _fold(self) -> None:
-        if not self._new:
+        num_new = sum(self._new)
+        if not num_new:
             return
-        self._scale(max(0.0, 1 - len(self._new) / POOL_MEMORY))
-        for num_draft_tokens, num_accepted in self._new:
+        self._scale(max(0.0, 1 - num_new / POOL_MEMORY))
+        for outcome, count in enumerate(self._new):
+            if not count:
+                continue
+            num_draft_tokens, num_accepted = divmod(outcome, _OUTCOMES)
             for position in range(min(num_accepted + 1, num_draft_tokens)):
-                self._tried[position] += 1
-                self._seen[position] += 1
+                self._tried[position] += count
+                self._seen[position] += count
             for position in range(num_accepted):
-                self._kept[position] += 1
-        self._new.clear()
+                self._kept[position] += count
+        self._new = [0] * _OUTCOMES**2
 
     def _scale(self, factor: float) -> None:
         self._tried = [factor * value for value in self._tried]

@@ -31,7 +31,7 @@ from kimi_backend.parallel import SingleRank
 from kimi_kernels.kernel_set import KernelSet
 from support.checkpoint_folders import make_tiny
 from support.family_configs import DRAFT_FAMILIES, kimi_k25, mha_draft, text_config
-from support.reachable_tensors import storage_bytes
+from support.reachable import storage_bytes
 
 CPU = torch.device("cpu")
 KERNELS = KernelSet.reference()

@@ -10,7 +10,7 @@ from kimi_backend.layers.load_quantization import quantize
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_kernels.quantization.reference import dequantize
 from support.draft_steps import DraftSteps, build_draft
-from support.reachable_tensors import storage_bytes
+from support.reachable import storage_bytes
 from support.target_steps import build_target
 from support.tiny_checkpoints import Tensors, random_draft, random_target
 from support.tiny_configs import draft_config, target_config

@@ -7,8 +7,9 @@ import pytest
 from kimi_backend.engine.emitter import OutputTotals
 from kimi_backend.engine.statistics import EngineState, take_statistics
 from kimi_backend.serving.metric_table import METRICS
-from kimi_backend.serving.metrics import ACCEPT_LENGTH_WINDOW_S, MetricsPublisher, _RecentAcceptance
+from kimi_backend.serving.metrics import ACCEPT_LENGTH_WINDOW_S, MOST_UNOBSERVED, MetricsPublisher, _RecentAcceptance
 from kimi_backend.types.request import EndCause, FinishReason, RequestStats, SpeculationStats
+from support.reachable import num_entries
 
 NEVER_S = 1e6
 
@@ -178,6 +179,9 @@ def test_a_server_without_metrics_serves_all_the_same(scripted, caplog):
     publisher.refused("INTERNAL")
     publisher.close()
     assert "no metrics" in caplog.text
+    for _ in range(2 * MOST_UNOBSERVED):
+        publisher.finished(None)
+    assert num_entries(publisher) < 1.1 * MOST_UNOBSERVED, "nobody takes them"
 
 
 def test_no_metric_is_made_before_the_runners_are_there(server, scripted, publisher):
