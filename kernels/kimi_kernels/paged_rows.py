@@ -1,7 +1,6 @@
 """How the reference attention ops read and write paged caches: by slot, by sequence."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,9 +10,8 @@ from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.quantization.reference import FP8_MAX
 
 
-@lru_cache(maxsize=4)
 def has_padding(slot_mapping: Tensor) -> bool:
-    """Tell whether a row writes nothing. All layers of a step ask, with the same tensor."""
+    """Tell whether a row writes nothing. Nothing is kept by tensor: static arrays are written again each step."""
     return min(slot_mapping.tolist(), default=0) < 0
 
 

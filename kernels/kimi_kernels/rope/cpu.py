@@ -7,6 +7,9 @@ from torch import Tensor
 
 from kimi_kernels.rope import reference
 
+FEW_ROWS = 16
+"""Up to so many rows, their angles are kept from one layer to the next."""
+
 
 @lru_cache(maxsize=16)
 def rotation_table(cos_sin: Tensor, interleaved: bool) -> Tensor:
@@ -27,16 +30,23 @@ def rotation_table(cos_sin: Tensor, interleaved: bool) -> Tensor:
 
 def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """[T, N, R] float32, any strides, rotated by its row's position."""
-    cos, sin = _angles(cos_sin, interleaved, positions)
+    if len(positions) > FEW_ROWS:
+        cos, sin = _gather(cos_sin, interleaved, positions)
+    else:
+        cos, sin = _gather_few(cos_sin, interleaved, tuple(positions.tolist()))
     return (x * cos).add_(_swap_pairs(x, interleaved).mul_(sin))
 
 
-@lru_cache(maxsize=4)
-def _angles(cos_sin: Tensor, interleaved: bool, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of the positions, each [T, 1, R]. All layers of a step ask for the same, with the same
-    tensors."""
+def _gather(cos_sin: Tensor, interleaved: bool, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of the positions, each [T, 1, R]."""
     cos, sin = rotation_table(cos_sin, interleaved).index_select(0, positions).unsqueeze(2).unbind(1)
     return cos, sin
+
+
+@lru_cache(maxsize=64)
+def _gather_few(cos_sin: Tensor, interleaved: bool, positions: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """All layers of a step ask for the same; by value, since static arrays are written again each step."""
+    return _gather(cos_sin, interleaved, torch.tensor(positions, dtype=torch.int64))
 
 
 @lru_cache(maxsize=16)
