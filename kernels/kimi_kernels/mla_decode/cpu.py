@@ -141,9 +141,15 @@ def _groups(first: int, num_rows: int, length: int, num_heads: int) -> list[_Row
         num_keys = ceil_to(KEY_TILE, num_visible)
         most = max(1, SCORES_AT_ONCE // (num_heads * num_keys))
         end = min(stop, row + num_keys - num_visible + 1, row + most)
-        visible = torch.arange(num_visible, num_visible + end - row)[:, None, None]
-        hidden = torch.arange(num_keys) >= visible
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-        groups.append(_Rows(row, end, num_keys, mask))
+        place = num_visible - (num_keys - KEY_TILE) - 1
+        groups.append(_Rows(row, end, num_keys, _masks(num_keys)[place : place + end - row]))
         row = end
     return groups
+
+
+@lru_cache(maxsize=8)
+def _masks(num_keys: int) -> Tensor:
+    """[KEY_TILE, 1, num_keys], of all rows with so many keys: the first sees one key of the last tile."""
+    visible = torch.arange(num_keys - KEY_TILE + 1, num_keys + 1)[:, None, None]
+    hidden = torch.arange(num_keys) >= visible
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
