@@ -1,14 +1,18 @@
 """Checks of op arguments: a wrong one raises ValueError that names it, what came and what was expected."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
+
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 def require_shape(name: str, tensor: Tensor, *expected: int | None) -> None:
     """Raise unless `tensor` has the expected shape; None stands for any size."""
     shape = tensor.shape
     if len(shape) == len(expected):
-        for want, size in zip(expected, shape, strict=True):  # no generator: every op of a step comes here
+        for want, size in zip(expected, shape):  # noqa: B905 # of one length; every op of a step comes here
             if want is not None and want != size:
                 break
         else:
@@ -19,7 +23,7 @@ def require_shape(name: str, tensor: Tensor, *expected: int | None) -> None:
 
 def require_float(name: str, tensor: Tensor) -> None:
     """Raise unless `tensor` holds floating-point numbers of 16 bits or more."""
-    if not tensor.is_floating_point() or tensor.itemsize < 2:
+    if tensor.dtype not in FLOATS:
         raise ValueError(f"{name}: got {tensor.dtype}, expected float32, bfloat16, float16 or float64")
 
 
@@ -30,7 +34,18 @@ def require_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
         raise ValueError(f"{name}: got {tensor.dtype}, expected {wanted}")
 
 
+def require_columns(name: str, tensor: Tensor) -> None:
+    """Raise unless the last dimension is contiguous."""
+    if not tensor.is_contiguous() and tensor.stride(-1) != 1:
+        refuse(name, f"column stride {tensor.stride(-1)}", "1")
+
+
+def refuse(name: str, got: object, expected: str) -> NoReturn:
+    """Raise: where a step's checks would else put words together that nobody reads."""
+    raise ValueError(f"{name}: got {got}, expected {expected}")
+
+
 def require(condition: bool, name: str, got: object, expected: str) -> None:
     """Raise unless `condition` holds."""
     if not condition:
-        raise ValueError(f"{name}: got {got}, expected {expected}")
+        refuse(name, got, expected)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels import signatures as op
+from kimi_kernels.argument_checks import require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.weights import PackedWeight
 
@@ -54,6 +55,8 @@ def composed_norm_store_latent(rms_norm: op.RmsNorm, store_latent: op.StoreLaten
         slot_mapping: Tensor,
         kv_scale: float = 1.0,
     ) -> Tensor:
+        if query.shape != (kv_a.shape[0], query_weight.numel()):
+            require_shape("query", query, kv_a.shape[0], query_weight.numel())
         store_latent(kv_a, norm_weight, eps, cos_sin, positions, interleaved, latent_cache, slot_mapping, kv_scale)
         return rms_norm(query, query_weight, eps)
 

@@ -21,11 +21,11 @@ from kimi_kernels.mla_decode.cpu import mla_decode
 from kimi_kernels.moe_experts.cpu import moe_experts, pack_experts
 from kimi_kernels.moe_route.cpu import route_experts
 from kimi_kernels.reference import reference_kernel_set
-from kimi_kernels.rms_norm.cpu import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
-from kimi_kernels.rope.cpu import rope
+from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
+from kimi_kernels.rope.plain import rope
 from kimi_kernels.sampling.cpu import sample_tokens, verify_draft_tokens
-from kimi_kernels.silu_mul.cpu import silu_mul
-from kimi_kernels.store_latent.cpu import store_latent
+from kimi_kernels.silu_mul.plain import silu_mul
+from kimi_kernels.store_latent.plain import store_latent
 
 
 def cpu_kernel_set() -> KernelSet:

@@ -1,11 +1,11 @@
-"""How the reference attention ops read and write paged caches: by slot, by sequence."""
+"""How attention ops in torch read and write paged caches: by slot, by sequence."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require_dtype, require_shape
+from kimi_kernels.argument_checks import require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.quantization.reference import FP8_MAX
 
@@ -15,8 +15,8 @@ def has_padding(slot_mapping: Tensor) -> bool:
     return min(slot_mapping.tolist(), default=0) < 0
 
 
-def write_slots(slots: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
-    """Write row t to `slots[slot_mapping[t]]`, in place; a negative slot writes nothing.
+def write_slots(slots: Tensor, slot_mapping: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+    """Write row t over `scale` to `slots[slot_mapping[t]]`, in place; a negative slot writes nothing.
 
     Values beyond the range of a float8 cache become its largest finite one.
 
@@ -24,15 +24,15 @@ def write_slots(slots: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
         slots: [num_blocks * block_size, ...], the cache's storage.
         slot_mapping: [T] int64. rows: [T, ...].
     """
-    require_shape("slot_mapping", slot_mapping, rows.shape[0])
-    require_dtype("slot_mapping", slot_mapping, torch.int64)
-    kept = slot_mapping >= 0
-    if not kept.all():
+    if has_padding(slot_mapping):
+        kept = slot_mapping >= 0
         slot_mapping, rows = slot_mapping[kept], rows[kept]
+    if scale != 1.0:
+        rows = rows.float() / scale
     if slots.itemsize == 1:
         rows = rows.clamp(-FP8_MAX, FP8_MAX).to(slots.dtype).view(torch.uint8)
         slots = slots.view(torch.uint8)
-    slots.index_copy_(0, slot_mapping, rows.to(slots.dtype))
+    slots.index_copy_(0, slot_mapping, rows if rows.dtype == slots.dtype else rows.to(slots.dtype))
 
 
 def read_slots(blocks: Tensor, block_ids: Tensor, scale: float = 1.0) -> Tensor:

@@ -16,12 +16,12 @@ from kimi_kernels.mla_decode.reference import mla_decode, plan_mla_decode
 from kimi_kernels.mla_prefill.reference import mla_prefill
 from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
 from kimi_kernels.moe_route.reference import route_experts
-from kimi_kernels.rms_norm.reference import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
-from kimi_kernels.rope.reference import rope
+from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
+from kimi_kernels.rope.plain import rope
 from kimi_kernels.sampling.processors_reference import mask_logits
 from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
-from kimi_kernels.silu_mul.reference import silu_mul
-from kimi_kernels.store_latent.reference import store_latent
+from kimi_kernels.silu_mul.plain import silu_mul
+from kimi_kernels.store_latent.plain import store_latent
 
 
 def reference_kernel_set() -> KernelSet:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.mha_attention import reference
-from kimi_kernels.paged_rows import read_slots, sequences_with_queries
+from kimi_kernels.paged_rows import read_slots, sequences_with_queries, write_slots
 from kimi_kernels.row_products import aligned, keeps_rows_aligned
-from kimi_kernels.store_latent.cpu import write_rows
 
 
 def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
@@ -25,8 +24,8 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_sc
         reference.store_kv(k, v, kv_cache, slot_mapping, kv_scale)
         return
     keys, values = kv_cache.flatten(1, 2).unbind()
-    write_rows(keys, slot_mapping, k)
-    write_rows(values, slot_mapping, v)
+    write_slots(keys, slot_mapping, k)
+    write_slots(values, slot_mapping, v)
 
 
 def mha_attention(

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_float, require_shape
+from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.paged_rows import read_slots, sequences_with_queries, write_slots
 from kimi_kernels.row_tiles import WIDTH_MULTIPLE, ceil_to_width
@@ -26,9 +26,10 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_sc
     require_shape("k", k, None, num_kv_heads, head_dim)
     require_shape("v", v, *k.shape)
     require(kv_cache[0].is_contiguous(), "kv_cache", f"strides {kv_cache.stride()}", "contiguous keys and values")
+    require_shape("slot_mapping", slot_mapping, k.shape[0])
+    require_dtype("slot_mapping", slot_mapping, torch.int64)
     for cache, rows in zip(kv_cache, (k, v), strict=True):
-        scaled = rows if kv_scale == 1.0 else rows.float() / kv_scale
-        write_slots(cache.view(-1, num_kv_heads, head_dim), slot_mapping, scaled)
+        write_slots(cache.view(-1, num_kv_heads, head_dim), slot_mapping, rows, kv_scale)
 
 
 def mha_attention(

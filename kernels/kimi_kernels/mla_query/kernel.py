@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.early_start import starts_early
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
-from kimi_kernels.rope.reference import check_rotation
+from kimi_kernels.rope.op import check_rotation
 
 COLUMNS = 128
 """Latent columns of a program: with 64 heads, two programs a multiprocessor even for one row."""
@@ -94,8 +94,7 @@ def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, inter
     require(w_uk.is_contiguous(), "w_uk", f"strides {w_uk.stride()}", "a contiguous tensor")
     num_tokens, rope = q.shape[0], q.shape[2] - nope
     require(rope > 0 and rope % 2 == 0, "q", f"{q.shape[2]} columns", f"{nope} and an even number more")
-    check_rotation("cos_sin", cos_sin, rope, positions, num_tokens)
-    require(cos_sin.is_contiguous(), "cos_sin", f"strides {cos_sin.stride()}", "a contiguous tensor")
+    check_rotation(cos_sin, rope, positions, num_tokens)
     out = torch.empty(num_tokens, num_heads, latent + rope, dtype=q.dtype, device=q.device)
     if out.numel():
         rows = min(MOST_ROWS, max(16, triton.next_power_of_2(num_tokens)))

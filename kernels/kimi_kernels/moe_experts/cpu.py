@@ -8,7 +8,7 @@ from kimi_kernels.half_products import pack_half
 from kimi_kernels.linear.cpu import FLOAT_KIND, HALF_KIND, float_matrix, multiply
 from kimi_kernels.moe_experts import reference
 from kimi_kernels.quantization.reference import dequantize
-from kimi_kernels.silu_mul.cpu import silu_mul
+from kimi_kernels.silu_mul.plain import activate
 from kimi_kernels.weights import ExpertWeights, PackedExperts
 
 
@@ -82,7 +82,7 @@ def _run_all_tokens(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts
     num_tokens, num_held, width = len(x), len(place_of_expert), experts.intermediate_size
     gate_up, down = experts.tensors[: experts.num_experts], experts.tensors[experts.num_experts :]
     hidden = torch.cat([multiply(x, experts.kind, gate_up[expert], 2 * width) for expert in place_of_expert])
-    activated = silu_mul(hidden).view(num_held, num_tokens, width).unbind()
+    activated = activate(hidden).view(num_held, num_tokens, width).unbind()
     outputs = [
         multiply(rows, experts.kind, down[expert], experts.hidden_size)
         for rows, expert in zip(activated, place_of_expert, strict=True)
@@ -119,7 +119,7 @@ def _run_choices(x: Tensor, topk_ids: list[list[int]], experts: PackedExperts) -
     hidden = _multiply(
         inputs, held, experts.tensors[: experts.num_experts], experts.kind, 2 * experts.intermediate_size
     )
-    activated = torch.split(silu_mul(torch.cat(hidden)), sizes)
+    activated = torch.split(activate(torch.cat(hidden)), sizes)
     outputs = _multiply(activated, held, experts.tensors[experts.num_experts :], experts.kind, experts.hidden_size)
     starts, start = {}, 0
     for expert, size in zip(held, sizes, strict=True):

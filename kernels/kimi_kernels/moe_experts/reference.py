@@ -8,7 +8,7 @@ from torch import Tensor
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.quantization.reference import dequantize
 from kimi_kernels.row_tiles import ceil_to, split_tiles, tile_weight
-from kimi_kernels.silu_mul.reference import silu_mul
+from kimi_kernels.silu_mul.plain import activate
 from kimi_kernels.weights import ExpertWeights, PackedExperts
 
 PACKED_KIND = "reference.float32"
@@ -123,7 +123,7 @@ def _run_experts(x: Tensor, assignment: _Assignment, experts: PackedExperts, hei
     hidden = torch.empty(num_rows, gate_up[0].shape[1], dtype=torch.float32, device=x.device)
     outputs = torch.empty(num_rows, hidden_padded, dtype=torch.float32, device=x.device)
     _multiply(inputs, gate_up, assignment.tile_experts, hidden, height)
-    _multiply(silu_mul(hidden), down, assignment.tile_experts, outputs, height)
+    _multiply(activate(hidden), down, assignment.tile_experts, outputs, height)
     return outputs
 
 

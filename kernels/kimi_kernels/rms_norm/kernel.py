@@ -6,10 +6,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.choice_products import Terms
 from kimi_kernels.early_start import starts_early
 from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
+from kimi_kernels.rms_norm.op import check_add, check_chunks, check_concat, check_norm
 
 
 @triton.jit
@@ -122,42 +122,23 @@ def concat_rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`signatures.RmsNorm`.
-
-    Raises:
-        ValueError: x is not [T, H] for a weight [H], or its columns are not contiguous.
-    """
-    require_shape("weight", weight, None)
+    """`RmsNorm`."""
+    check_norm(x, weight)
     return _norm_chunks(x, weight.unsqueeze(0), eps)
 
 
 def chunked_rms_norm(x: Tensor, weights: Tensor, eps: float) -> Tensor:
-    """`signatures.ChunkedRmsNorm`.
-
-    Raises:
-        ValueError: x is not [T, C * H] for weights [C, H], or its columns are not contiguous.
-    """
-    require_shape("weights", weights, None, None)
-    require(weights.shape[0] > 0, "weights", f"shape {list(weights.shape)}", "at least one chunk")
+    """`ChunkedRmsNorm`."""
+    check_chunks(x, weights)
     return _norm_chunks(x, weights, eps)
 
 
 def add_rms_norm(
     x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`signatures.AddRmsNorm`. The norm is of the sum as returned, rounded to the residual's dtype.
-
-    Raises:
-        ValueError: x, residual and second are not all [T, H] for a weight [H], or their columns are not contiguous.
-    """
-    require_shape("weight", weight, None)
+    """`AddRmsNorm`."""
+    check_add(x, residual, weight, second)
     terms, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(x)
-    _check_rows("x", terms, weight.shape[0])
-    _check_rows("residual", residual, weight.shape[0])
-    require_shape("residual", residual, *x.shape)
-    if second is not None:
-        require_shape("second", second, *x.shape)
-        require_dtype("second", second, x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=terms.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=terms.device)
     if x.shape[0]:
@@ -170,16 +151,8 @@ def add_rms_norm(
 
 
 def concat_rms_norm(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, eps: float) -> Tensor:
-    """`signatures.ConcatRmsNorm`.
-
-    Raises:
-        ValueError: a width does not fit its weight, a and b differ in rows, or columns are not contiguous.
-    """
-    require_shape("a_weight", a_weight, None)
-    require_shape("b_weight", b_weight, None)
-    _check_rows("a", a, a_weight.shape[0])
-    _check_rows("b", b, b_weight.shape[0])
-    require_shape("b", b, a.shape[0], None)
+    """`ConcatRmsNorm`."""
+    check_concat(a, a_weight, b, b_weight)
     a_width, b_width = a.shape[1], b.shape[1]
     out = torch.empty(a.shape[0], a_width + b_width, dtype=a.dtype, device=a.device)
     if a.shape[0]:
@@ -192,20 +165,12 @@ def concat_rms_norm(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor, ep
 
 def _norm_chunks(x: Tensor, weights: Tensor, eps: float) -> Tensor:
     num_chunks, width = weights.shape
-    _check_rows("x", x, num_chunks * width)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0]:
         rms_norm_kernel[(x.shape[0], num_chunks)](
             x, weights.contiguous(), out, x.stride(0), out.stride(0), width, eps, **_options(width, x.device)
         )
     return out
-
-
-def _check_rows(name: str, x: Tensor, width: int) -> None:
-    require_shape(name, x, None, width)
-    require_float(name, x)
-    require(width > 0, name, "no columns", "at least one")
-    require(x.stride(1) == 1 or width == 1, name, f"column stride {x.stride(1)}", "1")
 
 
 def _options(width: int, device: torch.device) -> dict[str, int | bool]:

@@ -6,9 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_float, require_shape
 from kimi_kernels.early_start import starts_early
-from kimi_kernels.rope.reference import check_rotation
+from kimi_kernels.rope.op import check_rope
 
 HEADS_A_PROGRAM = 16
 
@@ -71,18 +70,9 @@ def rope_kernel(
 
 
 def rope(x: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """`signatures.Rope`.
-
-    Raises:
-        ValueError: x is not [T, N, R], cos_sin not [max_positions, R] float32, or positions not [T] int64.
-    """
-    require_shape("x", x, None, None, None)
+    """`Rope`."""
+    check_rope(x, cos_sin, positions)
     num_tokens, num_heads, width = x.shape
-    require(width % 2 == 0, "x", f"{width} columns", "an even number")
-    require_float("x", x)
-    require(x.stride(2) == 1, "x", f"last stride {x.stride(2)}", "1")
-    check_rotation("cos_sin", cos_sin, width, positions, num_tokens)
-    require(cos_sin.is_contiguous(), "cos_sin", f"strides {cos_sin.stride()}", "a contiguous tensor")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         heads = min(HEADS_A_PROGRAM, triton.next_power_of_2(num_heads))

@@ -4,29 +4,22 @@ Each module says what the letters of its shapes stand for. Ops return new tensor
 Accumulation is float32 or wider; results have the dtype of the first argument unless stated.
 """
 
+from kimi_kernels.rms_norm.op import AddRmsNorm, ChunkedRmsNorm, ConcatRmsNorm, RmsNorm
+from kimi_kernels.rope.op import Rope
 from kimi_kernels.signatures.attention import (
     MhaAttention,
     MlaDecode,
     MlaPrefill,
     MlaQuery,
     MlaValues,
-    NormStoreLatent,
     PlanMlaDecode,
     StoreKv,
-    StoreLatent,
 )
 from kimi_kernels.signatures.dense import (
-    AddRmsNorm,
-    ChunkedRmsNorm,
-    ConcatRmsNorm,
     Linear,
     Logits,
     PackLinear,
     PerHeadLinear,
-    RmsNorm,
-    Rope,
-    SiluDown,
-    SiluMul,
 )
 from kimi_kernels.signatures.experts import (
     MoeExperts,
@@ -40,6 +33,8 @@ from kimi_kernels.signatures.sampling import (
     SampleTokens,
     VerifyDraftTokens,
 )
+from kimi_kernels.silu_mul.op import SiluDown, SiluMul
+from kimi_kernels.store_latent.op import NormStoreLatent, StoreLatent
 
 __all__ = [
     "AddRmsNorm",

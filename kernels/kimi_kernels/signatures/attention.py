@@ -11,59 +11,6 @@ from torch import Tensor
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
 
 
-class StoreLatent(Protocol):
-    """Norm the compressed KV, rotate the shared key, write both into the paged latent cache, in place."""
-
-    def __call__(
-        self,
-        kv_a: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        interleaved: bool,
-        latent_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_scale: float = 1.0,
-    ) -> None:
-        """
-        Args:
-            kv_a: [T, L + R], output of kv_a_proj_with_mqa, raw; may be strided between rows.
-            norm_weight: [L], kv_a_layernorm.
-            cos_sin, positions, interleaved: as in `Rope`.
-            latent_cache: [num_blocks, block_size, L + R], contiguous; float8 holds value / kv_scale.
-            slot_mapping: [T] int64; -1 writes nothing.
-        """
-        ...
-
-
-class NormStoreLatent(Protocol):
-    """`RmsNorm` of a step's low-rank queries, and `StoreLatent`: both read the same product's result."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        query_weight: Tensor,
-        kv_a: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        interleaved: bool,
-        latent_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_scale: float = 1.0,
-    ) -> Tensor:
-        """
-        Args:
-            query: [T, Q], may be strided between rows. query_weight: [Q], q_a_layernorm.
-            kv_a ... kv_scale: as in `StoreLatent`.
-        Returns:
-            [T, Q], the queries normed.
-        """
-        ...
-
-
 class PlanMlaDecode(Protocol):
     """Divide the batch's keys among thread blocks, on the device, without a host sync."""
 

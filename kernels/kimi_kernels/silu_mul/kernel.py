@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_float, require_shape
 from kimi_kernels.early_start import starts_early
+from kimi_kernels.silu_mul.op import check_gate_up
 
 MAX_BLOCK = 2048
 
@@ -33,17 +33,9 @@ def silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`signatures.SiluMul`.
-
-    Raises:
-        ValueError: gate_up is not [T, 2 * I], or its columns are not contiguous.
-    """
-    require_shape("gate_up", gate_up, None, None)
-    num_tokens, doubled = gate_up.shape
-    require(doubled % 2 == 0, "gate_up", f"{doubled} columns", "an even number")
-    require_float("gate_up", gate_up)
-    require(gate_up.stride(1) == 1, "gate_up", f"column stride {gate_up.stride(1)}", "1")
-    width = doubled // 2
+    """`SiluMul`."""
+    check_gate_up(gate_up)
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         block = min(MAX_BLOCK, triton.next_power_of_2(width))

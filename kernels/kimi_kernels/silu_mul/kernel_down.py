@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_shape
 from kimi_kernels.compositions import composed_silu_down
 from kimi_kernels.early_start import early_launch
 from kimi_kernels.linear.kernel import PLAIN_KIND, linear
 from kimi_kernels.silu_mul.kernel import silu_mul
+from kimi_kernels.silu_mul.op import check_silu_down
 from kimi_kernels.weights import PackedWeight
 
 MOST_ROWS = 256
@@ -86,13 +86,8 @@ class NarrowTiles:
 
 
 def narrow_tiles(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> NarrowTiles | None:
-    """None where the layer is not narrow, its weight another's, or there are no rows or too many.
-
-    Raises:
-        ValueError: gate_up is not [T, 2 * in_features], or its columns are not contiguous.
-    """
-    require_shape("gate_up", gate_up, None, 2 * weight.in_features)
-    require(gate_up.stride(1) == 1, "gate_up", f"column stride {gate_up.stride(1)}", "1")
+    """None where the layer is not narrow, its weight another's, or there are no rows or too many."""
+    check_silu_down(gate_up, weight)
     num_tokens, width = gate_up.shape[0], weight.in_features
     is_narrow = weight.kind == PLAIN_KIND and weight.tensors[0].dtype == dtype and width <= MOST_WIDTH
     if not is_narrow or not 0 < num_tokens <= MOST_ROWS or not weight.tensors[0].is_contiguous():
@@ -106,11 +101,7 @@ def narrow_tiles(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> N
 
 
 def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """`signatures.SiluDown`. Wide layers, many rows and quantised weights take a launch for each of the ops.
-
-    Raises:
-        ValueError: as `narrow_tiles`.
-    """
+    """`SiluDown`. Wide layers, many rows and quantised weights take a launch for each of the ops."""
     cut = narrow_tiles(gate_up, weight, dtype)
     if cut is None:
         return _composed(gate_up, weight, dtype)

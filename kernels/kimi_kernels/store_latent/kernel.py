@@ -1,16 +1,14 @@
 """Norm, rotate and scatter a step's compressed KV in one Triton-language kernel: a program a few tokens."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.early_start import starts_early
 from kimi_kernels.quantization.reference import FP8_MAX
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
-from kimi_kernels.rope.reference import check_rotation
+from kimi_kernels.store_latent.op import check_store_latent
 
 MANY_TOKENS = 1024
 
@@ -77,32 +75,6 @@ def store_latent_kernel(
     )  # fmt: skip
 
 
-def check_store(
-    kv_a: Tensor, norm_weight: Tensor, cos_sin: Tensor, positions: Tensor, latent_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """
-    Raises:
-        ValueError: the widths of kv_a, norm_weight, cos_sin and latent_cache do not fit, or the cache is not
-            contiguous.
-    """
-    require_shape("norm_weight", norm_weight, None)
-    require_shape("kv_a", kv_a, None, None)
-    require_float("kv_a", kv_a)
-    require(kv_a.stride(1) == 1, "kv_a", f"column stride {kv_a.stride(1)}", "1")
-    num_tokens, latent_dim = kv_a.shape
-    width = norm_weight.shape[0]
-    rope_dim = latent_dim - width
-    require(
-        rope_dim > 0 and rope_dim % 2 == 0, "kv_a", f"{latent_dim} columns", f"norm_weight's {width} and an even rest"
-    )
-    check_rotation("cos_sin", cos_sin, rope_dim, positions, num_tokens)
-    require(cos_sin.is_contiguous(), "cos_sin", f"strides {cos_sin.stride()}", "a contiguous tensor")
-    require_shape("slot_mapping", slot_mapping, num_tokens)
-    require_dtype("slot_mapping", slot_mapping, torch.int64)
-    require_shape("latent_cache", latent_cache, None, None, latent_dim)
-    require(latent_cache.is_contiguous(), "latent_cache", f"strides {latent_cache.stride()}", "a contiguous tensor")
-
-
 def store_latent(
     kv_a: Tensor,
     norm_weight: Tensor,
@@ -114,13 +86,8 @@ def store_latent(
     slot_mapping: Tensor,
     kv_scale: float = 1.0,
 ) -> None:
-    """`signatures.StoreLatent`.
-
-    Raises:
-        ValueError: the widths of kv_a, norm_weight, cos_sin and latent_cache do not fit, or the cache is not
-            contiguous.
-    """
-    check_store(kv_a, norm_weight, cos_sin, positions, latent_cache, slot_mapping)
+    """`StoreLatent`."""
+    check_store_latent(kv_a, norm_weight, cos_sin, positions, latent_cache, slot_mapping)
     num_tokens, latent_dim = kv_a.shape
     width = norm_weight.shape[0]
     rope_dim = latent_dim - width

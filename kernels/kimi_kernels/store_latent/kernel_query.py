@@ -8,12 +8,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_shape
 from kimi_kernels.compositions import composed_norm_store_latent
 from kimi_kernels.early_start import early_launch
 from kimi_kernels.quantization.reference import FP8_MAX
 from kimi_kernels.rms_norm.kernel import normalize, rms_norm
-from kimi_kernels.store_latent.kernel import MANY_TOKENS, check_store, store_latent, store_tokens
+from kimi_kernels.store_latent.kernel import MANY_TOKENS, store_latent, store_tokens
+from kimi_kernels.store_latent.op import check_query, check_store_latent
 
 _composed = composed_norm_store_latent(rms_norm, store_latent)
 
@@ -76,21 +76,15 @@ def norm_store_latent(
     slot_mapping: Tensor,
     kv_scale: float = 1.0,
 ) -> Tensor:
-    """`signatures.NormStoreLatent`. Many tokens take two launches: several of them share a program then.
-
-    Raises:
-        ValueError: query is not [T, Q] for a query_weight [Q], or as `store_latent`.
-    """
+    """`NormStoreLatent`. Many tokens take two launches: several of them share a program then."""
     num_tokens = kv_a.shape[0]
     if num_tokens == 0 or num_tokens > MANY_TOKENS:
         return _composed(
             query, query_weight, kv_a, norm_weight, eps, cos_sin, positions, interleaved, latent_cache, slot_mapping,
             kv_scale,
         )  # fmt: skip
-    check_store(kv_a, norm_weight, cos_sin, positions, latent_cache, slot_mapping)
-    require_shape("query_weight", query_weight, None)
-    require_shape("query", query, num_tokens, query_weight.shape[0])
-    require(query.stride(1) == 1, "query", f"column stride {query.stride(1)}", "1")
+    check_store_latent(kv_a, norm_weight, cos_sin, positions, latent_cache, slot_mapping)
+    check_query(query, query_weight, num_tokens)
     query_width, width = query.shape[1], norm_weight.shape[0]
     num_pairs = (kv_a.shape[1] - width) // 2
     normed = torch.empty(query.shape, dtype=query.dtype, device=query.device)

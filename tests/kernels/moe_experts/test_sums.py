@@ -6,7 +6,7 @@ import torch
 from kimi_kernels.choice_products import ChoiceProducts, plain_sum
 from kimi_kernels.moe_experts.kernel_sum import sum_terms
 from kimi_kernels.rms_norm import kernel as norm
-from kimi_kernels.rms_norm import reference as plain_norm
+from kimi_kernels.rms_norm import plain as plain_norm
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED

@@ -1,11 +1,11 @@
-"""The rotary embedding with tables laid out once a model; the same products and sums as the reference, bit for bit."""
+"""The rotary embedding in torch, float32 inside, with tables laid out once a model."""
 
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kimi_kernels.rope import reference
+from kimi_kernels.rope.op import check_rope
 
 FEW_ROWS = 16
 """Up to so many rows, their angles are kept from one layer to the next."""
@@ -46,28 +46,24 @@ def _gather(cos_sin: Tensor, interleaved: bool, positions: Tensor) -> tuple[Tens
 @lru_cache(maxsize=64)
 def _gather_few(cos_sin: Tensor, interleaved: bool, positions: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """All layers of a step ask for the same; by value, since static arrays are written again each step."""
-    return _gather(cos_sin, interleaved, torch.tensor(positions, dtype=torch.int64))
+    return _gather(cos_sin, interleaved, torch.tensor(positions, dtype=torch.int64, device=cos_sin.device))
 
 
 @lru_cache(maxsize=16)
-def _partners(shape: torch.Size) -> Tensor:
+def _partners(shape: torch.Size, device: torch.device) -> Tensor:
     """1, 0, 3, 2, ... of every row: the other column of each column's pair."""
-    return torch.arange(shape[-1]).view(-1, 2).flip(-1).flatten().expand(shape)
+    return torch.arange(shape[-1], device=device).view(-1, 2).flip(-1).flatten().expand(shape)
 
 
 def _swap_pairs(x: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
-        return x.gather(-1, _partners(x.shape))
+        return x.gather(-1, _partners(x.shape, x.device))
     return x.roll(x.shape[-1] // 2, -1)
 
 
 def rope(x: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """`signatures.Rope`.
-
-    Raises:
-        ValueError: x is not [T, N, R], cos_sin not [max_positions, R] float32, or positions not [T] int64.
-    """
-    fits = x.dim() == 3 and x.shape[::2] == (len(positions), cos_sin.shape[-1]) and x.shape[-1] % 2 == 0
-    if not fits or x.dtype != torch.float32 or cos_sin.dtype != torch.float32:
-        return reference.rope(x, cos_sin, positions, interleaved)
+    """`Rope`."""
+    check_rope(x, cos_sin, positions)
+    if x.dtype != torch.float32:
+        return rotate(x.float(), cos_sin, positions, interleaved).to(x.dtype)
     return rotate(x, cos_sin, positions, interleaved)
