@@ -66,10 +66,10 @@ def measure_case(
     result = shape | _through_engine(rounds, steady, batch_size)
     if not steady:
         return result
-    is_ahead = settings.async_scheduling == "true"
-    if is_ahead:
-        ahead = run(num_output_tokens=num_output_tokens, async_scheduling=True)
-        result = _overlapped(result, ahead, batch_size)
+    overlaps = settings.async_scheduling == "true"
+    if overlaps:
+        overlapped = run(num_output_tokens=num_output_tokens, async_scheduling=True)
+        result = _with_overlap(result, overlapped, batch_size)
     if num_masked or matches is not None:
         return result
     for _ in range(2):  # the first pass warms up
@@ -81,7 +81,7 @@ def measure_case(
         result["gpu"] = asdict(profile_rounds(lambda: replay(target, draft, few), len(few)))
         if num_ranks == 1:
             result["gpu_in_engine"] = profile_end(
-                lambda: run(num_output_tokens=num_output_tokens, async_scheduling=is_ahead),
+                lambda: run(num_output_tokens=num_output_tokens, async_scheduling=overlaps),
                 result["round_ms"],
                 NUM_PROFILED_ROUNDS,
             )
@@ -90,7 +90,7 @@ def measure_case(
     return result
 
 
-def _overlapped(lockstep: dict[str, Any], rounds: Sequence[Round], batch_size: int) -> dict[str, Any]:
+def _with_overlap(lockstep: dict[str, Any], rounds: Sequence[Round], batch_size: int) -> dict[str, Any]:
     """The case with its round as served. The parts of a round, and when a prompt's draft is done, are known in lockstep
     only."""
     steady = steady_rounds(rounds, batch_size, needs_draft=False)

@@ -150,7 +150,7 @@ def row(case: Case) -> str:
 
 
 def plot(cases: list[Case], path: Path, title: str) -> None:
-    """Rounds of the deepest slice: target, draft and host in lockstep as bars; launched ahead, floor, peer as marks."""
+    """Rounds of the deepest slice: target, draft and host in lockstep as bars; overlapped, floor, peer as marks."""
     from matplotlib.figure import Figure
 
     deepest = max(case["num_layers"] for case in cases)
@@ -166,7 +166,7 @@ def plot(cases: list[Case], path: Path, title: str) -> None:
     floors = [case.get("floor_ms") for case in shown]
     axes.scatter([f or 0 for f in floors], places, marker="|", s=260, color="black", label="floor", zorder=3)
     axes.scatter(
-        [case["round_ms"] for case in shown], places, s=36, color="black", label="round, launched ahead",
+        [case["round_ms"] for case in shown], places, s=36, color="black", label="round, overlapped",
         zorder=4,
     )  # fmt: skip
     with_its_draft = [case.get("draft", "bf16") in ("", "bf16") for case in shown]

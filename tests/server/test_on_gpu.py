@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 KILLED_TOKENS = 150
 """The length of a stream that is under way when a runner is killed."""
 KV_TOKENS = 16_384
-FOLLOWS = "target and draft wait for each other on the GPU"
+WAITS_ON_GPU = "target and draft wait for each other on the GPU"
 SHARED, SENT = "aux hidden states stay on the GPU", "aux hidden states travel as tensors"
 FIELDS = request_fields((3, 7, 1, 5))
 
@@ -59,7 +59,7 @@ def captured(**changes):
     return settings(kernels="triton", aux_transfer="ipc", capture_batch_sizes="8", **changes)
 
 
-def test_captured_drafts_follow_their_verifies(tmp_path):
+def test_captured_drafts_overlap_their_verifies(tmp_path):
     """They must be accepted as often as those that wait for the verify, and the texts of requests that run alone are
     equal but for roundings of the draft's, which move a token to another row of a verify."""
     accepted, alone = {}, {}
@@ -72,13 +72,13 @@ def test_captured_drafts_follow_their_verifies(tmp_path):
             alone[chosen] = [client.generate(**fields, return_token_ids=True).token_ids for fields in FIELDS]
             results = [served(client) for _ in range(3)]
             accepted[chosen] = sum(count for result in results for _, count in result)
-            assert (FOLLOWS in (folder / "server.log").read_text()) == (chosen == "auto")
+            assert (WAITS_ON_GPU in (folder / "server.log").read_text()) == (chosen == "auto")
     assert accepted["auto"] > 0.8 * accepted["off"] > 0
-    num_equal = sum(waiting == following for waiting, following in zip(alone["off"], alone["auto"], strict=True))
+    num_equal = sum(waiting == overlapping for waiting, overlapping in zip(alone["off"], alone["auto"], strict=True))
     assert num_equal >= 0.7 * len(FIELDS), f"{num_equal} of {len(FIELDS)} texts are equal"
 
 
-def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path):
+def test_killed_runners_hold_nobody_up_and_overlap_again(tmp_path):
     """Killed while a stream of the other waits for them, most likely."""
     chosen = captured()
     with running_server(chosen, tmp_path) as server:
@@ -100,10 +100,10 @@ def test_killed_runners_hold_nobody_up_and_follow_again(tmp_path):
             reload(server, model)
             wait_for_speculation(client)
             assert all(accepted > 0 for _, accepted in served(client))
-            assert (tmp_path / "server.log").read_text().count(FOLLOWS) == count + 2
+            assert (tmp_path / "server.log").read_text().count(WAITS_ON_GPU) == count + 2
 
 
-def test_steps_ahead_give_the_texts_of_lockstep(tmp_path):
+def test_overlapped_steps_give_the_texts_of_lockstep(tmp_path):
     """Without speculation, one request after another: the same captured steps, whoever launches them when."""
     texts = {}
     for async_scheduling in ("false", "true"):

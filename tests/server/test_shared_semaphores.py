@@ -8,12 +8,12 @@ import pytest
 
 from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_client import KimiClient, ServerFailed
-from support.array_servers import num_followed, write_models
+from support.array_servers import num_overlapped, write_models
 from support.server_process import running_server, serving_settings, stub_pids
 from support.streams import control, generate_when_back, reload
 from support.waiting import PATIENCE_S, wait_for
 
-FOLLOWS = "target and draft wait for each other on the GPU"
+WAITS_ON_GPU = "target and draft wait for each other on the GPU"
 FIELDS = [
     {"text_input": f"tell {i}", "max_tokens": 60, "ignore_eos": True, "seed": i, "temperature": float(i % 2)}
     for i in range(4)
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharing_server(checkpoint, folder):
-    """Each test leaves it serving, with drafts that follow."""
+    """Each test leaves it serving, with drafts that overlap their verifies."""
     repository = folder / "models"
     shutil.copytree(find_model_repository(), repository)
     write_models(repository, folder)
@@ -40,13 +40,13 @@ def sharing_server(checkpoint, folder):
 @pytest.fixture
 def client(sharing_server, folder):
     with KimiClient(f"localhost:{sharing_server.ports.grpc}", timeout_s=PATIENCE_S) as connected:
-        wait_until_it_follows(connected, folder, num_followed(folder))
+        wait_until_steps_overlap(connected, folder, num_overlapped(folder))
         yield connected
 
 
 def times_met(folder):
     """How often the log says that the runners met."""
-    return (folder / "server.log").read_text().count(FOLLOWS)
+    return (folder / "server.log").read_text().count(WAITS_ON_GPU)
 
 
 def texts(client, **changes):
@@ -54,33 +54,33 @@ def texts(client, **changes):
     return [stream.result().text for stream in streams]
 
 
-def wait_until_it_follows(client, folder, before):
-    def follows():
+def wait_until_steps_overlap(client, folder, before):
+    def overlaps():
         generate_when_back(client, text_input="x", max_tokens=8, ignore_eos=True)
-        return num_followed(folder) > before
+        return num_overlapped(folder) > before
 
-    wait_for(follows, "no draft follows", poll_s=0.1)
+    wait_for(overlaps, "no steps overlap", poll_s=0.1)
 
 
 def test_the_text_is_that_without_speculation(client, folder):
     expected = texts(client, num_speculative_tokens=0)
-    before = num_followed(folder)
+    before = num_overlapped(folder)
     assert texts(client, num_speculative_tokens=0) == expected
-    assert num_followed(folder) == before
+    assert num_overlapped(folder) == before
     assert texts(client, num_speculative_tokens=3) == expected
-    assert num_followed(folder) > before + 40
+    assert num_overlapped(folder) > before + 40
     assert times_met(folder) == 1
 
 
 @pytest.mark.parametrize("model", ["eagle3_draft", "kimi_target"])
-def test_a_killed_runner_holds_nobody_up_and_follows_again(sharing_server, client, folder, model):
+def test_a_killed_runner_holds_nobody_up_and_steps_overlap_again(sharing_server, client, folder, model):
     met_before = times_met(folder)
     expected = texts(client, num_speculative_tokens=0)
     streams = [client.stream(**{**fields, "max_tokens": 300}) for fields in FIELDS]
     for stream in streams:
         next(iter(stream))
-    before = num_followed(folder)
-    wait_for(lambda: num_followed(folder) >= before + 3)
+    before = num_overlapped(folder)
+    wait_for(lambda: num_overlapped(folder) >= before + 3)
     os.kill(stub_pids(sharing_server)[model], signal.SIGKILL)
     if model == "eagle3_draft":
         assert [stream.result().num_output_tokens for stream in streams] == [300] * 4
@@ -89,7 +89,7 @@ def test_a_killed_runner_holds_nobody_up_and_follows_again(sharing_server, clien
             with pytest.raises(ServerFailed, match=r"kimi_target: its process .* has died"):
                 stream.result()
     reload(sharing_server, model)
-    wait_until_it_follows(client, folder, num_followed(folder))
+    wait_until_steps_overlap(client, folder, num_overlapped(folder))
     assert texts(client) == expected
     assert times_met(folder) == met_before + 1
 
@@ -104,9 +104,9 @@ def test_unloaded_runners_cancelled_streams_and_a_new_engine(sharing_server, cli
     control(sharing_server, "eagle3_draft", "unload")
     assert [stream.result().num_output_tokens for stream in streams[2:]] == [300] * 2
     control(sharing_server, "eagle3_draft", "load")
-    wait_until_it_follows(client, folder, num_followed(folder))
+    wait_until_steps_overlap(client, folder, num_overlapped(folder))
     for model in ("kimi_target", "spec_ensemble"):
         control(sharing_server, model, "unload")
         control(sharing_server, model, "load")
-        wait_until_it_follows(client, folder, num_followed(folder))
+        wait_until_steps_overlap(client, folder, num_overlapped(folder))
         assert texts(client) == expected

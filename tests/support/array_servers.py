@@ -1,5 +1,5 @@
-"""Runner servers on a CPU whose steps leave and follow as those on a GPU do: in static arrays, over an aux buffer that
-both processes map, here from a file."""
+"""Runner servers on a CPU whose steps overlap as those on a GPU do: in static arrays, over an aux buffer that both
+processes map, here from a file."""
 
 import functools
 import json
@@ -37,15 +37,16 @@ class TritonPythonModel:
 
 
 def write_models(repository: Path, folder: Path) -> None:
-    """Put such servers in place of both runners'. folder: for their buffers, and a line a step that followed."""
+    """Put such servers in place of both runners'. folder: for their buffers, and a line a draft step that
+    overlapped."""
     for model, role in (("kimi_target", "target"), ("eagle3_draft", "draft")):
         text = MODEL.format(tests=str(Path(__file__).parents[1]), role=role, folder=str(folder))
         (repository / model / "1/model.py").write_text(text)
 
 
-def num_followed(folder: Path) -> int:
-    """Steps so far that followed a verify."""
-    file = folder / "followed"
+def num_overlapped(folder: Path) -> int:
+    """The draft's steps so far that were launched behind a verify in flight."""
+    file = folder / "overlapped"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
@@ -91,7 +92,7 @@ def make_server(args: dict[str, str], role: str, folder: str) -> TargetServer | 
 
     def counted(plan: DraftPlan, *arguments: Any) -> Any:
         if plan.num_drawn.any():
-            with Path(folder, "followed").open("a") as file:
+            with Path(folder, "overlapped").open("a") as file:
                 file.write("\n")
         return launch(plan, *arguments)
 

@@ -1,4 +1,4 @@
-"""Pairs of runners over the same tiny models: one runs every step as it comes, the other through its static arrays."""
+"""Pairs of runners over the same tiny models: one runs every step eagerly, the other through its static arrays."""
 
 from dataclasses import dataclass
 from typing import Any

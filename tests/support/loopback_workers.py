@@ -25,7 +25,7 @@ class LoopbackWorkers:
         self.rank_0: TargetRunner | DraftRunner | None = None
         """Whose half of a split table is shared."""
         self.steps: Counter[str] = Counter()
-        """By kind: verify, draft, and those whose tokens only the token table has: behind, follow."""
+        """By kind: verify, draft, and those whose tokens only the token table has: behind, overlapped."""
         self.problems: list[Exception] = []
         """Failures of the other rank, which would have ended; an engine only sees a runner that fails."""
 
@@ -62,4 +62,4 @@ class LoopbackWorkers:
 def _kind(plan: TargetPlan | DraftPlan) -> str:
     if isinstance(plan, TargetPlan):
         return "behind" if (plan.num_given == 0).any() else "verify"
-    return "follow" if plan.num_drawn.any() else "draft"
+    return "overlapped" if plan.num_drawn.any() else "draft"

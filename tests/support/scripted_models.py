@@ -271,11 +271,11 @@ class ScriptedDraft(ScriptedRunner):
         script: LogitScript,
         agreement: float = 0.7,
         token_id_of_column: npt.NDArray[np.int64] | None = None,
-        leaves_tokens: bool = True,
+        in_table: bool = True,
     ) -> None:
         """
         Args:
-            leaves_tokens: whether it leaves its tokens for the target when it may.
+            in_table: whether it leaves its tokens for the target when it may.
             agreement: share of prefixes at which the draft's distribution is the target's.
             token_id_of_column: [num_columns] target ids in the draft's order; None: the target's own order.
         """
@@ -286,14 +286,14 @@ class ScriptedDraft(ScriptedRunner):
         self.nan_token_id: int | None = None
         self.tokens: ScriptedTable | None = None
         """The target's, see `connect`."""
-        self._leaves_tokens = leaves_tokens
+        self._in_table = in_table
         self._in_flight: list[object] = []
-        self.num_followed = 0
+        self.num_overlapped = 0
         """Steps that were launched before it was known what their verify accepted."""
 
     @property
     def depth(self) -> int:
-        return int(self._leaves_tokens and self.tokens is not None)
+        return int(self._in_table and self.tokens is not None)
 
     def launch(self, plan: DraftPlan) -> ScriptedPending:
         """Launch as the runners do on the device: rejected rows write provisional slots, the others are those of a plan
@@ -313,7 +313,7 @@ class ScriptedDraft(ScriptedRunner):
         if not plan.num_drawn.any():
             return self._propose(plan)
         assert self.tokens is not None
-        self.num_followed += 1
+        self.num_overlapped += 1
         found = [self.tokens.drawn.get(row, (0, [0])) for row in plan.table_rows.tolist()]
         drawn = np.zeros((len(found), max(len(tokens) for _, tokens in found)), np.int64)
         for index, (_, tokens) in enumerate(found):

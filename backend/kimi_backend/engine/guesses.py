@@ -32,15 +32,15 @@ class HostGuesses:
         if index is not None:
             self._texts.keep(sequence.request.cache_salt, sequence.token_ids, index)
 
-    def make(self, runs_ahead: Callable[[], bool]) -> None:
+    def make(self, overlaps_next: Callable[[], bool]) -> None:
         """Before a verify is planned that is behind nothing: what stood in the text before, then what the grammar lets
         come.
 
         Args:
-            runs_ahead: tells whether the next verify would be behind that one, had each sequence one row.
+            overlaps_next: tells whether the next verify would be behind that one, had each sequence one row.
         """
         table, running = self._scheduler.table, self._scheduler.running
-        for sequence, match, count in self._looked_up(running, runs_ahead):
+        for sequence, match, count in self._looked_up(running, overlaps_next):
             assert sequence.lookup is not None
             guesses = sequence.lookup.guesses(sequence.token_ids, match, count)
             table.give_guesses(sequence, guesses, TokenOrigin.LOOKUP)
@@ -54,7 +54,7 @@ class HostGuesses:
         return bool(self._looked_up(sequences, lambda: True))
 
     def _looked_up(
-        self, sequences: list[Sequence], runs_ahead: Callable[[], bool]
+        self, sequences: list[Sequence], overlaps_next: Callable[[], bool]
     ) -> list[tuple[Sequence, Match, int]]:
         """Those whose next guesses are looked up, where, and how many."""
         found, candidates, num_left = [], [], MOST_GROWN_TOKENS
@@ -76,6 +76,6 @@ class HostGuesses:
         running = self._scheduler.running
         num_proposed, num_tokens = sum(s.num_draft_tokens for s in running), sum(s.num_tokens for s in running)
         is_drafting = any(s.uses_draft for s in running)
-        batch = Batch(len(running), num_proposed, num_tokens, runs_ahead=runs_ahead(), is_drafting=is_drafting)
+        batch = Batch(len(running), num_proposed, num_tokens, overlaps_next=overlaps_next(), is_drafting=is_drafting)
         counts = self._chooser.choose(candidates, self._scheduler.policy, batch)
         return [(sequence, match, count) for (sequence, match), count in zip(found, counts, strict=True) if count]

@@ -124,7 +124,7 @@ class StepPlanner:
         """
         if last is not None:
             return self._plan_behind(last)
-        self.guesses.make(self._runs_ahead)
+        self.guesses.make(self._may_overlap_next)
         batch = self._scheduler.schedule()
         if not batch.sequences:
             return None
@@ -147,7 +147,7 @@ class StepPlanner:
             return None
         return Step(batch, self._plans.next_plan(last.plan, sequences, index), 2, is_behind=True)
 
-    def _runs_ahead(self) -> bool:
+    def _may_overlap_next(self) -> bool:
         """Tell whether a step in which each running sequence has one row would have the next one behind it."""
         running = self._scheduler.running
         is_decoding = all(sequence.is_decoding for sequence in running)

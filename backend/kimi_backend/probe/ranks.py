@@ -94,7 +94,7 @@ def _run(job: ProbeJob, rank: int, address: str, is_over: threading.Event) -> No
             os._exit(1)
 
 
-def _follow(job: ProbeJob, rank: int, address: str) -> None:
+def _work(job: ProbeJob, rank: int, address: str) -> None:
     device = place(job.settings, rank).device
     group: TensorParallelGroup = join_ranks(rank, job.settings.tensor_parallel_size, address, device, **TIMEOUTS)
     opened = open_probe(job.settings, job.max_model_len, group)
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> None:
     fields = json.load(sys.stdin)
     settings = ServingSettings(**fields.pop("settings"))
     prompts = tuple(map(tuple, fields.pop("prompts")))
-    _follow(ProbeJob(settings=settings, prompts=prompts, **fields), rank, address)
+    _work(ProbeJob(settings=settings, prompts=prompts, **fields), rank, address)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Proposals drawn step by step, each kernel launched as it comes: on a CPU, and for draws no captured step holds."""
+"""Proposals drawn step by step, each kernel launched eagerly: on a CPU, and for draws no captured step holds."""
 
 from dataclasses import dataclass
 

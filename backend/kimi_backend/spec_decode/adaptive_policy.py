@@ -101,8 +101,8 @@ class AdaptivePolicy:
 
     def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """See `SpeculationPolicy`."""
-        runs_ahead = batch.runs_ahead or (self.times.is_overlapped and not batch.is_drafting)
-        return choose_more_rows(likely, replace(batch, runs_ahead=runs_ahead), self.times)
+        overlaps_next = batch.overlaps_next or (self.times.is_overlapped and not batch.is_drafting)
+        return choose_more_rows(likely, replace(batch, overlaps_next=overlaps_next), self.times)
 
     def end_round(self, done: Round) -> None:
         """See `SpeculationPolicy`."""

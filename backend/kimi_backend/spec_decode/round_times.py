@@ -87,7 +87,7 @@ class RoundTimes:
         rows = np.array([num_seqs, num_seqs + num_looked_up / max(looked_up_share, 1e-6)])
         longest = np.array([1, MAX_SPECULATIVE_TOKENS + 1])
         seconds = self.verifying(
-            num_seqs, rows, longest, num_context_tokens, is_drafting=False, runs_ahead=self._is_overlapped
+            num_seqs, rows, longest, num_context_tokens, is_drafting=False, overlaps_next=self._is_overlapped
         )
         return float(seconds[0] + looked_up_share * (seconds[1] - seconds[0]))
 
@@ -99,19 +99,19 @@ class RoundTimes:
         num_context_tokens: int,
         *,
         is_drafting: bool,
-        runs_ahead: bool,
+        overlaps_next: bool,
     ) -> Floats:
         """[J] rounds with so many rows of the target, [J], at most `longest` of a sequence.
 
         Args:
             is_drafting: the draft does in them what it did in the last round.
-            runs_ahead: the host's time is hidden where each sequence has one row: what it looks up further ones by is
-                the reply to the step before.
+            overlaps_next: the host's time is hidden where each sequence has one row: what it looks up further ones by
+                is the reply to the step before.
         """
         base, more = self._target.parts(num_seqs, num_rows, longest, num_context_tokens)
         target_s = base * self._factors[BASE] + more * self._factors[ROWS]
         if not is_drafting:
-            is_hidden = runs_ahead & (num_rows == num_seqs)
+            is_hidden = overlaps_next & (num_rows == num_seqs)
             alone: Floats = np.where(is_hidden, np.maximum(target_s, self._host_s), target_s + self._host_s)
             return alone
         beside_s = self._last_draft_s + self._host_s * (1 + self._way_share)

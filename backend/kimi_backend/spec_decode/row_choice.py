@@ -33,7 +33,7 @@ class Batch:
     num_context_tokens: int
     is_drafting: bool
     """Some use the draft."""
-    runs_ahead: bool
+    overlaps_next: bool
     """With one row a sequence it would be launched before the reply to the one before is there."""
 
 
@@ -56,7 +56,7 @@ def choose_more_rows(chances: Floats, batch: Batch, times: RoundTimes) -> Ints:
         longest,
         batch.num_context_tokens,
         is_drafting=batch.is_drafting,
-        runs_ahead=batch.runs_ahead,
+        overlaps_next=batch.overlaps_next,
     )
     best = int(((num_seqs + OTHERS_KEPT * num_others + kept) / seconds).argmax())
     return np.bincount(order[:best] // most, minlength=len(chances))

@@ -273,7 +273,7 @@ def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
 
 
 def test_stop_gives_out_what_a_round_held_back(start: Callable[..., Engine]) -> None:
-    """Outputs of a round whose draft follows wait for the next step, which never comes."""
+    """Outputs of a round whose draft overlaps wait for the next step, which never comes."""
     target = make_target()
     target.step_s = 0.01
     engine = ready(start(target, make_draft()))

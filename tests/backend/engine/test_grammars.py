@@ -148,7 +148,7 @@ def test_neighbours_are_launched_ahead_behind_their_draft() -> None:
     harness.add(replace(plain, sampling=quiet))
     harness.add(replace(plain, sampling=replace(quiet, grammar=REQUESTS[0].sampling.grammar, ignore_eos=False)))
     harness.run()
-    assert draft.num_followed > 3
+    assert draft.num_overlapped > 3
 
 
 def by_proposed_tokens(patch: pytest.MonkeyPatch) -> None:

@@ -23,15 +23,15 @@ def request(name: str, **sampling: object) -> GenerateRequest:
     return GenerateRequest(request_id=name, prompt_token_ids=(1, 2, 3), sampling=params, num_speculative_tokens=3)
 
 
-def test_a_followed_rounds_outputs_come_when_the_next_step_is_on_its_way() -> None:
+def test_an_overlapped_rounds_outputs_come_when_the_next_step_is_on_its_way() -> None:
     one = harness()
     outcome = one.add(request("a"))
     num_rounds = [0]
     for _ in range(4):
         one.step()
         num_rounds.append(len(outcome.steps))
-    assert one.core._draft.num_followed == 3  # type: ignore[union-attr]
-    # The prompt's round is not followed, and its output is not held.
+    assert one.core._draft.num_overlapped == 3  # type: ignore[union-attr]
+    # The prompt's round is not overlapped, and its output is not held.
     assert num_rounds == [0, 1, 1, 2, 3]
     held = outcome.sequence.num_tokens - 3 - len(outcome.token_ids)
     assert held > 0

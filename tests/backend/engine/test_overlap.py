@@ -117,7 +117,7 @@ def rounds(one: EngineHarness) -> list[list[tuple[int, int]]]:
 def num_overlapped(one: EngineHarness) -> int:
     """Steps that were launched before the results of those before them were known."""
     draft = one.core._draft
-    return one.core._target.num_behind + (0 if draft is None else draft.num_followed)  # type: ignore[attr-defined]
+    return one.core._target.num_behind + (0 if draft is None else draft.num_overlapped)  # type: ignore[attr-defined]
 
 
 def check(one: EngineHarness, requests: list[GenerateRequest], least_overlapped: int = 5) -> None:
@@ -414,19 +414,19 @@ def test_a_target_that_says_nothing_of_the_draft_is_a_bug() -> None:
 
 
 @pytest.mark.parametrize("target_depth", [0, 1, 2])
-@pytest.mark.parametrize("leaves_tokens", [False, True])
+@pytest.mark.parametrize("in_table", [False, True])
 @ALL_KINDS
 def test_whatever_the_runners_can_do_the_texts_are_the_same(
-    target_depth: int, leaves_tokens: bool, requests: list[GenerateRequest]
+    target_depth: int, in_table: bool, requests: list[GenerateRequest]
 ) -> None:
     one = harness(requests, depth=target_depth, max_num_seqs=200)
-    one.core._draft._leaves_tokens = leaves_tokens  # type: ignore[union-attr]
+    one.core._draft._in_table = in_table  # type: ignore[union-attr]
     one.run()
     assert texts(one) == EXPECTED[id(requests)]
-    num_behind, num_followed = one.core._target.num_behind, one.core._draft.num_followed  # type: ignore[attr-defined, union-attr]
+    num_behind, num_drafts = one.core._target.num_behind, one.core._draft.num_overlapped  # type: ignore[attr-defined, union-attr]
     assert (num_behind > 0) == (target_depth == 2 and requests is not MIXED), "two steps in flight"
-    assert (num_followed > 0) == (target_depth > 0 and leaves_tokens and requests is DRAFTING)
-    assert leaves_tokens or not one.core._target.num_read  # type: ignore[attr-defined]
+    assert (num_drafts > 0) == (target_depth > 0 and in_table and requests is DRAFTING)
+    assert in_table or not one.core._target.num_read  # type: ignore[attr-defined]
 
 
 def late_ends(one: EngineHarness) -> list[Sequence]:
@@ -496,7 +496,7 @@ class OnAndOff(FixedPolicy):
 
 
 def test_a_policy_that_lets_nobody_draft_for_a_while() -> None:
-    """Those rounds are launched ahead, until it wants somebody to begin, which is one step later than in lockstep."""
+    """Those rounds overlap, until it wants somebody to begin, which is one step later than in lockstep."""
     one = harness(LONG_DRAFTING)
     policy = one.core.scheduler.policy = OnAndOff()
     began_late = set()
@@ -536,7 +536,7 @@ def test_a_step_waits_where_somebody_may_start() -> None:
 
 
 def test_nobody_waits_for_somebody_who_cannot_start() -> None:
-    """All rows are taken, or there are no blocks: the others go on ahead."""
+    """All rows are taken, or there are no blocks: the others go on overlapped."""
     full = harness(LONG, max_num_seqs=2)
     first_steps(full, 5)
     assert full.core._flight

@@ -156,7 +156,7 @@ class NonsenseDraft(ScriptedDraft):
 def test_a_draft_that_answers_nonsense_fails_nobody(
     nonsense: int | None, requests: list[GenerateRequest], expected: list[list[int]]
 ) -> None:
-    draft = NonsenseDraft(describe("draft", SCRIPT, num_blocks=400), SCRIPT, leaves_tokens=False)
+    draft = NonsenseDraft(describe("draft", SCRIPT, num_blocks=400), SCRIPT, in_table=False)
     draft.nonsense = nonsense
     pair = Pair(requests, draft)
     pair.harness.run()

@@ -64,7 +64,7 @@ def test_the_budgets_of_these_requests_are_used_up() -> None:
             if tokens.index(budget.end_token_id) == budget.num_tokens and len(tokens) > budget.num_tokens + 1:
                 forced_at.append(budget.num_tokens)
     assert len(forced_at) > 15, "and content follows"
-    assert max(forced_at) > MOST_UNREAD_TOKENS, "steps were launched ahead before"
+    assert max(forced_at) > MOST_UNREAD_TOKENS, "steps overlapped before"
 
 
 @pytest.mark.parametrize(("k", "overlaps"), [(0, True), (1, True), (4, True), (7, True), (3, False)])
@@ -79,7 +79,8 @@ def test_a_sequence_that_is_preempted_keeps_its_budget(overlaps: bool) -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_steps_that_were_launched_ahead_give_way_in_time(k: int) -> None:
-    """Alone, and with nothing else that the host must look at, a sequence runs ahead until its budget comes near."""
+    """Alone, and with nothing else that the host must look at, a sequence's steps overlap until its budget comes
+    near."""
     draw = random.Random(5)
     for num_tokens in range(30, 44):
         sampling = SamplingParams(

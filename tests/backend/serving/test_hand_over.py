@@ -70,7 +70,7 @@ class Pair:
         self.loopback = LoopbackServer()
         self._setting, self._kind = setting, kind
         self._buffers: dict[bytes, AuxBuffer] = {}
-        self.followed: list[bool] = []
+        self.overlapped: list[bool] = []
         """One entry a draft step: whether it was launched before it was known what its verify accepted."""
         monkeypatch.setattr(target_server, "offer_aux_buffer", self._offer)
         monkeypatch.setattr(
@@ -111,7 +111,7 @@ class Pair:
         launch = draft.launch
 
         def counted(plan: DraftPlan) -> Any:
-            self.followed.append(bool(plan.num_drawn.any()))
+            self.overlapped.append(bool(plan.num_drawn.any()))
             return launch(plan)
 
         draft.launch = counted
@@ -175,7 +175,7 @@ def lockstep() -> Lockstep:
             with pytest.MonkeyPatch.context() as patch:
                 pair = Pair(patch, setting)
                 found[id(setting)] = outcomes(pair.engine(async_scheduling=False))
-                assert not any(pair.followed)
+                assert not any(pair.overlapped)
                 for server in pair.loopback.servers.values():
                     server.close()
         return found[id(setting)]
@@ -200,14 +200,14 @@ def texts(found: Outcomes) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
-def test_a_draft_in_another_process_follows_its_verify(make_pair: Callable[..., Pair], kind: str) -> None:
+def test_a_draft_in_another_process_overlaps_its_verify(make_pair: Callable[..., Pair], kind: str) -> None:
     """The text is made of what the draft proposes, so one wrong number shows."""
-    waiting, following = make_pair(ACCEPTING, kind), make_pair(ACCEPTING, kind)
+    waiting, overlapping = make_pair(ACCEPTING, kind), make_pair(ACCEPTING, kind)
     expected = outcomes(waiting.engine(async_scheduling=False))
-    assert outcomes(following.engine()) == expected
-    assert not any(waiting.followed)
-    assert sum(following.followed) > 12
-    assert following.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) == 0
+    assert outcomes(overlapping.engine()) == expected
+    assert not any(waiting.overlapped)
+    assert sum(overlapping.overlapped) > 12
+    assert overlapping.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) == 0
 
 
 def test_a_worker_that_is_there_before_its_verify_waits_for_it(
@@ -227,7 +227,7 @@ def test_a_worker_that_is_there_before_its_verify_waits_for_it(
     start = time.monotonic()
     assert outcomes(pair.engine()) == expected
     assert time.monotonic() - start < sides.LONGEST_WAIT_S
-    assert sum(pair.followed) > 12
+    assert sum(pair.overlapped) > 12
 
 
 def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[..., Pair], lockstep: Lockstep) -> None:
@@ -235,7 +235,7 @@ def test_a_verify_that_no_graph_holds_is_shown_by_the_host(make_pair: Callable[.
     pair = make_pair(ACCEPTING)
     pair.runner("kimi_target")._graphs.find = lambda plan: None
     assert outcomes(pair.engine()) == expected
-    assert sum(pair.followed) > 12
+    assert sum(pair.overlapped) > 12
 
 
 def test_a_draft_step_that_no_graph_holds_reads_the_table_on_the_host(make_pair: Callable[..., Pair]) -> None:
@@ -244,7 +244,7 @@ def test_a_draft_step_that_no_graph_holds_reads_the_table_on_the_host(make_pair:
         each.runner("eagle3_draft")._graphs.proposal_bucket = lambda plan: None
     expected = outcomes(waiting.engine(async_scheduling=False))
     assert outcomes(pair.engine()) == expected
-    assert sum(pair.followed) > 12
+    assert sum(pair.overlapped) > 12
 
 
 @pytest.mark.parametrize("aux_transfer", ["tensor"])
@@ -255,7 +255,7 @@ def test_without_a_shared_buffer_everything_is_waited_for(
     pair = make_pair(ACCEPTING)
     pair.start("eagle3_draft", aux_transfer)
     assert outcomes(pair.engine()) == expected
-    assert not any(pair.followed)
+    assert not any(pair.overlapped)
     assert pair.loopback.num_carrying(tensor_names.AUX_HIDDEN_STATES) > 10
 
 
@@ -271,12 +271,12 @@ def test_semaphores_that_cannot_be_opened_cost_nothing_but_time(
     )
     pair = make_pair(ACCEPTING)
     assert outcomes(pair.engine()) == expected
-    assert not any(pair.followed)
+    assert not any(pair.overlapped)
     assert "cannot be opened" in caplog.text
 
 
 @pytest.mark.parametrize("draft_has_ranks", [True, False])
-def test_runners_on_several_ranks_follow_too(
+def test_runners_on_several_ranks_overlap_too(
     make_pair: Callable[..., Pair], lockstep: Lockstep, draft_has_ranks: bool
 ) -> None:
     """Rank 0 shares what it found in the other's half of the table: the other ranks come to the same KV, bit for
@@ -291,10 +291,10 @@ def test_runners_on_several_ranks_follow_too(
     workers[1].rank_0 = pair.start("eagle3_draft", workers=workers[1] if draft_has_ranks else NO_WORKERS)
     assert outcomes(pair.engine()) == expected
     assert not workers[0].problems and not workers[1].problems
-    assert sum(pair.followed) > 10
+    assert sum(pair.overlapped) > 10
     assert same_kv(pair.runner("kimi_target"), other_target)
     if draft_has_ranks:
-        assert workers[1].steps["follow"] > 10
+        assert workers[1].steps["overlapped"] > 10
         assert same_kv(pair.runner("eagle3_draft"), other_draft)
 
 
@@ -303,7 +303,7 @@ def same_kv(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("model", ["kimi_target", "eagle3_draft"])
-def test_a_restarted_runner_follows_again(
+def test_a_restarted_runner_overlaps_again(
     make_pair: Callable[..., Pair], lockstep: Lockstep, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = texts(lockstep(SETTING))
@@ -314,13 +314,13 @@ def test_a_restarted_runner_follows_again(
         nonlocal before
         pass_time(engine)
         if step == 6:
-            before = sum(pair.followed)
+            before = sum(pair.overlapped)
             assert before
             pair.start(model)
 
     with caplog.at_level(logging.INFO, logger="kimi_backend.serving"):
         assert texts(outcomes(engine, restart)) == expected
-    assert sum(pair.followed) > before + 3
+    assert sum(pair.overlapped) > before + 3
     assert caplog.text.count("target and draft wait for each other on the GPU") == 2
 
 
@@ -335,7 +335,7 @@ def test_a_draft_that_fails_costs_speculation_and_no_text(
 
     def fail(plan: DraftPlan) -> Any:
         nonlocal has_failed
-        if sum(pair.followed) == 4 and not has_failed:
+        if sum(pair.overlapped) == 4 and not has_failed:
             has_failed = True
             if fails_after == "behind its step":
                 launch(plan)
@@ -345,7 +345,7 @@ def test_a_draft_that_fails_costs_speculation_and_no_text(
     draft.launch = fail
     engine = pair.engine()
     assert texts(outcomes(engine, lambda _: pass_time(engine))) == expected
-    assert sum(pair.followed) > 6, "the draft was met again"
+    assert sum(pair.overlapped) > 6, "the draft was met again"
 
 
 def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair], lockstep: Lockstep) -> None:
@@ -365,7 +365,7 @@ def test_a_verify_that_fails_lets_its_draft_go(make_pair: Callable[..., Pair], l
     start = time.monotonic()
     assert texts(outcomes(pair.engine())) == expected
     assert num_calls > 8
-    assert sum(pair.followed) > 4
+    assert sum(pair.overlapped) > 4
     assert time.monotonic() - start < sides.LONGEST_WAIT_S
 
 
@@ -441,7 +441,7 @@ def verify(step_id: int, draft_step: int) -> TargetPlan:
     return replace(plan, num_given=np.ones(2, np.int32))
 
 
-def follow(step_id: int) -> DraftPlan:
+def plan_behind(step_id: int) -> DraftPlan:
     """The draft step behind it."""
     plan = DraftPlan.given(
         step_id=step_id,
@@ -491,7 +491,7 @@ def test_a_draft_is_let_go_when_its_target_dies() -> None:
         promise(side, 5)
         start = time.monotonic()
         threading.Timer(0.1, process.kill).start()
-        side.launch(follow(5), draft)
+        side.launch(plan_behind(5), draft)
     assert 0.05 < time.monotonic() - start < sides.LONGEST_WAIT_S
     assert not draft.given[0].any()
     side.close()
@@ -502,7 +502,7 @@ def test_a_draft_step_never_waits_for_a_verify_that_the_target_was_not_given(mon
     draft, target = open_pair()
     runner = Watcher(torch.zeros(1))
     with pytest.raises(ModelUnavailableError, match="draft step 5: the target was not given the verify before it"):
-        draft.launch(follow(5), runner)
+        draft.launch(plan_behind(5), runner)
     assert not runner.given
     target.launch(verify(6, draft_step=5), runner)
     assert len(runner.given) == 1, "and the next verify does not wait for it"
@@ -519,7 +519,7 @@ def test_a_step_id_that_the_target_was_not_given_is_not_waited_for(
     draft, target = open_pair()
     promise(draft, promised)
     with pytest.raises(ModelUnavailableError, match="was not given"):
-        draft.launch(follow(5), Watcher(torch.zeros(1)))
+        draft.launch(plan_behind(5), Watcher(torch.zeros(1)))
     assert draft._semaphores.value(WAITED) == 0
     target.close()
     draft.close()
@@ -542,14 +542,14 @@ def test_nobody_waits_longer_than_it_must_for_one_that_lives(monkeypatch: pytest
     runner = Watcher(torch.zeros(1))
     promise(draft, 5)
     start = time.monotonic()
-    draft.launch(follow(5), runner)
+    draft.launch(plan_behind(5), runner)
     assert 0.1 < time.monotonic() - start < 60
     target.close()
     monkeypatch.setattr(sides, "LONGEST_WAIT_S", 60.0)
     monkeypatch.setattr(sides, "PROMISE_S", 60.0)
     start = time.monotonic()
     with pytest.raises(ModelUnavailableError, match="was not given"):
-        draft.launch(follow(6), runner)
+        draft.launch(plan_behind(6), runner)
     assert time.monotonic() - start < 30, "it knows that the target has left"
     draft.close()
 
@@ -564,7 +564,7 @@ def test_one_wait_after_another_is_no_long_wait(
     for step_id in range(1, 15):
         promise(draft, step_id)
         threading.Timer(0.03, draft._semaphores.set_value, (VERIFIED, step_id)).start()
-        draft.launch(follow(step_id), Watcher(torch.zeros(1)))
+        draft.launch(plan_behind(step_id), Watcher(torch.zeros(1)))
     assert "no longer" not in caplog.text
     target.close()
     draft.close()

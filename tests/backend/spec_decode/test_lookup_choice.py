@@ -19,7 +19,7 @@ from support.made_up_costs import linear_costs
 
 TEXT = np.arange(20, dtype=np.int32)
 LONG, SHORT = Match(40, 5), Match(4, 5)
-ALONE = Batch(1, 3, 100, is_drafting=True, runs_ahead=False)
+ALONE = Batch(1, 3, 100, is_drafting=True, overlaps_next=False)
 
 
 def a_candidate(match: Match, num_proposed: int = 3, most: int = 7) -> Candidate:
@@ -70,8 +70,8 @@ def test_rows_are_taken_by_what_they_cost(row_us: float, num_kept: int, least: i
     assert least <= chosen[0] <= most
 
 
-@pytest.mark.parametrize(("runs_ahead", "num_kept"), [(True, 0), (False, 1)])
-def test_a_row_that_costs_the_overlap_must_be_worth_it(runs_ahead: bool, num_kept: int) -> None:
+@pytest.mark.parametrize(("overlaps_next", "num_kept"), [(True, 0), (False, 1)])
+def test_a_row_that_costs_the_overlap_must_be_worth_it(overlaps_next: bool, num_kept: int) -> None:
     """3 ms of the target, 1 of the host, rows for nothing. A third of a token more gains while both take turns, and
     makes a round of 3 ms one of 4 while the host's time is hidden."""
     policy = AdaptivePolicy(linear_costs(3000, 0), None)
@@ -88,7 +88,7 @@ def test_a_row_that_costs_the_overlap_must_be_worth_it(runs_ahead: bool, num_kep
                 is_overlapped=False,
             )
         )
-    batch = replace(ALONE, num_proposed=0, is_drafting=False, runs_ahead=runs_ahead)
+    batch = replace(ALONE, num_proposed=0, is_drafting=False, overlaps_next=overlaps_next)
     for chance, expected in ((0.3, num_kept), (0.4, 1)):
         likely = np.array([[chance, 0.0]])
         assert policy.choose_looked_up(likely, batch).tolist() == [expected]

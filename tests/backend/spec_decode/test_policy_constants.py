@@ -110,7 +110,7 @@ def test_a_choice_stands_for_four_rounds() -> None:
 def test_half_of_what_others_verify_is_expected_to_be_kept(chance: float, num_chosen: int) -> None:
     """A sixth row makes the step a ninth longer. With two of the others' four kept, a third of a token pays for it."""
     policy = AdaptivePolicy(linear_costs(4000, 1000), None)
-    batch = Batch(1, num_proposed=4, num_context_tokens=64, is_drafting=False, runs_ahead=False)
+    batch = Batch(1, num_proposed=4, num_context_tokens=64, is_drafting=False, overlaps_next=False)
     assert policy.choose_looked_up(np.array([[chance, 0.0]]), batch).tolist() == [num_chosen]
 
 

@@ -2,7 +2,7 @@
 
 The first extends over the rows just verified and leaves each sequence's last hidden state; the second draws all
 proposals, with a single-row step between any two. Both begin with what the verify has left in the token table. A step
-whose extension is too long for a bucket, as of a long prompt, runs that part as it comes and takes the second graph all
+whose extension is too long for a bucket, as of a long prompt, runs that part eagerly and takes the second graph all
 the same.
 """
 

@@ -1,1 +1,2 @@
-"""Tensor parallelism in processes: rank 0's runners answer, those of the other ranks follow (docs/decisions/0018)."""
+"""Tensor parallelism in processes: rank 0's runners answer, those of the other ranks run what it tells them
+(docs/decisions/0018)."""

@@ -61,7 +61,7 @@ LOAD: tuple[Metric, ...] = (
         MetricKind.COUNTER,
         "kimi_step_seconds_total",
         "The engine thread's seconds by phase of the step; `target` and `draft` are waits for the runners, for either"
-        " in the phase of the other where steps are launched ahead.",
+        " in the phase of the other where steps overlap.",
         "phase",
         PHASES,
         lambda s: s.step_seconds,

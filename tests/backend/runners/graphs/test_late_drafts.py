@@ -66,13 +66,13 @@ def test_captured_steps_propose_what_plain_ones_do(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
-def test_a_draft_that_follows_proposes_what_one_that_waits_does(kind: str) -> None:
+def test_an_overlapped_draft_proposes_what_one_that_waits_does(kind: str) -> None:
     lockstep, _ = run(kind, ACCEPTING, is_captured=True, async_scheduling=False)
-    ahead, _ = run(kind, ACCEPTING, is_captured=True, async_scheduling=True)
-    for waited, launched in zip(lockstep.outcomes, ahead.outcomes, strict=True):
+    early, _ = run(kind, ACCEPTING, is_captured=True, async_scheduling=True)
+    for waited, launched in zip(lockstep.outcomes, early.outcomes, strict=True):
         assert launched.token_ids == waited.token_ids
         assert launched.rounds == waited.rounds
-    assert sum(accepted for outcome in ahead.outcomes for _, accepted in outcome.rounds) > 30
+    assert sum(accepted for outcome in early.outcomes for _, accepted in outcome.rounds) > 30
 
 
 def test_a_late_draft_proposes_what_one_that_never_saw_the_beginning_would() -> None:

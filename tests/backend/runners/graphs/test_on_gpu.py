@@ -191,7 +191,7 @@ def test_tokens_left_on_the_device_are_those_of_the_reply(kind: str) -> None:
 
 @pytest.mark.parametrize("acts_at_random", [False, True])
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
-def test_a_draft_that_follows_as_graphs_and_as_plain_calls(kind: str, acts_at_random: bool) -> None:
+def test_an_overlapped_draft_as_graphs_and_as_plain_calls(kind: str, acts_at_random: bool) -> None:
     """Through the engine, which has no pause between the steps; the text is made of what the draft proposes, also where
     sequences leave the draft and begin again in their middle."""
     requests = [
@@ -262,7 +262,7 @@ def nano_pair() -> tuple[TargetRunner, DraftRunner]:
     return target, draft
 
 
-def test_a_trained_draft_is_accepted_as_much_when_it_follows(nano_pair: tuple[TargetRunner, DraftRunner]) -> None:
+def test_a_trained_draft_is_accepted_as_much_when_it_overlaps(nano_pair: tuple[TargetRunner, DraftRunner]) -> None:
     """kimi-nano: what is proposed on the way is as good as what is proposed with everything known."""
     requests = [replace(r, num_speculative_tokens=3) for r in nano_requests(16, 120)]
     lengths, texts = [], []

@@ -266,11 +266,11 @@ def test_what_fits_no_step_is_refused() -> None:
 def run_engine(kind: str, async_scheduling: bool, requests: list[GenerateRequest]) -> tuple[EngineHarness, list[bool]]:
     """To the end, over pools full of NaN; of each draft step, whether it was launched before its verify was done."""
     target, draft = runner_pair(ACCEPTING, kind, PlainRecorder())
-    followed: list[bool] = []
+    overlapped: list[bool] = []
     launch = draft.launch
 
     def counted(plan: DraftPlan) -> Launched[DraftReply]:
-        followed.append(bool(plan.num_drawn.any()))
+        overlapped.append(bool(plan.num_drawn.any()))
         return launch(plan)
 
     draft.launch = counted  # type: ignore[method-assign]
@@ -279,7 +279,7 @@ def run_engine(kind: str, async_scheduling: bool, requests: list[GenerateRequest
     for request in requests:
         harness.add(request)
     harness.run()
-    return harness, followed
+    return harness, overlapped
 
 
 def engine_requests(count: int) -> list[GenerateRequest]:
@@ -302,18 +302,18 @@ def engine_requests(count: int) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
-def test_a_draft_that_follows_proposes_what_one_that_waits_does(kind: str) -> None:
+def test_an_overlapped_draft_proposes_what_one_that_waits_does(kind: str) -> None:
     """Its accepted tokens, lengths, slots and noise are worked out on the device; the text is made of what it proposes,
     so one wrong number shows."""
     requests = engine_requests(12)
     lockstep, never = run_engine(kind, False, requests)
-    ahead, followed = run_engine(kind, True, requests)
+    early, overlapped = run_engine(kind, True, requests)
     assert not any(never)
-    assert sum(followed) > 12
-    for waited, launched in zip(lockstep.outcomes, ahead.outcomes, strict=True):
+    assert sum(overlapped) > 12
+    for waited, launched in zip(lockstep.outcomes, early.outcomes, strict=True):
         assert launched.token_ids == waited.token_ids
         assert launched.rounds == waited.rounds
-    assert sum(accepted for outcome in ahead.outcomes for _, accepted in outcome.rounds) > 50
+    assert sum(accepted for outcome in early.outcomes for _, accepted in outcome.rounds) > 50
 
 
 def test_numbers_worked_out_on_the_device() -> None:
@@ -388,6 +388,6 @@ def test_one_wrong_number_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     lockstep, _ = run_engine("mla31", False, requests)
     monkeypatch.setattr(reference, "read_drawn", read_wrongly)
     monkeypatch.setattr(reference, "plan_steps", plan_wrongly)
-    ahead, followed = run_engine("mla31", True, requests)
-    assert any(followed)
-    assert [o.token_ids for o in ahead.outcomes] != [o.token_ids for o in lockstep.outcomes]
+    early, overlapped = run_engine("mla31", True, requests)
+    assert any(overlapped)
+    assert [o.token_ids for o in early.outcomes] != [o.token_ids for o in lockstep.outcomes]

@@ -63,7 +63,7 @@ def test_float32_texts_are_those_of_one_gpu() -> None:
 
 
 def test_captured_steps_on_two_gpus() -> None:
-    """bf16: texts part sooner. Whether steps are launched ahead or in lockstep, the draft is accepted as much."""
+    """bf16: texts part sooner. Whether steps overlap or are in lockstep, the draft is accepted as much."""
     with pair(1, "triton") as one:
         alone = texts(one)
     with pair(2, "triton") as two:

@@ -53,7 +53,7 @@ def plain_requests(count: int, k: int) -> list[GenerateRequest]:
     ("captures", "k", "expected"),
     [
         (False, 3, {"verify", "draft"}),
-        (True, 3, {"verify", "draft", "follow"}),
+        (True, 3, {"verify", "draft", "overlapped"}),
         (True, 0, {"verify", "behind"}),
     ],
 )
