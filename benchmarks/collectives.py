@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from kimi_backend.parallel import DistributedRanks
 from kimi_backend.runners.graphs.recorder import GraphRecorder
-from kimi_backend.runners.ranks.joining import join_ranks, leave
+from kimi_backend.runners.ranks.process_group import join_ranks, leave
 from kimi_backend.runners.receive_buffers import EitherSum
 
 HIDDEN, VOCAB = 7168, 163_840

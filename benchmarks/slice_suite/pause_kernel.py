@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 
 
 @triton.jit(do_not_specialize=["nanoseconds"])
@@ -29,4 +29,4 @@ def pausing(microseconds: float, device: torch.device) -> Callable[[], None]:
 
 def _pause(nanoseconds: int, device: torch.device) -> None:
     if nanoseconds > 0:
-        pause_kernel[(1,)](nanoseconds, num_warps=1, **early_launch(device))
+        pause_kernel[(1,)](nanoseconds, num_warps=1, **pdl_options(device))

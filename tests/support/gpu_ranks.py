@@ -18,7 +18,7 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
 from kimi_backend.runners.graphs.recorder import GraphRecorder
-from kimi_backend.runners.ranks.joining import join_ranks, leave
+from kimi_backend.runners.ranks.process_group import join_ranks, leave
 from kimi_backend.runners.receive_buffers import EitherSum, EitherSumNorm
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps

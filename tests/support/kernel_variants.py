@@ -30,7 +30,7 @@ from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.load import loading
 from kimi_backend.runners.load.placement import Placement
 from kimi_backend.types.plan import DraftPlan, RowPlan, SamplingPlan, TargetPlan
-from kimi_kernels import early_start
+from kimi_kernels import dependent_launch
 from kimi_kernels.kernel_set import KernelSet
 
 BLOCK_SIZE = 64
@@ -83,7 +83,7 @@ def _stand_in_for_gpu() -> None:
         if hasattr(loaded, "require"):
             loaded.require = lambda *_: None
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
-    early_start.starts_early = lambda _: True  # type: ignore[assignment]
+    dependent_launch.has_dependent_launch = lambda _: True  # type: ignore[assignment]
     # No number of a product is read by anything.
     torch.nn.functional.linear = lambda x, weight: x.new_empty(*x.shape[:-1], len(weight))  # type: ignore[assignment]
     torch.bmm = lambda x, y, **_: x.new_empty(*x.shape[:2], y.shape[2])  # type: ignore[assignment]

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kimi_kernels.linear.kernel import tiled_linear_kernel
-from kimi_kernels.linear.kernel_widen import widen_kernel
+from kimi_kernels.linear.kernel_dequantize import dequantize_kernel
 from kimi_kernels.moe_experts.kernel_align import place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
@@ -72,7 +72,7 @@ def main() -> None:
         results[name] = compile_case(gate_up_tall_kernel, kind, 8, COLUMNS=64, ROWS=128, **tall)
     results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, **tall)
     for kind in ("int4", "fp8"):
-        results[f"widen {kind}"] = compile_case(widen_kernel, kind, 4)
+        results[f"dequantize {kind}"] = compile_case(dequantize_kernel, kind, 4)
     sys.stdout.write(json.dumps(results))
 
 

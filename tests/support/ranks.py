@@ -16,7 +16,7 @@ from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGr
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.ranks.joining import join_ranks, leave
+from kimi_backend.runners.ranks.process_group import join_ranks, leave
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
 from support.counting_source import CountingTensors

@@ -14,9 +14,9 @@ from kimi_backend.cli.preflight import check_beside, check_quickly
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.hosting import with_parent
 from kimi_backend.hosting.embedded_server import EVERY_HOST, LOCAL_HOST, EmbeddedServer, ServerPorts, free_port
-from kimi_backend.hosting.kept_process import KeptProcess
 from kimi_backend.hosting.ports import check_ports
 from kimi_backend.hosting.settings_to_server import make_server, settings_as_environment
+from kimi_backend.hosting.supervised_process import SupervisedProcess
 
 _WATCH_S = 0.2
 
@@ -67,7 +67,7 @@ def serve(
     server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.cut_drain_short() if stop.is_set() else stop.set())
-    beside = [KeptProcess("watchdog", server.start_watchdog, console.print)]
+    beside = [SupervisedProcess("watchdog", server.start_watchdog, console.print)]
     try:
         with console.status("loading the models ..."):
             server.wait_until_ready(stop_waiting=stop)
@@ -75,7 +75,7 @@ def serve(
             _say_where(console, settings, ports)
             if openai_port is not None:
                 start = partial(_start_endpoint, grpc_port=ports.grpc, host=host, port=openai_port)
-                beside.append(KeptProcess("OpenAI endpoint", start, console.print))
+                beside.append(SupervisedProcess("OpenAI endpoint", start, console.print))
         return _watch(server, beside, stop, console)
     finally:
         if server.process.poll() is None:
@@ -99,7 +99,7 @@ def _say_where(console: Console, settings: ServingSettings, ports: ServerPorts) 
     console.print("Ctrl-C or SIGTERM stops it.")
 
 
-def _watch(server: EmbeddedServer, beside: list[KeptProcess], stop: threading.Event, console: Console) -> int:
+def _watch(server: EmbeddedServer, beside: list[SupervisedProcess], stop: threading.Event, console: Console) -> int:
     while not stop.wait(_WATCH_S):
         code = server.process.poll()
         if code is not None:

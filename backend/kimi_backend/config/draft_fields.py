@@ -113,7 +113,7 @@ class DraftFields:
         return value
 
     def quantization(self) -> QuantizationConfig:
-        """Read that of the linear layers, which are widened as they are loaded."""
+        """Read that of the linear layers, which are dequantised as they are loaded."""
         fields = self.top.object("quantization_config")
         quantization = read_quantization(fields)
         if any(stored.method is QuantizationMethod.INT4 for stored in quantization.formats):

@@ -222,7 +222,8 @@ def _check_experts(config: KimiModelConfig, text: JsonFields) -> None:
 
 
 def _check_quantized_modules(config: KimiModelConfig, path: str) -> None:
-    """Kernels read quantised experts only, all or none; fp8 and mxfp4 elsewhere are widened at load, int4 is not."""
+    """Kernels read quantised experts only, all or none; fp8 and mxfp4 elsewhere are dequantised at load, int4 is
+    not."""
     quantization, expert = config.quantization, config.expert_format
     if all(stored.method is QuantizationMethod.NONE for stored in quantization.formats):
         return

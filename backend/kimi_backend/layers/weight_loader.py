@@ -28,7 +28,7 @@ class Shard(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightLoader:
-    """Reads weights for one rank. A linear layer stored in fp8 or mxfp4 is widened here; only routed experts stay
+    """Reads weights for one rank. A linear layer stored in fp8 or mxfp4 is dequantised here; only routed experts stay
     quantised (`layers.expert_weights`)."""
 
     source: TensorSource

@@ -23,8 +23,8 @@ from kimi_backend.probe.loading import OpenedProbe, open_probe
 from kimi_backend.processes import end_with_starter
 from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.ranks.divisible import check_divides
-from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import TIMEOUTS
+from kimi_backend.runners.ranks.process_group import join_ranks, leave
 
 _GRACE_S = 2.0
 """The time for rank 0 to say itself what is wrong: it is mostly wrong on every rank."""

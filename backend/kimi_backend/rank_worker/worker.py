@@ -25,7 +25,6 @@ from kimi_backend.runners.load.loading import Role, load_rank
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints
 from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.ranks.device_watch import watch_device
-from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import (
     ANSWER,
     CLOSE,
@@ -37,6 +36,7 @@ from kimi_backend.runners.ranks.messages import (
     Question,
     unpacked,
 )
+from kimi_backend.runners.ranks.process_group import join_ranks, leave
 
 logger = logging.getLogger("kimi_backend.runners")
 

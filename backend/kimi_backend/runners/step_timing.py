@@ -36,10 +36,10 @@ above and once from below."""
 CPU_BUDGET_S = 1.0
 """Passes go on until they took so long, if there were enough."""
 GPU_BUDGET_S = 6.0
-"""All visits to shapes together. The second half of a visit counts: the power limit moves the clock in tens of
+"""All bursts of steps together. The second half of a burst counts: the power limit moves the clock in tens of
 milliseconds."""
 FEWEST_STEPS = 4
-"""A visit to a shape on a GPU."""
+"""A burst of steps of one shape on a GPU."""
 CYCLES_A_SECOND = 2e9
 """At most, of any card's clock."""
 
@@ -125,8 +125,8 @@ def _sampling(num_seqs: int) -> SamplingPlan:
     return SamplingPlan.plain(num_seqs, temperature=1.0)
 
 
-def step_seconds(launch: Callable[[], Pending[Any]], device: torch.device, visit_s: float) -> float:
-    """Seconds of a step: of one on a CPU, of those that a GPU runs in `visit_s`, one behind another."""
+def step_seconds(launch: Callable[[], Pending[Any]], device: torch.device, burst_s: float) -> float:
+    """Seconds of a step: of one on a CPU, of those that a GPU runs in `burst_s`, one behind another."""
     started_s = time.perf_counter()
     pending = launch()
     launched_s = time.perf_counter() - started_s
@@ -138,7 +138,7 @@ def step_seconds(launch: Callable[[], Pending[Any]], device: torch.device, visit
     # A step that takes less time than its launch waits on the device until it is launched.
     pause_s = max(2 * launched_s - step_s, 0.0)
     events = []
-    for _ in range(max(FEWEST_STEPS, round(visit_s / (step_s + pause_s)))):
+    for _ in range(max(FEWEST_STEPS, round(burst_s / (step_s + pause_s)))):
         if pause_s:
             torch.cuda._sleep(round(pause_s * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -200,14 +200,14 @@ def time_steps(
     for start in launches.values():  # the first run of a captured step takes longer
         start().wait()
     found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
-    visit_s, is_cpu = GPU_BUDGET_S / (FEWEST_PASSES * len(shapes)), device.type == "cpu"
+    burst_s, is_cpu = GPU_BUDGET_S / (FEWEST_PASSES * len(shapes)), device.type == "cpu"
     started, before = time.perf_counter(), scheduled_seconds()
     for number in range(MOST_PASSES):
         is_late = (time.perf_counter() - started) * (number + 1) / max(number, 1) > CPU_BUDGET_S
         if number >= FEWEST_PASSES and (is_late or not is_cpu):
             break
         for shape in shapes if number % 2 else reversed(shapes):
-            found[shape].append(step_seconds(launches[shape], device, visit_s))
+            found[shape].append(step_seconds(launches[shape], device, burst_s))
             if number < FEWEST_PASSES:
                 advance(1)
     # On a CPU other programs only ever make a step longer.

@@ -1,4 +1,4 @@
-"""Steps of nobody: every kernel shape that prompts take, compiled before the first prompt comes."""
+"""Dummy prefill batches for warm-up: every kernel shape that prompts take is compiled before the first prompt comes."""
 
 from dataclasses import replace
 

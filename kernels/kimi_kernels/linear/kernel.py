@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require_dtype, require_float, require_shape
+from kimi_kernels.linear.kernel_dequantize import dequantized_linear
 from kimi_kernels.linear.kernel_heads import head_linear, takes_heads
 from kimi_kernels.linear.kernel_stream import stream_linear
-from kimi_kernels.linear.kernel_widen import widened_linear
 from kimi_kernels.linear.stream_launch import can_stream, new_arrivals, stream_launch
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
@@ -21,8 +21,8 @@ PROCESSORS = 132
 MAX_SPLITS = 8
 SPLIT_ROWS = 64
 """Most rows whose product is split along the weight's columns."""
-WIDENED_ROWS = 1024
-"""From so many rows on, widening the whole weight for cuBLAS costs less than dequantising it anew for every 64 rows."""
+DEQUANTIZED_ROWS = 1024
+"""From so many rows on, dequantising the whole weight for cuBLAS costs less than doing so anew for every 64 rows."""
 
 
 @triton.jit
@@ -171,8 +171,8 @@ def _quantised_product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> T
     require_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
     if x.shape[0] == 0:
         return x.new_empty(0, weight.out_features, dtype=dtype)
-    if x.shape[0] >= WIDENED_ROWS and dtype == x.dtype:
-        return widened_linear(x, weight.tensors[0], weight.tensors[1], kind, weight.out_features)
+    if x.shape[0] >= DEQUANTIZED_ROWS and dtype == x.dtype:
+        return dequantized_linear(x, weight.tensors[0], weight.tensors[1], kind, weight.out_features)
     return _tiled_linear(x if x.stride(1) == 1 else x.contiguous(), weight, kind, dtype)
 
 

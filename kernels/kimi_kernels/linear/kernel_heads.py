@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 
 MOST_ROWS = 64
 MOST_DEPTH = 512
@@ -68,6 +68,6 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     rows = max(16, triton.next_power_of_2(num_tokens))
     head_linear_kernel[(num_heads, triton.cdiv(width, COLUMNS), triton.cdiv(num_tokens, rows))](
         x, weight, out, num_tokens, x.stride(0), x.stride(1), num_heads, depth, width, ROWS=rows, COLUMNS=COLUMNS,
-        DEPTH=max(16, triton.next_power_of_2(depth)), num_warps=4, **early_launch(x.device),
+        DEPTH=max(16, triton.next_power_of_2(depth)), num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
     return out

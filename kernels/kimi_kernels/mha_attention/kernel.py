@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.mha_attention.kernel_attend import attend_kernel, merge_kernel, store_kv_kernel
 from kimi_kernels.quantization.reference import FP8_MAX
 
@@ -41,7 +41,7 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_sc
         require(rows.stride(2) == 1, name, f"last stride {rows.stride(2)}", "1")
     if not k.numel():
         return
-    early = starts_early(k.device)
+    early = has_dependent_launch(k.device)
     store_kv_kernel[(k.shape[0], 2)](
         k, v, kv_cache[0], kv_cache[1], slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         num_kv_heads, head_dim, 1.0 / kv_scale, FP8_MAX, HEADS=triton.next_power_of_2(num_kv_heads),
@@ -80,7 +80,7 @@ def mha_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         part_out = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=q.device)
-    early = starts_early(q.device)
+    early = has_dependent_launch(q.device)
     launch = {"launch_pdl": True} if early else {}
     attend_kernel[(num_seqs * num_tiles, num_kv_heads, splits)](
         q, kv_cache[0], kv_cache[1], batch.block_table, batch.cu_seqlens_q, batch.seq_lens, out, part_out, part_lse,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.mla_decode.attend_call import AttendCall
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, TritonDecodePlan, decode_geometry
 from kimi_kernels.mla_decode.kernel_attend import attend_kernel, merge_kernel
@@ -203,7 +203,7 @@ def merge_pieces(call: AttendCall) -> None:
         most_programs = MERGE_PROGRAMS * _num_processors(out.device)
         fair = geometry.max_items * tile_rows * (kv_lora_rank // columns) // most_programs
         rows = max(1, min(triton.next_power_of_2(max(1, fair)), 2 * MERGE_ELEMENTS // (pieces * columns), tile_rows))
-    early = starts_early(out.device)
+    early = has_dependent_launch(out.device)
     merge_kernel[(geometry.max_items, tile_rows // rows, kv_lora_rank // columns)](
         call.part_out, call.part_lse, call.entries, call.batch.cu_seqlens_q, out, call.lse,
         call.batch.seq_lens.shape[0], num_tokens, num_heads, geometry.team_size, L=kv_lora_rank, COLUMNS=columns,

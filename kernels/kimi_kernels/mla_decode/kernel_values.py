@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.attention_batch import AttentionBatch
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.linear.kernel import per_head_linear
 from kimi_kernels.linear.kernel_heads import COLUMNS, takes_heads
 from kimi_kernels.mla_decode.attend_call import AttendCall
@@ -130,6 +130,6 @@ def _merge_values(call: AttendCall, w_uv: Tensor) -> Tensor:
     merge_values_kernel[(num_heads, triton.cdiv(width, COLUMNS), num_tokens)](
         call.out, call.part_out, call.part_lse, call.entries, w_uv, values, num_tokens, num_heads, width,
         call.geometry.team_size * call.geometry.tile_rows, L=rank, COLUMNS=COLUMNS, PIECES=PIECES,
-        ITEMS=triton.next_power_of_2(call.geometry.max_items), num_warps=4, **early_launch(values.device),
+        ITEMS=triton.next_power_of_2(call.geometry.max_items), num_warps=4, **pdl_options(values.device),
     )  # fmt: skip
     return values

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.attention_batch import AttentionBatch
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.mla_prefill.kernel_attend import attend_kernel
 from kimi_kernels.mla_prefill.kernel_gather import gather_latents_kernel
 from kimi_kernels.mla_prefill.kernel_hopper_launch import Part, attend_hopper, fits_hopper
@@ -85,7 +85,7 @@ def _gather(
     latents = torch.empty(num_seqs * chunk, kv_lora_rank, dtype=out.dtype, device=out.device)
     rope_keys = torch.empty(num_seqs * chunk, rope_dim, dtype=out.dtype, device=out.device)
     out_width = out.shape[1] * out.shape[2]
-    early = starts_early(out.device)
+    early = has_dependent_launch(out.device)
     gather_latents_kernel[(triton.cdiv(chunk, GATHER_ROWS), num_seqs)](
         latent_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens, latents, rope_keys, out,
         batch.block_table.stride(0), start, chunk, num_seqs, out.shape[0] if start == 0 else 0, out_width, kv_scale,
@@ -121,7 +121,7 @@ def _attend(
     (nope_dim, v_dim), rope_dim = (k_nope.shape[1], values.shape[1]), rope_keys.shape[1]
     num_heads, num_seqs = q.shape[1], batch.seq_lens.shape[0]
     num_tiles = triton.cdiv(max(1, batch.max_query_len), TILE_ROWS)
-    early = starts_early(q.device)
+    early = has_dependent_launch(q.device)
     attend_kernel[(num_heads, num_tiles, num_seqs)](
         q,
         TensorDescriptor.from_tensor(k_nope, [TILE_KEYS, nope_dim]),

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
 from kimi_kernels.rope.op import check_rotation
 
@@ -99,7 +99,7 @@ def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, inter
     if out.numel():
         rows = min(MOST_ROWS, max(16, triton.next_power_of_2(num_tokens)))
         columns = min(COLUMNS, max(16, triton.next_power_of_2(latent)))
-        early = starts_early(q.device)
+        early = has_dependent_launch(q.device)
         column_tiles = triton.cdiv(latent, columns)
         mla_query_kernel[(num_heads, column_tiles, triton.cdiv(num_tokens, rows))](
             q, w_uk, cos_sin, positions, out, num_tokens, q.stride(0), q.stride(1), num_heads, nope, latent,

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from kimi_kernels.choice_products import ChoiceProducts
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
@@ -62,7 +62,7 @@ class Layer:
         self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
         # They wait for the kernel before, which lets them start as it ends and no sooner: programs that wait for long
         # crowd onto the multiprocessors that are free first.
-        self.early = early_launch(x.device) if may_start_early(self.down_steps) else {"PDL": False}
+        self.early = pdl_options(x.device) if may_start_early(self.down_steps) else {"PDL": False}
 
     def tall_shapes(self) -> TallShapes:
         """Which products have weights of four bits, bf16 arithmetic, and whole groups of rows and of steps."""

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require_dtype, require_shape
 from kimi_kernels.choice_products import ChoiceProducts, Terms
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 
 BLOCK = 1024
 
@@ -98,6 +98,6 @@ def sum_terms(terms: Terms, second: Tensor | None = None) -> Tensor:
     if num_tokens:
         sum_choices_kernel[(num_tokens, triton.cdiv(width, BLOCK))](
             products, topk_ids, topk_weights, products if second is None else second.contiguous(), out, first_expert,
-            num_experts, width, TOP_K=top_k, HAS_SECOND=second is not None, BLOCK=BLOCK, **early_launch(out.device),
+            num_experts, width, TOP_K=top_k, HAS_SECOND=second is not None, BLOCK=BLOCK, **pdl_options(out.device),
         )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from kimi_kernels.argument_checks import require_dtype, require_shape
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.moe_route.arguments import check_router
 from kimi_kernels.moe_route.kernel_choose import choose_experts, sigmoid_scores
 
@@ -173,7 +173,7 @@ def route(by: Router) -> tuple[Tensor, Tensor]:
     if len(topk_ids):
         route_kernel[(len(topk_ids),)](
             by.logits, by.bias, topk_ids, topk_weights, by.slots, *by.sizes, **by.constants, num_warps=1,
-            **early_launch(topk_ids.device),
+            **pdl_options(topk_ids.device),
         )  # fmt: skip
     return topk_ids, topk_weights
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.moe_route.kernel import Router, route, router
 from kimi_kernels.moe_route.kernel_choose import choose_experts
 from kimi_kernels.silu_mul.kernel_down import narrow_tiles, silu_down, silu_down_tile
@@ -104,6 +104,6 @@ def routed_beside(
     route_silu_down_kernel[(num_tokens + cut.tiles * cut.row_blocks,)](
         by.logits, by.bias, topk_ids, topk_weights, by.slots, gate_up, weight.tensors[0], out, *by.sizes, num_tokens,
         gate_up.stride(0), weight.in_features, weight.out_features, cut.tiles, **by.constants, **cut.constants,
-        num_warps=4, **early_launch(out.device),
+        num_warps=4, **pdl_options(out.device),
     )  # fmt: skip
     return topk_ids, topk_weights, out

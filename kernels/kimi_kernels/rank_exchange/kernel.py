@@ -1,4 +1,5 @@
-"""Collectives over the GPUs of one host for the few rows of a decode step, in Triton-language: a sum and a gather.
+"""Collectives over the GPUs of one host for the few rows of a decode step, in Triton-language: a one-shot all-reduce
+and an all-gather.
 
 Every rank writes its elements into every rank's receive buffer and reads its own, so the time is that of one write over
 NVLink. Nothing announces the data: a receive buffer is full of a pattern of bits that no rank sends, and a reader waits
@@ -18,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS, open_buffers, receive_all, send
 
 BLOCK_BYTES = 4096
@@ -137,7 +138,7 @@ class ReceiveBuffers:
         self.slot_elements = _slot_elements(dtype, most_elements)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.calls = torch.zeros(self.slot_elements // self.block, dtype=torch.int32, device=device)
-        early = starts_early(device)
+        early = has_dependent_launch(device)
         self.options = {
             "SIZE": size, "BLOCK": self.block, "SECTIONS": NUM_SECTIONS, "PDL": early, "num_warps": 8,
             **({"launch_pdl": True} if early else {}),

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""A sum over ranks, added to the residual stream, and the norm of that, in one launch of Triton-language.
+"""All-reduce, residual addition and norm in one launch of Triton-language.
 
 A program takes a fourth of a row's columns: it exchanges them as `kernel` and `kernel_parts` do, with receive buffers
 of its own, adds them, and tells the other programs of its row the sum of their squares, through memory of this GPU that
@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.choice_products import Terms
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
 from kimi_kernels.rank_exchange.kernel import (
     BLOCK_BYTES,
@@ -169,7 +169,7 @@ class RankSumNorm:
         self._squares = torch.full(
             (NUM_SECTIONS, self._most_blocks), EMPTY_WORD.value, dtype=torch.int32, device=device
         )
-        early = starts_early(device)
+        early = has_dependent_launch(device)
         self._options = {
             "SIZE": size, "PROGRAMS": ROW_BLOCKS, "BLOCK": BLOCK, "SECTIONS": NUM_SECTIONS,
             "IN_PARTS": in_parts, "PDL": early, "num_warps": 8,

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""A sum over ranks in which each sums a part, in Triton-language: less is sent, in two steps.
+"""A two-shot all-reduce (reduce-scatter, then all-gather) in Triton-language: each rank sums a part, so less is sent.
 
 Block b belongs to rank b % size: all ranks send it their terms, and it sends all ranks the sum. Each of n ranks sends
 2 (n - 1) / n times its elements, where with `RankSum` it sends n - 1 times as many.
@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.rank_exchange.kernel import BLOCK_BYTES, EMPTY_HALF, HALF_DTYPES, MOST_PROGRAMS
 from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS, open_buffers, receive
 
@@ -111,7 +111,7 @@ class RankSumInParts:
         self._part_elements = _part_elements(size, most_elements)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._calls = torch.zeros(size * self._part_elements // BLOCK, dtype=torch.int32, device=device)
-        early = starts_early(device)
+        early = has_dependent_launch(device)
         self._options = {
             "SIZE": size,
             "BLOCK": BLOCK,

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.choice_products import Terms
-from kimi_kernels.early_start import starts_early
+from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
 from kimi_kernels.rms_norm.op import check_add, check_chunks, check_concat, check_norm
 
@@ -175,6 +175,6 @@ def _norm_chunks(x: Tensor, weights: Tensor, eps: float) -> Tensor:
 
 def _options(width: int, device: torch.device) -> dict[str, int | bool]:
     block = triton.next_power_of_2(width)
-    early = starts_early(device)
+    early = has_dependent_launch(device)
     options: dict[str, int | bool] = {"BLOCK": block, "PDL": early, "num_warps": min(16, max(1, block // 512))}
     return options | {"launch_pdl": True} if early else options

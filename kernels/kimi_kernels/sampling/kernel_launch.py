@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.sampling.kernel_check import check_kernel
 from kimi_kernels.sampling.kernel_draw import draw_kernel
 from kimi_kernels.sampling.kernel_mask import mask_in_place
@@ -93,7 +93,7 @@ class SamplingCall:
     @property
     def _kind(self) -> dict[str, bool]:
         kind = {"HAS_MAP": self.vocabulary_map is not None, "HAS_WORK": self.uses_work, "enable_fp_fusion": False}
-        return kind | early_launch(self.logits.device)
+        return kind | pdl_options(self.logits.device)
 
     def process(self) -> None:
         if not self.uses_work:

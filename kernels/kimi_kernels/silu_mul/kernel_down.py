@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.compositions import composed_silu_down
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.linear.kernel import PLAIN_KIND, linear
 from kimi_kernels.silu_mul.kernel import silu_mul
 from kimi_kernels.silu_mul.op import check_silu_down
@@ -109,6 +109,6 @@ def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tens
     out = torch.empty(num_tokens, weight.out_features, dtype=dtype, device=gate_up.device)
     silu_down_kernel[(cut.tiles, cut.row_blocks)](
         gate_up, weight.tensors[0], out, num_tokens, gate_up.stride(0), width, weight.out_features, num_warps=4,
-        **cut.constants, **early_launch(gate_up.device),
+        **cut.constants, **pdl_options(gate_up.device),
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.compositions import composed_norm_store_latent
-from kimi_kernels.early_start import early_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.quantization.reference import FP8_MAX
 from kimi_kernels.rms_norm.kernel import normalize, rms_norm
 from kimi_kernels.store_latent.kernel import MANY_TOKENS, store_latent, store_tokens
@@ -94,6 +94,6 @@ def norm_store_latent(
         num_tokens, query.stride(0), query_width, kv_a.stride(0), width, num_pairs, eps, 1.0 / kv_scale,
         FP8_MAX if latent_cache.itemsize == 1 else float("inf"), QUERY=block, WIDTH=triton.next_power_of_2(width),
         PAIRS=triton.next_power_of_2(num_pairs), INTERLEAVED=interleaved, num_warps=min(16, max(2, block // 512)),
-        **early_launch(query.device),
+        **pdl_options(query.device),
     )  # fmt: skip
     return normed

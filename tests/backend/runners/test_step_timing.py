@@ -25,7 +25,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each step that is timed; it takes as many microseconds as steps were timed before it."""
     shapes: list[int] = []
 
-    def seconds_of(launch, device: torch.device, visit_s: float) -> float:  # type: ignore[no-untyped-def]
+    def seconds_of(launch, device: torch.device, burst_s: float) -> float:  # type: ignore[no-untyped-def]
         launch().wait()
         shapes.append(len(launch.args[0].token_ids))
         return 1e-6 * len(shapes)

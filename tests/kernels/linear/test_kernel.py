@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_kernels.linear import kernel, kernel_widen, reference
+from kimi_kernels.linear import kernel, kernel_dequantize, reference
 from kimi_kernels.quantization.reference import dequantize, quantize_int4
 from kimi_kernels.weights import Fp8Weight, Int4Weight
 from support.expert_layers import random_weight
@@ -53,7 +53,7 @@ def test_logits_are_not_rounded_to_the_rows_type(
     kind: str, num_tokens: int, out_features: int, in_features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of half-precision rows are as close to the reference as float32 sums; `linear` is what they round to."""
-    monkeypatch.setattr(kernel, "WIDENED_ROWS", 20)
+    monkeypatch.setattr(kernel, "DEQUANTIZED_ROWS", 20)
     torch.manual_seed(num_tokens)
     weight = random_weight(kind, out_features, in_features)
     x = torch.randn(num_tokens, in_features).half()
@@ -65,7 +65,7 @@ def test_logits_are_not_rounded_to_the_rows_type(
     assert kernel.logits(x[:0], packed).dtype == torch.float32
 
 
-def test_a_plain_weight_is_not_widened_for_rows_of_another_type() -> None:
+def test_a_plain_weight_is_not_dequantized_for_rows_of_another_type() -> None:
     """Widening a head of gigabytes at every call would go unnoticed."""
     packed = kernel.pack_linear(torch.ones(8, 16, dtype=torch.float16))
     with pytest.raises(RuntimeError, match="dtype"):
@@ -74,19 +74,21 @@ def test_a_plain_weight_is_not_widened_for_rows_of_another_type() -> None:
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 @pytest.mark.parametrize(("out_features", "in_features"), [(300, 160), (128, 256), (512, 96)])
-def test_many_rows_multiply_a_widened_weight(
+def test_many_rows_multiply_a_dequantized_weight(
     kind: str, out_features: int, in_features: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "WIDENED_ROWS", 20)
-    monkeypatch.setattr(kernel_widen, "SLICE_TILES", 2)
+    monkeypatch.setattr(kernel, "DEQUANTIZED_ROWS", 20)
+    monkeypatch.setattr(kernel_dequantize, "SLICE_TILES", 2)
     check(kind, 21, out_features, in_features)
 
 
-def test_widened_weights_are_the_rounded_ones() -> None:
+def test_dequantized_weights_are_the_rounded_ones() -> None:
     for kind in ("int4", "fp8"):
         weight, identity = random_weight(kind, 200, 160), torch.eye(160)
         tiles, scales, _ = kernel.pack_linear(weight).tensors
-        assert torch.equal(kernel_widen.widened_linear(identity, tiles, scales, kind, 200).T, dequantize(weight))
+        assert torch.equal(
+            kernel_dequantize.dequantized_linear(identity, tiles, scales, kind, 200).T, dequantize(weight)
+        )
 
 
 def test_half_precision() -> None:

@@ -160,7 +160,7 @@ def test_scratch_is_what_the_plan_says(num_tokens: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("width", "is_early"), [(512, True), (1024, False)])
 def test_a_wide_layer_never_starts_early(width: int, is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose kernels may: a CPU's never do."""
-    monkeypatch.setattr(kernel_layer, "early_launch", lambda device: {"PDL": True})
+    monkeypatch.setattr(kernel_layer, "pdl_options", lambda device: {"PDL": True})
     packed = kernel.pack_experts(random_experts("int4", 2, 64, width))
     layer = kernel_layer.Layer(torch.randn(1, 64), *random_choices(1, 2, 2), packed, 0)
     assert layer.early == {"PDL": is_early}

@@ -27,7 +27,7 @@ class WorkerError(KimiError):
 
 
 class Timeouts(TypedDict):
-    """Seconds, of `joining.join_ranks`."""
+    """Seconds, of `process_group.join_ranks`."""
 
     join_timeout_s: float
     collective_timeout_s: float

@@ -21,7 +21,6 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.parallel import TensorParallelGroup
-from kimi_backend.runners.ranks.joining import join_ranks, leave
 from kimi_backend.runners.ranks.messages import (
     ANSWER,
     CLOSE,
@@ -34,6 +33,7 @@ from kimi_backend.runners.ranks.messages import (
     Step,
     WorkerError,
 )
+from kimi_backend.runners.ranks.process_group import join_ranks, leave
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
 _LOADING_GRACE_S = 2.0

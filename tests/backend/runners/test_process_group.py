@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.parallel import SingleRank
-from kimi_backend.runners.ranks.joining import RankError, join_ranks, leave
+from kimi_backend.runners.ranks.process_group import RankError, join_ranks, leave
 from support.ranks import run_on_a_cpu
 
 CPU = torch.device("cpu")

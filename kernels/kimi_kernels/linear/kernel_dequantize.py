@@ -1,4 +1,5 @@
-"""A weight's tiles widened to plain rows, for products of so many rows that cuBLAS is faster than reading few bytes."""
+"""A weight's tiles dequantised to plain rows, for products of so many rows that cuBLAS is faster than reading few
+bytes."""
 
 import torch
 import triton
@@ -9,11 +10,11 @@ from kimi_kernels.quantization.kernel_tiles import FP8_WORDS, INT4_WORDS, TILE_R
 from kimi_kernels.quantization.tiles import step_columns
 
 SLICE_TILES = 64
-"""Row tiles that are widened at once: 8,192 rows, so that the widened part of any matrix stays near 100 MB."""
+"""Row tiles that are dequantised at once: 8,192 rows, so that the dequantised part of any matrix stays near 100 MB."""
 
 
 @triton.jit
-def widen_kernel(
+def dequantize_kernel(
     TILES,
     SCALES,
     OUT,
@@ -52,8 +53,8 @@ def widen_kernel(
             tl.store(target + column[None, :], values.to(OUT.dtype.element_ty), mask=mask)
 
 
-def widened_linear(x: Tensor, tiles: Tensor, scales: Tensor, kind: str, out_features: int) -> Tensor:
-    """x @ weight.T by cuBLAS, the weight widened to x's dtype, a slice of its rows after the other.
+def dequantized_linear(x: Tensor, tiles: Tensor, scales: Tensor, kind: str, out_features: int) -> Tensor:
+    """x @ weight.T by cuBLAS, the weight dequantised to x's dtype, a slice of its rows after the other.
 
     Args:
         x: [T, in_features]. tiles, scales: of one matrix, see `quantization.tiles`.
@@ -66,7 +67,7 @@ def widened_linear(x: Tensor, tiles: Tensor, scales: Tensor, kind: str, out_feat
         last = min(first + SLICE_TILES, row_tiles)
         start, stop = first * 128, min(last * 128, out_features)
         weight = x.new_empty(stop - start, in_features)
-        widen_kernel[(num_steps, last - first)](
+        dequantize_kernel[(num_steps, last - first)](
             tiles[0, first],
             scales[0, first],
             weight,

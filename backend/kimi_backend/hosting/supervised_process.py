@@ -11,7 +11,7 @@ GOOD_FOR_S = 60.0
 _ENDS_WITHIN_S = 5.0
 
 
-class KeptProcess:
+class SupervisedProcess:
     """Call `look` now and then."""
 
     def __init__(

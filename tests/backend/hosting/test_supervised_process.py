@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kimi_backend.hosting.kept_process import GOOD_FOR_S, PAUSES_S, KeptProcess
+from kimi_backend.hosting.supervised_process import GOOD_FOR_S, PAUSES_S, SupervisedProcess
 
 
 class Starter:
@@ -11,7 +11,7 @@ class Starter:
         self.code = None
         self.started_at = []
         self.said = []
-        self.kept = KeptProcess("thing", self.start, self.said.append, lambda: self.now)
+        self.kept = SupervisedProcess("thing", self.start, self.said.append, lambda: self.now)
 
     def start(self):
         self.started_at.append(self.now)
