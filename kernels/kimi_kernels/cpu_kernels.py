@@ -19,7 +19,7 @@ from kimi_kernels.linear.cpu import linear, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.cpu import mha_attention, store_kv
 from kimi_kernels.mla_decode.cpu import mla_decode
 from kimi_kernels.moe_experts.cpu import moe_experts, pack_experts
-from kimi_kernels.moe_route.cpu import route_experts
+from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.plain import rope

@@ -15,7 +15,7 @@ from kimi_kernels.mha_attention.reference import mha_attention, store_kv
 from kimi_kernels.mla_decode.reference import mla_decode, plan_mla_decode
 from kimi_kernels.mla_prefill.reference import mla_prefill
 from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
-from kimi_kernels.moe_route.reference import route_experts
+from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.plain import rope
 from kimi_kernels.sampling.processors_reference import mask_logits

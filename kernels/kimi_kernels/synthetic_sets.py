@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kimi_kernels.compositions import composed_route_silu_down
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.moe_route.op import RouteExperts
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
-from kimi_kernels.signatures import RouteExperts
 
 MAX_DRAFT_TOKENS = 8
 LATER_SHARE = 0.71
@@ -20,7 +20,7 @@ _BISECTIONS = 60
 
 
 def with_uniform_routing(kernels: KernelSet) -> KernelSet:
-    """The set with every token sent to experts drawn uniformly at random (`synthetic.reference.route_uniform`)."""
+    """The set with every token sent to experts drawn uniformly at random (`synthetic.plain.route_uniform`)."""
     ops = _ops(kernels)
     routed = with_router(kernels, ops.route_uniform)
     return replace(routed, route_silu_down=ops.route_uniform_silu_down) if kernels.name == "triton" else routed
@@ -49,7 +49,7 @@ class ForcedSampling:
         vocabulary_map: VocabularyMap | None = None,
         num_logprobs: int | None = None,
     ) -> SampleOutput:
-        """See `signatures.SampleTokens`."""
+        """See `SampleTokens`."""
         drawn = self._sample(logits, inputs, rows, vocabulary_map, num_logprobs)
         return replace(drawn, token_ids=self._force(drawn.token_ids, inputs, rows, self.chances))
 
@@ -60,7 +60,7 @@ def with_synthetic_acceptance(
     """The set, for a target, with draft tokens accepted at random.
 
     Rows are sampled and verified as ever; in between, a sampled token becomes its draft token, or another
-    (`synthetic.reference.force_acceptance`).
+    (`synthetic.plain.force_acceptance`).
 
     Args:
         acceptance: a length, 1 + accepted draft tokens, at least 1, that a round of any number of draft tokens emits on
@@ -96,5 +96,5 @@ def acceptance_chance(length: float, num_draft_tokens: int) -> float:
 
 def _ops(kernels: KernelSet) -> Any:
     """The module that matches the set: on a CPU nothing may need Triton-language."""
-    module = "kernel" if kernels.name == "triton" else "reference"
+    module = "kernel" if kernels.name == "triton" else "plain"
     return importlib.import_module(f"kimi_kernels.synthetic.{module}")

@@ -6,10 +6,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.mla_query.op import check_query
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
-from kimi_kernels.rope.op import check_rotation
 
 COLUMNS = 128
 """Latent columns of a program: with 64 heads, two programs a multiprocessor even for one row."""
@@ -80,21 +79,10 @@ def mla_query_kernel(
 
 
 def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """`signatures.MlaQuery`.
-
-    Raises:
-        ValueError: q is not [T, N, P + R] for a w_uk [N, P, L] of its dtype, or the rotation does not fit.
-    """
-    require_shape("w_uk", w_uk, None, None, None)
+    """`MlaQuery`."""
+    check_query(q, w_uk, cos_sin, positions)
     num_heads, nope, latent = w_uk.shape
-    require_shape("q", q, None, num_heads, None)
-    require_float("q", q)
-    require_dtype("w_uk", w_uk, q.dtype)
-    require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")
-    require(w_uk.is_contiguous(), "w_uk", f"strides {w_uk.stride()}", "a contiguous tensor")
     num_tokens, rope = q.shape[0], q.shape[2] - nope
-    require(rope > 0 and rope % 2 == 0, "q", f"{q.shape[2]} columns", f"{nope} and an even number more")
-    check_rotation(cos_sin, rope, positions, num_tokens)
     out = torch.empty(num_tokens, num_heads, latent + rope, dtype=q.dtype, device=q.device)
     if out.numel():
         rows = min(MOST_ROWS, max(16, triton.next_power_of_2(num_tokens)))

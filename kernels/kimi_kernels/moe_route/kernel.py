@@ -9,10 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from kimi_kernels.argument_checks import require_dtype, require_shape
 from kimi_kernels.dependent_launch import pdl_options
-from kimi_kernels.moe_route.arguments import check_router
 from kimi_kernels.moe_route.kernel_choose import choose_experts, sigmoid_scores
+from kimi_kernels.moe_route.op import check_logits, check_router
 
 
 @triton.jit
@@ -112,19 +111,8 @@ def router(
     scaling_factor: float,
     slot_mapping: Tensor | None = None,
 ) -> Router:
-    """The router of `signatures.RouteExperts`.
-
-    Raises:
-        ValueError: as `check_router`.
-    """
-    check_router(
-        router_logits,
-        correction_bias,
-        top_k=top_k,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        slot_mapping=slot_mapping,
-    )
+    """The router of `RouteExperts`."""
+    check_router(router_logits, correction_bias, top_k, num_groups, topk_groups, slot_mapping)
     return Router(
         logits=_by_rows(router_logits),
         bias=correction_bias.contiguous(),
@@ -147,13 +135,8 @@ def plain_router(
     scaling_factor: float,
     slot_mapping: Tensor | None = None,
 ) -> Router:
-    """A router by other scores, without bias and groups.
-
-    Raises:
-        ValueError: the logits are not a matrix of float32.
-    """
-    require_shape("router_logits", router_logits, None, None)
-    require_dtype("router_logits", router_logits, torch.float32)
+    """A router by other scores, without bias and groups."""
+    check_logits(router_logits, slot_mapping)
     return Router(
         logits=_by_rows(router_logits),
         bias=None,
@@ -168,7 +151,7 @@ def plain_router(
 
 
 def route(by: Router) -> tuple[Tensor, Tensor]:
-    """`signatures.RouteExperts`."""
+    """The router's choices, as of `RouteExperts`."""
     topk_ids, topk_weights = by.new_choices()
     if len(topk_ids):
         route_kernel[(len(topk_ids),)](
@@ -178,34 +161,9 @@ def route(by: Router) -> tuple[Tensor, Tensor]:
     return topk_ids, topk_weights
 
 
-def route_experts(
-    router_logits: Tensor,
-    correction_bias: Tensor,
-    *,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    renormalize: bool,
-    scaling_factor: float,
-    slot_mapping: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`signatures.RouteExperts`.
-
-    Raises:
-        ValueError: as `check_router`.
-    """
-    return route(
-        router(
-            router_logits,
-            correction_bias,
-            top_k=top_k,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            renormalize=renormalize,
-            scaling_factor=scaling_factor,
-            slot_mapping=slot_mapping,
-        )
-    )
+def route_experts(router_logits: Tensor, correction_bias: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """`RouteExperts`."""
+    return route(router(router_logits, correction_bias, **settings))
 
 
 def _by_rows(logits: Tensor) -> Tensor:

@@ -83,11 +83,7 @@ def route_silu_down(
     dtype: torch.dtype,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`signatures.RouteSiluDown`.
-
-    Raises:
-        ValueError: as `route_experts` and `silu_down`.
-    """
+    """`RouteSiluDown`."""
     return routed_beside(router(router_logits, correction_bias, **settings), gate_up, weight, dtype)
 
 

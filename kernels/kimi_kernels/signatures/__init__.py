@@ -4,13 +4,14 @@ Each module says what the letters of its shapes stand for. Ops return new tensor
 Accumulation is float32 or wider; results have the dtype of the first argument unless stated.
 """
 
+from kimi_kernels.mla_query.op import MlaQuery
+from kimi_kernels.moe_route.op import RouteExperts, RouteSiluDown
 from kimi_kernels.rms_norm.op import AddRmsNorm, ChunkedRmsNorm, ConcatRmsNorm, RmsNorm
 from kimi_kernels.rope.op import Rope
 from kimi_kernels.signatures.attention import (
     MhaAttention,
     MlaDecode,
     MlaPrefill,
-    MlaQuery,
     MlaValues,
     PlanMlaDecode,
     StoreKv,
@@ -24,8 +25,6 @@ from kimi_kernels.signatures.dense import (
 from kimi_kernels.signatures.experts import (
     MoeExperts,
     PackExperts,
-    RouteExperts,
-    RouteSiluDown,
     SumTerms,
 )
 from kimi_kernels.signatures.sampling import (

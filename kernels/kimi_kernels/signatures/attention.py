@@ -21,28 +21,6 @@ class PlanMlaDecode(Protocol):
         ...
 
 
-class MlaQuery(Protocol):
-    """A head's query for `MlaDecode`: its first part moved into the latent space, its second part rotated."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        w_uk: Tensor,
-        cos_sin: Tensor,
-        positions: Tensor,
-        interleaved: bool,
-    ) -> Tensor:
-        """
-        Args:
-            q: [T, N, P + R], may be strided.
-            w_uk: [N, P, L], contiguous.
-            cos_sin, positions, interleaved: as in `Rope`, for the R columns.
-        Returns:
-            [T, N, L + R]: q_nope @ w_uk, then rotated q_pe.
-        """
-        ...
-
-
 class MlaDecode(Protocol):
     """Absorbed multi-head latent attention (DeepSeek-V2, section 2.1.2) over paged latents: one KV read for all
     query rows of a sequence."""

@@ -10,13 +10,13 @@ from torch import Tensor
 from kimi_kernels.moe_route.kernel import Router, plain_router, route
 from kimi_kernels.moe_route.kernel_shared import routed_beside
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
-from kimi_kernels.synthetic import reference
+from kimi_kernels.synthetic import plain
 from kimi_kernels.weights import PackedWeight
 
-GOLDEN = tl.constexpr(reference.GOLDEN)
-MIX_1 = tl.constexpr(reference.MIX_1)
-MIX_2 = tl.constexpr(reference.MIX_2)
-UNIT = tl.constexpr(reference.UNIT)
+GOLDEN = tl.constexpr(plain.GOLDEN)
+MIX_1 = tl.constexpr(plain.MIX_1)
+MIX_2 = tl.constexpr(plain.MIX_2)
+UNIT = tl.constexpr(plain.UNIT)
 ROWS = 128
 
 
@@ -82,11 +82,7 @@ def force_acceptance_kernel(
 
 
 def route_uniform(router_logits: Tensor, correction_bias: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """`reference.route_uniform`.
-
-    Raises:
-        ValueError: the logits are not a matrix of float32.
-    """
+    """`plain.route_uniform`."""
     return route(_router(router_logits, **settings))
 
 
@@ -98,11 +94,7 @@ def route_uniform_silu_down(
     dtype: torch.dtype,
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`signatures.RouteSiluDown` by `route_uniform`.
-
-    Raises:
-        ValueError: the logits are not a matrix of float32, or as `silu_down`.
-    """
+    """`RouteSiluDown` by `route_uniform`."""
     return routed_beside(_router(router_logits, **settings), gate_up, weight, dtype)
 
 
@@ -111,7 +103,7 @@ def _router(router_logits: Tensor, *, num_groups: int, topk_groups: int, **setti
 
 
 def force_acceptance(token_ids: Tensor, inputs: SamplingInputs, rows: SamplingRows, chances: Tensor) -> Tensor:
-    """`reference.force_acceptance`."""
+    """`plain.force_acceptance`."""
     window = rows.window_token_ids
     width = window.shape[1]
     if not width or not len(token_ids):

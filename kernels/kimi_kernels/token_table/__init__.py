@@ -18,7 +18,7 @@ STAMP_MASK = 2**31 - 1
 
 def token_table_ops(kernels: KernelSet) -> Any:
     """The module of the ops that matches the set: on a CPU nothing may need Triton-language."""
-    module = "kernel" if kernels.name == "triton" else "reference"
+    module = "kernel" if kernels.name == "triton" else "plain"
     return importlib.import_module(f"kimi_kernels.token_table.{module}")
 
 

@@ -262,7 +262,7 @@ def read_tokens(
     *,
     vocab_size: int,
 ) -> None:
-    """See `reference.read_tokens`."""
+    """See `plain.read_tokens`."""
     num_rows, num_seqs = len(step["token_ids"]), len(step["table_rows"])
     require(window.shape[1] == 0 or window.stride(1) == 1, "window", f"last stride {window.stride(1)}", "1")
     read_tokens_kernel[(triton.cdiv(max(num_rows, num_seqs), BLOCK),)](
@@ -285,7 +285,7 @@ def read_tokens(
 
 
 def store_drawn(output_token_ids: Tensor, num_accepted_tokens: Tensor, table_rows: Tensor, drawn: Tensor) -> None:
-    """See `reference.store_drawn`."""
+    """See `plain.store_drawn`."""
     num_seqs, width = output_token_ids.shape
     require(output_token_ids.is_contiguous(), "output_token_ids", output_token_ids.stride(), "contiguous rows")
     store_drawn_kernel[(triton.cdiv(num_seqs, BLOCK),)](
@@ -302,7 +302,7 @@ def store_drawn(output_token_ids: Tensor, num_accepted_tokens: Tensor, table_row
 
 
 def read_drawn(step: Mapping[str, Tensor], drawn: Tensor, *, vocab_size: int) -> None:
-    """See `reference.read_drawn`."""
+    """See `plain.read_drawn`."""
     num_rows, num_seqs = len(step["token_ids"]), len(step["last_rows"])
     read_drawn_kernel[(triton.cdiv(max(num_rows, num_seqs), BLOCK),)](
         *(step[name] for name in READ_DRAWN),
@@ -317,7 +317,7 @@ def read_drawn(step: Mapping[str, Tensor], drawn: Tensor, *, vocab_size: int) ->
 
 
 def plan_steps(step: Mapping[str, Tensor], block_table: Tensor, drawn: Tensor, *, block_size: int) -> None:
-    """See `reference.plan_steps`."""
+    """See `plain.plan_steps`."""
     num_draws, num_seqs = step["token_index"].shape
     plan_steps_kernel[(triton.cdiv(num_seqs, BLOCK),)](
         *(step[name] for name in GIVEN),
@@ -335,7 +335,7 @@ def plan_steps(step: Mapping[str, Tensor], block_table: Tensor, drawn: Tensor, *
 
 
 def store_proposals(token_ids: Tensor, status: Tensor, step: Mapping[str, Tensor], proposed: Tensor) -> None:
-    """See `reference.store_proposals`."""
+    """See `plain.store_proposals`."""
     num_draws, num_seqs = token_ids.shape
     store_proposals_kernel[(triton.cdiv(num_seqs, BLOCK),)](
         token_ids,

@@ -1,4 +1,4 @@
-"""Uniform routing and synthetic acceptance: what they promise, and the kernels against the reference."""
+"""Uniform routing and synthetic acceptance: what they promise, and the kernels against plain torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 
 from kimi_kernels import KernelSet
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, SamplingInputs, SamplingRows
-from kimi_kernels.synthetic import reference
+from kimi_kernels.synthetic import plain
 from kimi_kernels.synthetic_sets import acceptance_chance, chances_of, with_synthetic_acceptance, with_uniform_routing
 from support.interpreted import INTERPRETED
 from support.sampling_cases import SequenceCase, sampling_tensors
@@ -25,7 +25,7 @@ ROUTER: dict[str, Any] = {
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=INTERPRETED)])
+@pytest.fixture(params=["plain", pytest.param("kernel", marks=INTERPRETED)])
 def ops(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     import importlib
 
@@ -38,11 +38,11 @@ def route(ops: ModuleType, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 384), (33, 384), (5, 30)])
-def test_the_kernel_routes_as_the_reference(ops: ModuleType, num_tokens: int, num_experts: int) -> None:
+def test_the_kernel_routes_as_plain_torch(ops: ModuleType, num_tokens: int, num_experts: int) -> None:
     torch.manual_seed(num_tokens)
     logits = torch.randn(num_tokens, num_experts + 3)[:, :num_experts]
     ids, weights = route(ops, logits)
-    expected_ids, expected = route(reference, logits)
+    expected_ids, expected = route(plain, logits)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weights.sum(1), torch.full((num_tokens,), 2.827))
@@ -51,7 +51,7 @@ def test_the_kernel_routes_as_the_reference(ops: ModuleType, num_tokens: int, nu
 def test_routing_is_uniform_whatever_the_logits_prefer() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6000, 48) + torch.arange(48)  # the true router would take the last eight only
-    ids, _ = route(reference, logits)
+    ids, _ = route(plain, logits)
     assert all(len(set(row)) == 8 for row in ids.tolist())
     counts = torch.bincount(ids.flatten().long(), minlength=48).double()
     expected = 6000 * 8 / 48
@@ -67,8 +67,8 @@ def test_routing_repeats_for_the_same_logits_and_changes_with_their_last_bit() -
     torch.manual_seed(0)
     logits = torch.randn(200, 384)
     nudged = torch.nextafter(logits, torch.full_like(logits, 9.0))
-    assert torch.equal(route(reference, logits)[0], route(reference, logits.clone())[0])
-    shared = (route(reference, logits)[0][:, :, None] == route(reference, nudged)[0][:, None, :]).any(2)
+    assert torch.equal(route(plain, logits)[0], route(plain, logits.clone())[0])
+    shared = (route(plain, logits)[0][:, :, None] == route(plain, nudged)[0][:, None, :]).any(2)
     assert float(shared.float().mean()) < 0.05, "8 of 384 agree by chance at 2 %"
 
 
@@ -85,7 +85,7 @@ def rows_of(windows: list[list[int]], seeds: list[int], lengths: list[int]) -> t
     return inputs, replace(rows, window_token_ids=window_token_ids)
 
 
-def test_the_kernel_forces_as_the_reference(ops: ModuleType) -> None:
+def test_the_kernel_forces_as_plain_torch(ops: ModuleType) -> None:
     torch.manual_seed(0)
     windows = [torch.randint(0, 50, (int(n),)).tolist() for n in torch.randint(0, 6, (60,))]
     seeds = [int(s) for s in torch.randint(0, 2**62, (60,))]
@@ -94,7 +94,7 @@ def test_the_kernel_forces_as_the_reference(ops: ModuleType) -> None:
     tokens[::7] = PLACEHOLDER_TOKEN_ID
     chances = torch.rand(9, 8)
     found = ops.force_acceptance(tokens, inputs, rows, chances)
-    assert torch.equal(found, reference.force_acceptance(tokens, inputs, rows, chances))
+    assert torch.equal(found, plain.force_acceptance(tokens, inputs, rows, chances))
     assert torch.equal(found[::7], tokens[::7]), "a failed row stays failed"
     first = torch.cat([torch.zeros(1, dtype=torch.long), (rows.sequence[1:] != rows.sequence[:-1]).nonzero()[:, 0] + 1])
     for sequence, window in enumerate(windows):
@@ -150,10 +150,10 @@ def test_chances_add_up_to_the_length() -> None:
 
 
 def test_only_the_ops_named_are_replaced() -> None:
-    plain = KernelSet.reference()
-    routed = with_uniform_routing(plain)
-    assert routed.route_experts is not plain.route_experts
-    assert routed.sample_tokens is plain.sample_tokens
-    accepting = with_synthetic_acceptance(plain, 2.0, CPU)
-    assert accepting.verify_draft_tokens is plain.verify_draft_tokens
-    assert accepting.route_experts is plain.route_experts
+    torch_ops = KernelSet.reference()
+    routed = with_uniform_routing(torch_ops)
+    assert routed.route_experts is not torch_ops.route_experts
+    assert routed.sample_tokens is torch_ops.sample_tokens
+    accepting = with_synthetic_acceptance(torch_ops, 2.0, CPU)
+    assert accepting.verify_draft_tokens is torch_ops.verify_draft_tokens
+    assert accepting.route_experts is torch_ops.route_experts

@@ -1,4 +1,4 @@
-"""A verify and a draft step read the token table and write it: kernels against the reference."""
+"""A verify and a draft step read the token table and write it: kernels against plain torch."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE
-from kimi_kernels.token_table import kernel, reference, stamp_of, token_table_ops
+from kimi_kernels.token_table import kernel, plain, stamp_of, token_table_ops
 from support.interpreted import INTERPRETED
 
 VOCAB = 50
@@ -98,7 +98,7 @@ def read_by(module: Any, case: Case, width: int) -> list[torch.Tensor]:
 def check_read_tokens(device: torch.device) -> None:
     for ours, theirs in both(device):
         for width in (0, 3, 7):
-            found, expected = read_by(kernel, ours, width), read_by(reference, theirs, width)
+            found, expected = read_by(kernel, ours, width), read_by(plain, theirs, width)
             assert all(map(torch.equal, found, expected)), (ours.num_seqs, width)
 
 
@@ -106,7 +106,7 @@ def check_store_drawn(device: torch.device) -> None:
     for ours, theirs in both(device):
         for width in (1, 5, 8):
             token_ids, accepted = ours.tokens(ours.num_seqs, width).to(device), ours.ints(width, ours.num_seqs).int()
-            for module, case in ((kernel, ours), (reference, theirs)):
+            for module, case in ((kernel, ours), (plain, theirs)):
                 module.store_drawn(token_ids, accepted.to(device), case.verify["table_rows"], case.drawn)
             assert torch.equal(ours.drawn[:-1], theirs.drawn[:-1])
 
@@ -114,7 +114,7 @@ def check_store_drawn(device: torch.device) -> None:
 def check_read_drawn(device: torch.device) -> None:
     for ours, theirs in both(device):
         kernel.read_drawn(ours.extension, ours.drawn, vocab_size=VOCAB)
-        reference.read_drawn(theirs.extension, theirs.drawn, vocab_size=VOCAB)
+        plain.read_drawn(theirs.extension, theirs.drawn, vocab_size=VOCAB)
         for name, expected in theirs.extension.items():
             assert torch.equal(ours.extension[name], expected), (ours.num_seqs, name)
 
@@ -122,7 +122,7 @@ def check_read_drawn(device: torch.device) -> None:
 def check_plan_steps(device: torch.device) -> None:
     for ours, theirs in both(device):
         kernel.plan_steps(ours.proposals, ours.block_table, ours.drawn, block_size=BLOCK_SIZE)
-        reference.plan_steps(theirs.proposals, theirs.block_table, theirs.drawn, block_size=BLOCK_SIZE)
+        plain.plan_steps(theirs.proposals, theirs.block_table, theirs.drawn, block_size=BLOCK_SIZE)
         for name, expected in theirs.proposals.items():
             assert torch.equal(ours.proposals[name], expected), (ours.num_seqs, name)
 
@@ -134,7 +134,7 @@ def check_store_proposals(device: torch.device) -> None:
         for name in ("is_wanted", "counts"):
             ours.proposals[name] = theirs.proposals[name] = ours.ints(2, *shape).int().to(device)
         kernel.store_proposals(token_ids, status, ours.proposals, ours.proposed)
-        reference.store_proposals(token_ids, status, theirs.proposals, theirs.proposed)
+        plain.store_proposals(token_ids, status, theirs.proposals, theirs.proposed)
         assert torch.equal(ours.proposed[:-1], theirs.proposed[:-1])
 
 
@@ -144,7 +144,7 @@ def check_store_proposals(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def test_kernels_equal_the_reference(check: Any, device: str) -> None:
+def test_kernels_equal_plain_torch(check: Any, device: str) -> None:
     check(torch.device(device))
 
 
@@ -163,7 +163,7 @@ def test_host_given_and_device_given_proposals_stand_side_by_side() -> None:
     drawn = torch.tensor([[0, 90, 91]] * 2 + [[1, 30, 31]] + [[0, 90, 91]] * 3, dtype=torch.int32)
     proposed = torch.tensor([[7, 0, 20, 21], [7, 0, 22, 23], [7, 1, -1, -1], [6, 0, 24, 25], [7, 0, 8, 9], [0] * 4])
     embedded, window, status = (torch.zeros(shape, dtype=torch.int32) for shape in ((11,), (5, 2), (5,)))
-    reference.read_tokens(step, drawn, proposed.int(), embedded, window, status, vocab_size=VOCAB)
+    plain.read_tokens(step, drawn, proposed.int(), embedded, window, status, vocab_size=VOCAB)
     assert embedded.tolist() == [1, 2, 3, 20, 21, 4, 5, 6, 31, 7, 0]
     assert window.tolist() == [[-1, -1], [20, 21], [5, 6], [-1, -1], [-1, -1]]
     assert status.tolist() == [0, 0, 0, 1, STATUS_NOT_FINITE]
@@ -178,7 +178,7 @@ def test_a_failure_that_counts_takes_all_tokens_of_its_sequence() -> None:
         "stamp": torch.tensor([stamp_of(2**31 + 5)], dtype=torch.int32),
     }
     status = torch.tensor([[0, 0, 0], [1, 1, 0]], dtype=torch.int32)
-    reference.store_proposals(torch.tensor([[1, 2, 3], [4, 5, 6]]), status, step, proposed)
+    plain.store_proposals(torch.tensor([[1, 2, 3], [4, 5, 6]]), status, step, proposed)
     none = PLACEHOLDER_TOKEN_ID
     assert proposed.tolist() == [[5, 0, 2, none, 9, 9], [5, 0, 3, 6, 9, 9], [5, 1, none, none, 9, 9], [9] * 6]
 
@@ -187,10 +187,10 @@ def test_a_count_that_cannot_be_is_cut() -> None:
     """Whatever stands in the table: no row, slot or length lies outside what the plan speaks of."""
     case = Case(torch.device("cpu"), 5, 4, 3, 3)
     case.drawn[:, 0] = 2**30
-    reference.read_drawn(case.extension, case.drawn, vocab_size=VOCAB)
+    plain.read_drawn(case.extension, case.drawn, vocab_size=VOCAB)
     ends = case.extension["cu_seqlens"][1:-1]
     assert (case.extension["last_rows"][:-1] == ends - 1).all()
 
 
 def test_a_set_brings_its_own_ops() -> None:
-    assert token_table_ops(KernelSet.reference()) is reference
+    assert token_table_ops(KernelSet.reference()) is plain

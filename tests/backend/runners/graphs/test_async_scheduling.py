@@ -16,7 +16,7 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import TargetPlan
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.token_table import reference
+from kimi_kernels.token_table import plain
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.plain_recorder import PlainRecorder
@@ -112,7 +112,7 @@ def test_a_wrong_token_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Planted faults in what a step leaves for the next."""
     given = requests()
     lockstep, _ = run(False, given)
-    store = reference.store_drawn
+    store = plain.store_drawn
 
     def planted(
         output_token_ids: torch.Tensor, accepted: torch.Tensor, table_rows: torch.Tensor, drawn: torch.Tensor
@@ -122,7 +122,7 @@ def test_a_wrong_token_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> Non
         elif fault == "another's token":
             store(output_token_ids.roll(1, 0), accepted, table_rows, drawn)
 
-    monkeypatch.setattr(reference, "store_drawn", planted)
+    monkeypatch.setattr(plain, "store_drawn", planted)
     ahead, num_behind = run(True, given)
     assert num_behind > 20
     assert texts(ahead) != texts(lockstep)

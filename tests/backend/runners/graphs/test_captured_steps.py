@@ -16,7 +16,7 @@ from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.plan_builder import store_proposals
 from kimi_backend.types.plan import TargetPlan
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.token_table import reference
+from kimi_kernels.token_table import plain
 from support.captured_runners import Setting, runner_pair
 from support.captured_steps import assert_equal_steps, step_in_order
 from support.masked_loop import MaskedLoop
@@ -73,7 +73,7 @@ class CompilingRecorder(EagerRecorder):
     def prepare(self, runs: Iterable[Run]) -> None:
         with self._monkeypatch.context() as patch:
             for name in ("read_tokens", "store_drawn", "read_drawn", "plan_steps", "store_proposals"):
-                patch.setattr(reference, name, lambda *_, **__: None)
+                patch.setattr(plain, name, lambda *_, **__: None)
             super().prepare(runs)
 
 

@@ -24,7 +24,7 @@ from kimi_backend.types.plan import DraftPlan, DraftReply, RowPlan, TargetPlan
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.synthetic_sets import with_synthetic_acceptance
-from kimi_kernels.token_table import reference
+from kimi_kernels.token_table import plain
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.plain_recorder import PlainRecorder
@@ -351,8 +351,8 @@ def test_numbers_worked_out_on_the_device() -> None:
     proposals.upload()
     static_table = torch.zeros((3, 3), dtype=torch.int32)
     static_table[:2] = torch.from_numpy(table)
-    reference.read_drawn(extension.device, drawn, vocab_size=96)
-    reference.plan_steps(proposals.device, static_table, drawn, block_size=4)
+    plain.read_drawn(extension.device, drawn, vocab_size=96)
+    plain.plan_steps(proposals.device, static_table, drawn, block_size=4)
     assert extension.device["token_ids"][:6].tolist() == [41, 42, 43, 0, 7, 8]
     assert extension.device["last_rows"][:2].tolist() == [2, 5]
     # 5 tokens and 3 rows, then 5 tokens and 2 rows, of which room is left for one proposal.
@@ -368,7 +368,7 @@ def test_numbers_worked_out_on_the_device() -> None:
 def test_one_wrong_number_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults in what is worked out on the device."""
 
-    read_drawn, plan_steps = reference.read_drawn, reference.plan_steps
+    read_drawn, plan_steps = plain.read_drawn, plain.plan_steps
 
     def read_wrongly(step: dict[str, torch.Tensor], *args: Any, **sizes: Any) -> None:
         read_drawn(step, *args, **sizes)
@@ -386,8 +386,8 @@ def test_one_wrong_number_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     requests = engine_requests(8)
     lockstep, _ = run_engine("mla31", False, requests)
-    monkeypatch.setattr(reference, "read_drawn", read_wrongly)
-    monkeypatch.setattr(reference, "plan_steps", plan_wrongly)
+    monkeypatch.setattr(plain, "read_drawn", read_wrongly)
+    monkeypatch.setattr(plain, "plan_steps", plan_wrongly)
     early, overlapped = run_engine("mla31", True, requests)
     assert any(overlapped)
     assert [o.token_ids for o in early.outcomes] != [o.token_ids for o in lockstep.outcomes]

@@ -1,9 +1,9 @@
-"""Reference of the synthetic ops: the hash they draw from, uniform routing, and forced acceptance."""
+"""The synthetic ops in torch: the hash they draw from, uniform routing, and forced acceptance."""
 
 import torch
 from torch import Tensor
 
-from kimi_kernels.moe_route.reference import without_padding
+from kimi_kernels.moe_route.plain import without_padding
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
 
 RENORMALIZE_EPS = 1e-20
@@ -42,7 +42,7 @@ def route_uniform(
     scaling_factor: float,
     slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`signatures.RouteExperts` with scores hashed from the bits of the logits: each token's experts are uniform and
+    """`RouteExperts` with scores hashed from the bits of the logits: each token's experts are uniform and
     distinct, repeat when the step repeats, and differ between rows, layers and steps as the logits do.
 
     Bias and groups are ignored.

@@ -1,9 +1,11 @@
-"""Reference of the router: float64 sigmoid, stable sorts, sums in a fixed order."""
+"""The router in torch: float64 sigmoid, stable sorts, sums in a fixed order."""
 
 import torch
 from torch import Tensor
 
-from kimi_kernels.moe_route.arguments import check_router
+from kimi_kernels.constants import constant
+from kimi_kernels.moe_route.op import check_router
+from kimi_kernels.paged_rows import has_padding
 
 RENORMALIZE_EPS = 1e-20
 NO_EXPERT = -1
@@ -20,22 +22,10 @@ def route_experts(
     scaling_factor: float,
     slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`signatures.RouteExperts`.
-
-    Raises:
-        ValueError: as `check_router`.
-    """
-    check_router(
-        router_logits,
-        correction_bias,
-        top_k=top_k,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        slot_mapping=slot_mapping,
-    )
-
-    # Not torch.sigmoid: its vector and scalar paths differ in the last bit, and a row may fall to either.
-    scores = (-router_logits.double()).exp_().add_(1).reciprocal_().float()
+    """`RouteExperts`."""
+    check_router(router_logits, correction_bias, top_k, num_groups, topk_groups, slot_mapping)
+    # In float64, whose last bit may depend on where a row stands: rounding takes it away.
+    scores = router_logits.double().sigmoid_().float()
     biased = scores + correction_bias
     if topk_groups < num_groups:
         biased = _mask_groups(biased, num_groups, topk_groups)
@@ -43,13 +33,16 @@ def route_experts(
     weights = scores.gather(1, topk_ids).double()
     if renormalize:
         # cumsum adds from left to right, whatever the number of rows.
-        weights = weights / (weights.cumsum(dim=-1)[:, -1:] + RENORMALIZE_EPS)
-    return without_padding(topk_ids.to(torch.int32), slot_mapping), (weights * scaling_factor).float()
+        weights /= weights.cumsum(dim=-1)[:, -1:].add_(constant(RENORMALIZE_EPS, torch.float64))
+    topk_ids = without_padding(topk_ids.int(), slot_mapping)
+    return topk_ids, weights.mul_(constant(scaling_factor, torch.float64)).float()
 
 
 def without_padding(topk_ids: Tensor, slot_mapping: Tensor | None) -> Tensor:
     """The choices of rows that are no padding, in place."""
-    return topk_ids if slot_mapping is None else topk_ids.masked_fill_((slot_mapping < 0)[:, None], NO_EXPERT)
+    if slot_mapping is None or not has_padding(slot_mapping):
+        return topk_ids
+    return topk_ids.masked_fill_((slot_mapping < 0)[:, None], NO_EXPERT)
 
 
 def _mask_groups(biased: Tensor, num_groups: int, topk_groups: int) -> Tensor:

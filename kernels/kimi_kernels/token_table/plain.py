@@ -1,4 +1,4 @@
-"""Plain torch definitions of the ops on the token table. T rows and B sequences of a step, padding among them."""
+"""The ops on the token table in torch. T rows and B sequences of a step, padding among them."""
 
 from collections.abc import Mapping
 
