@@ -64,7 +64,7 @@ class EngineCore:
         self._num_failed_steps = 0
         self._flight: deque[Step] = deque()
         self._done: list[Callable[[], Round]] = []
-        """Rounds that the policy is told of when the next step is on its way."""
+        """Rounds that the policy is told of when the next step is on its way, or when there is none."""
         self._unread: DraftStep | None = None
         """The draft step since the last verify, if its proposals are in the token table."""
         self.times = StepTimes()
@@ -104,8 +104,7 @@ class EngineCore:
         """Launch the next step, if it need not wait, and finish those that are due. False when there was nothing to do,
         or no target to do it."""
         if not self.runners.reach_target():
-            self._outputs.flush()
-            self.times.rest()
+            self._rest()
             return False
         self._reach_draft()
         self.times.start()
@@ -116,8 +115,7 @@ class EngineCore:
         if last is None:
             self._unread = None
         if step is None and last is None:
-            self._outputs.flush()
-            self.times.rest()
+            self._rest()
             return False
         self.times.lap("schedule")  # looking in vain is no step's time
         if step is not None:
@@ -127,6 +125,13 @@ class EngineCore:
         while len(self._flight) >= max(0 if step is None else step.depth, 1):
             self._finish(self._flight.popleft())
         return True
+
+    def _rest(self) -> None:
+        """There is nothing to launch, so that what comes behind a launch comes now: nobody else would free its
+        sequences."""
+        self._outputs.flush()
+        self._teach_policy()
+        self.times.rest()
 
     def _launch(self, step: Step) -> bool:
         """Launch a step, and the draft's behind it where that need not wait. False when the target was lost."""
@@ -178,10 +183,14 @@ class EngineCore:
 
     def _prepare_next(self) -> None:
         """Let the policy learn and choose while the models work, so that a round is no longer for it."""
+        self._teach_policy()
+        self.scheduler.prepare_choice()
+
+    def _teach_policy(self) -> None:
+        """Tell it of the rounds that are done."""
         for done in self._done:
             self.scheduler.policy.end_round(done())
         self._done.clear()
-        self.scheduler.prepare_choice()
 
     def _wait(self, step: Step) -> TargetReply | None:
         """The target's reply; None when the target was lost, its KV with it."""

@@ -371,3 +371,18 @@ def test_it_learns_and_chooses_while_the_target_works(async_scheduling: bool, mo
         if event in ("learn", "prepare"):
             before = [other for other in events[:place] if other not in ("learn", "prepare")]
             assert before[-1] == "launch", events[: place + 1]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_it_has_learned_of_every_round_when_there_is_nothing_left_to_do(async_scheduling: bool) -> None:
+    """And nothing of a step is kept, with the sequences that were in it, until the next request comes."""
+    harness, learned = harness_of(async_scheduling), list[Round]()
+    harness.core.scheduler.policy.end_round = learned.append  # type: ignore[method-assign]
+    sampling = SamplingParams(seed=4, max_tokens=20, ignore_eos=True)
+    harness.add(GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling, num_speculative_tokens=3))
+    harness.run()
+    num_before = len(learned)
+    assert not harness.step(), "nothing is left"
+    [outcome] = harness.outcomes
+    assert num_before < len(learned) == len(outcome.steps) - 1, "all but the prompt's"
+    assert not harness.core._done
