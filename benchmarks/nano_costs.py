@@ -50,7 +50,7 @@ def kept_costs(role: str) -> dict[str, Any]:
 
 
 def host_seconds(case: ServedCase, streams: int) -> float:
-    """Of a round, without both runners' own time. One load comes before the one that counts."""
+    """The host's seconds of a round, without both runners' own. One load comes before the one that counts."""
     requests = [case.request(number, 0.0, 128) for number in range(3 * streams)]
     found = []
     for _ in range(3):
