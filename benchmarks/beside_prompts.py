@@ -32,7 +32,7 @@ MARGIN_TOKENS = 80
 
 @dataclasses.dataclass(slots=True)
 class Heard:
-    """When a request's responses came."""
+    """The times at which a request's responses came."""
 
     times: list[float] = dataclasses.field(default_factory=list)
     num_tokens: int = 0

@@ -58,7 +58,7 @@ class Case(ServedCase):
         self.texts = [one.text for one in done]
 
     def _read(self) -> ServerCounters:
-        """After the server has brought them up to date."""
+        """Read the counters after the server has brought them up to date."""
         time.sleep(2 * METRICS_INTERVAL_S)
         return read_counters(self.server.ports.metrics)
 

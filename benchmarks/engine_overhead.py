@@ -91,7 +91,7 @@ class InstantTarget:
         return Answered(reply)
 
     def answer(self, plan: TargetPlan) -> TargetReply:
-        """At random, at once."""
+        """Answer at random, at once."""
         counts = plan.num_sampled_rows[plan.num_sampled_rows > 0]
         num_drafts = counts - 1
         width = int(num_drafts.max(initial=0)) + 1
@@ -129,7 +129,7 @@ class InstantDraft:
         return Answered(reply)
 
     def answer(self, plan: DraftPlan) -> DraftReply:
-        """At random, at once."""
+        """Answer at random, at once."""
         shape = (int((plan.num_proposals > 0).sum()), int(plan.num_proposals.max(initial=0)))
         return DraftReply(
             step_id=plan.step_id,
@@ -171,7 +171,7 @@ def measure(num_sequences: int, num_steps: int, wait_s: float, penalties: bool) 
 
 
 def _spans(target: InstantTarget, draft: InstantDraft, num_sequences: int, num_steps: int) -> dict[str, float]:
-    """Over steps that all sequences decode in, the first ten left out."""
+    """Times over steps that all sequences decode in, the first ten left out."""
     steady = [i for i, count in enumerate(target.num_decoding) if count == num_sequences][10 : 10 + num_steps]
     after_draft, after_target = [], []
     for step in steady:

@@ -97,7 +97,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """After every case, so that an interrupted run leaves what it has."""
+    """Write the document after every case, so that an interrupted run leaves what it has."""
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"k_from_costs_{'_'.join(options.draft)}.json"
@@ -135,7 +135,7 @@ class Pairs:
         gc.freeze()  # as in a server: a look at all that is loaded takes as long as many rounds
 
     def run(self, policy: str, k: int, batch: int, rounds: int, **more: Any) -> list[Round]:
-        """So many rounds of equal requests, none of which ends in them."""
+        """Run so many rounds of equal requests, none of which ends in them."""
         found = run_batch(
             self.target,
             self.draft if k else None,
@@ -170,7 +170,8 @@ class FixedRound(NamedTuple):
 
     whole: float
     host: float
-    """From the target's reply to the end of its next launch; below 0 where that is behind the one before it."""
+    """The time from the target's reply to the end of its next launch; below 0 where that is behind the one before
+    it."""
 
 
 def measure_draft(name: str, pairs: Pairs, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

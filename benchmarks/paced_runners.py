@@ -35,7 +35,7 @@ from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDesc
 from kimi_kernels.token_table import PROPOSALS, STATUS, stamp_of
 
 AUX_BUFFER = b"paced"
-"""In place of a handle: the draft "opens" it, and no aux tensor travels, as on one GPU."""
+"""The stand-in for a handle: the draft "opens" it, and no aux tensor travels, as on one GPU."""
 
 MODEL = """
 import sys
@@ -85,7 +85,7 @@ class PacedStream:
 
 
 class PacedOrder(HostOrder):
-    """In a stream's order."""
+    """Steps in a stream's order."""
 
     def __init__(self, semaphores: SharedSemaphores, stream: PacedStream) -> None:
         super().__init__(semaphores)

@@ -132,7 +132,7 @@ class InstantStream(AsyncStream):
 
 
 class InstantClient:
-    """In place of the gRPC client: answers with the reply that the last message names."""
+    """A stand-in for the gRPC client: answers with the reply that the last message names."""
 
     def __init__(self, url: str) -> None:
         pass

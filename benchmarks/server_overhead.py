@@ -122,7 +122,7 @@ def served(server: EmbeddedServer, count: int, k: int, output_tokens: int, strea
 
 
 def num_rounds(completion: Completion) -> int:
-    """Behind the first token."""
+    """Rounds behind the first token."""
     if completion.speculation is None:
         return completion.num_output_tokens - 1
     steps: int = completion.speculation["num_spec_steps"]
@@ -180,7 +180,7 @@ def measure(args: argparse.Namespace, aux_transfer: str, console: Console) -> li
 
 
 def add_in_process(args: argparse.Namespace, settings: ServingSettings, rows: list[Row]) -> None:
-    """To each row, what its round takes with both runners in this process."""
+    """Add to each row what its round takes with both runners in this process."""
     fields = {"max_tokens": args.output_tokens, "ignore_eos": True, "num_speculative_tokens": args.k}
     found = rounds_in_process(settings, args.streams, fields, PROMPT)
     for row in rows:
@@ -189,7 +189,7 @@ def add_in_process(args: argparse.Namespace, settings: ServingSettings, rows: li
 
 
 def put_paced_runners(repository: Path, args: argparse.Namespace) -> None:
-    """In place of the runners: models that only wait."""
+    """Put models that only wait in place of the runners."""
     config = json.loads((args.checkpoint / "config.json").read_text())
     vocab_size = config.get("text_config", config)["vocab_size"]
     for (model, role), milliseconds in zip(RUNNERS.items(), args.paced, strict=True):

@@ -219,7 +219,7 @@ def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -
 
 
 def settings_that_differ(settings: ServingSettings) -> dict[str, Any]:
-    """From the defaults; folders left out."""
+    """Settings that differ from the defaults; folders left out."""
     default = ServingSettings()
     return {
         field.name: getattr(settings, field.name)
@@ -230,7 +230,7 @@ def settings_that_differ(settings: ServingSettings) -> dict[str, Any]:
 
 
 def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """After every case, so that an interrupted run leaves what it has."""
+    """Write the document after every case, so that an interrupted run leaves what it has."""
     if options.out is None:
         return
     options.out.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ class Case(ServedCase):
     """One way of serving, and how many tokens it drafted."""
 
     verifies: list[int] = field(default_factory=lambda: [0] * (MOST_DRAFT_TOKENS + 1))
-    """By number of draft tokens."""
+    """Counts by number of draft tokens."""
 
     def run(self, temperature: float, streams: int, num_requests: int, max_tokens: int) -> None:
         """One slice."""
@@ -41,7 +41,7 @@ class Case(ServedCase):
 
 
 def server_settings(args: argparse.Namespace) -> dict[str, ServingSettings]:
-    """Without a draft, fixed, adaptive."""
+    """The servers: without a draft, fixed, adaptive."""
     return {
         name: ServingSettings(
             checkpoint=str(args.checkpoint),

@@ -26,7 +26,7 @@ from kimi_backend.hosting.settings_to_server import make_server
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS_AT_ONCE = 250
-"""After so many the server must still say what it said before."""
+"""Plans after which the server must still say what it said before."""
 
 
 def fuzz_in_parts(victim: Victim, count: int, seed: int) -> str:

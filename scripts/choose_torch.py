@@ -1,4 +1,4 @@
-"""Which torch `make setup` installs. Run by the interpreter that the virtual environment is made from.
+"""The choice of the torch that `make setup` installs. Run by the interpreter that the virtual environment is made from.
 
 The kernels need Triton-language 3.6. A CUDA build of torch pins one: torch 2.11 pins 3.6, torch 2.13 pins 3.7. A CPU
 build pins none. So the newest CPU build that the tests ran with is taken where pip's index has one, else torch 2.11:

@@ -1,4 +1,4 @@
-"""Which files a request goes through: counted by a trace of one request of kimi-nano on a CPU, in process.
+"""The files that a request goes through: counted by a trace of one request of kimi-nano on a CPU, in process.
 
     python scripts/trace_request.py [--tokens 24] [--k 3] [--list]
 

@@ -23,8 +23,8 @@ def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:
 
 
 def start_ticks(process_id: int, proc: Path = Path("/proc")) -> str:
-    """When it started, in the machine's clock ticks: tells it from a later process of the same id. Empty where /proc
-    cannot tell."""
+    """The time at which it started, in the machine's clock ticks: tells it from a later process of the same id. Empty
+    where /proc cannot tell."""
     try:
         return (proc / str(process_id) / "stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):

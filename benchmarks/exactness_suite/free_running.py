@@ -77,7 +77,7 @@ def run_alone(
     temperature: float,
     num_tokens: int,
 ) -> list[Text]:
-    """In a process of its own, which loads both models once. Products of float32 numbers are ieee products."""
+    """Run in a process of its own, which loads both models once. Products of float32 numbers are ieee products."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)

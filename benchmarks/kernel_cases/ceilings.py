@@ -48,7 +48,7 @@ def measure_ceilings() -> Ceilings:
 
 
 def discard_reason(card: str, ceilings: Ceilings) -> str:
-    """Why a run cannot be trusted; empty if it can."""
+    """The reason why a run cannot be trusted; empty if it can."""
     if "H100" not in card:
         return ""
     if ceilings.read_bytes_per_us < MIN_H100_READ:

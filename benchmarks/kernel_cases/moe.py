@@ -54,7 +54,7 @@ MUST = {
     (2048, 256): (None, 1.35, "Marlin about 1.24x"),
     (2048, 8192): (14_000, None, ""),
 }
-"""By (width, tokens): most microseconds, most floors, peer on the same kind of card."""
+"""Most microseconds, most floors, and peer on the same kind of card, by (width, tokens)."""
 WIDTH_TOKENS = {
     256: (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192),
     512: (1, 4, 16, 64, 256),

@@ -38,7 +38,7 @@ class Case:
     """One run of perf_analyzer."""
 
     label: str
-    """Which line of a plot it belongs to."""
+    """The line of a plot that it belongs to."""
     x: float
     """Its place on that line."""
     requests: list[dict[str, Any]]
@@ -81,7 +81,7 @@ def _labels(settings: LoadSettings) -> tuple[tuple[str, int], ...]:
 
 
 def concurrency_sweep(settings: LoadSettings) -> Iterator[Case]:
-    """So many streams at once, with speculation and without."""
+    """Cases of so many streams at once, with speculation and without."""
     for concurrency in settings.concurrencies:
         count = max(settings.num_requests, REQUESTS_A_STREAM * concurrency)
         for label, k in _labels(settings):

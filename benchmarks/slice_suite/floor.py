@@ -16,7 +16,7 @@ from kimi_backend.runners.load.draft_choice import head_format, linear_format
 
 KV_ITEM_BYTES = 2
 ON_EVERY_RANK = ("q_a_proj", "kv_a_proj", "norm", ".mlp.gate.", "e_score_correction_bias")
-"""In the names of tensors that ranks do not divide."""
+"""Parts of the names of tensors that ranks do not divide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ WANTED_OF_A_CHEAP_DRAFT = {(3, 1): (5.4, 4.4), (3, 4): (8.4, 7.0), (3, 16): (16.
 CHEAP_DRAFT_SETTINGS = ("draft_vocab", "draft_quantization", "draft_head_quantization")
 H100_READ_BYTES_PER_US = 3.12e6
 H100_EXPERTS_MS = {256: 3.173}
-"""By rows, a layer's routed experts as measured there (docs/benchmarks_kernels.md), where arithmetic binds them."""
+"""A layer's routed experts by rows, as measured there (docs/benchmarks_kernels.md), where arithmetic binds them."""
 
 
 def is_cheap_draft(settings: dict[str, Any]) -> bool:

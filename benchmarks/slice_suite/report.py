@@ -39,7 +39,7 @@ def peer_ms(case: Case) -> float | None:
 
 
 def per_layer(cases: list[Case]) -> list[dict[str, Any]]:
-    """From two depths: one expert layer's time, everything else, and the whole model extrapolated from both."""
+    """One expert layer's time, everything else, and the whole model, extrapolated from two depths."""
     found = []
     by_shape: dict[tuple[int, int, int], dict[int, Case]] = {}
     for case in cases:
@@ -103,7 +103,7 @@ def _rate_of(depths: dict[int, Case]) -> float:
 
 
 def _split(ms: dict[int, float]) -> tuple[float, float, float]:
-    """By number of layers -> (an expert layer, everything else, NUM_MODEL_LAYERS of them)."""
+    """Split times by number of layers -> (an expert layer, everything else, NUM_MODEL_LAYERS of them)."""
     low, high = min(ms), max(ms)
     a_layer = (ms[high] - ms[low]) / (high - low)
     fixed = ms[low] - (low - 1) * a_layer

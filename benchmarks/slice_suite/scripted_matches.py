@@ -31,8 +31,8 @@ class MatchScript:
 
 
 class ScriptedLookup:
-    """In place of `SequenceLookup`: says that there is a match where the script has one. What it proposes is accepted
-    as any draft token of the slice is."""
+    """A stand-in for `SequenceLookup`: says that there is a match where the script has one. What it proposes is
+    accepted as any draft token of the slice is."""
 
     held_bytes = 0
     is_crowded = False

@@ -61,7 +61,7 @@ def rounds_table(cases: Sequence[Case]) -> str:
 
 
 def layers_table(cases: list[Case]) -> str:
-    """With the draft as it is."""
+    """A row for each number of layers, with the draft as it is."""
     whole = f"extrapolated_{NUM_MODEL_LAYERS}_layers_ms"
     lines = [
         "| k | batch x prompt | an expert layer, ms | floor | of floor | the rest, ms | floor"

@@ -33,11 +33,11 @@ class RequestFields(TypedDict, total=False):
     seed: int | None
     """Same seed, same text; without one the server picks one and reports it."""
     repetition_penalty: float | None
-    """Over 1 makes tokens of prompt and output less likely; 0.01 to 100 (default 1)."""
+    """Makes tokens of prompt and output less likely, over 1; 0.01 to 100 (default 1)."""
     presence_penalty: float | None
-    """Once for each token that stands in the output (default 0)."""
+    """Lowers a token's logit if the token stands in the output (default 0)."""
     frequency_penalty: float | None
-    """For each time a token stands in the output (default 0)."""
+    """Lowers a token's logit for each time that it stands in the output (default 0)."""
     logit_bias: Mapping[int, float] | Mapping[str, float] | str | None
     """JSON object: token id -> number added to its logit."""
     allowed_token_ids: Sequence[int] | None

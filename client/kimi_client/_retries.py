@@ -1,7 +1,7 @@
-"""When a request that was refused is sent again.
+"""The rules by which a request that was refused is sent again.
 
-Only what nobody has begun to answer: the server had no room or was shutting down, or there was no connection. It goes
-over a new connection, which a load balancer may give to another server.
+It is one that nobody has begun to answer: the server had no room or was shutting down, or there was no connection. It
+goes over a new connection, which a load balancer may give to another server.
 """
 
 import random

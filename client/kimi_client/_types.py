@@ -55,12 +55,12 @@ class Chunk:
     prompt_token_ids: tuple[int, ...] = ()
     """The first chunk's, with `return_token_ids=True`."""
     token_origins: tuple[int, ...] = ()
-    """With `return_token_origins=True`, for each token: 0 drawn by the target alone, 1 accepted from the
+    """The origin of each token, with `return_token_origins=True`: 0 drawn by the target alone, 1 accepted from the
     draft, 2 from what stood in the text before."""
     token_offsets: tuple[int, ...] = ()
-    """With it too, for each token: characters of the whole text before its own."""
+    """Characters of the whole text before its own, for each token, with it too."""
     control_offsets: tuple[int, ...] = ()
-    """With `return_control_offsets=True`: where control tokens show, counted in characters of the whole text."""
+    """The places where control tokens show, in characters of the whole text, with `return_control_offsets=True`."""
     begins_thinking: bool = False
     """The first chunk's, likewise: the prompt ends inside a think block."""
     prompt_logprobs: tuple[PromptLogprob, ...] = ()

@@ -20,7 +20,7 @@ class TimedTurn:
     """One request of a session."""
 
     delay_s: float
-    """After the end of the turn before."""
+    """The pause after the end of the turn before."""
     fields: Callable[[Sequence[Completion]], dict[str, Any]]
     """Its fields (see `KimiClient.stream`), given the completions of the session's earlier turns."""
 

@@ -1,4 +1,4 @@
-"""Which characters of a reply were guessed, and by whom."""
+"""The characters of a reply that were guessed, and by whom."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -92,7 +92,7 @@ class KeyRing:
         self._num_running: dict[str, int] = {}
 
     def owner(self, headers: Mapping[str, str]) -> ApiKey | None:
-        """Whose key a request shows; None where none is asked for.
+        """The owner's key that a request shows; None where none is asked for.
 
         Raises:
             ApiError: 401, it shows none that is known.

@@ -112,7 +112,7 @@ class ChatWriter:
         return {"text_origins": runs}
 
     def _end(self, source: Chunk | Completion) -> dict[str, Any]:
-        """Why the reply ended, and which of its calls nobody should make."""
+        """The reason why the reply ended, and its calls that nobody should make."""
         reason = "tool_calls" if source.finish_reason == "stop" and self._num_complete else source.finish_reason
         cut = [{"index": call.index, "id": call.call_id, "name": call.name} for call in self._begun.values()]
         incomplete = {"incomplete_tool_calls": cut} if cut else {}

@@ -13,7 +13,7 @@ FREE_BODY_BYTES = 64 * 2**10
 ACCEPTED_AT_ONCE = 8
 """Connections that the event loop accepts in one turn."""
 _TURNS_TO_COUNT = 4
-"""Until the first of them is counted."""
+"""Turns of the loop until the first of them is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class ConnectionLimits:
 
     max_connections: int = 4096
     header_s: float = 10.0
-    """From a connection's start, or the end of its last reply, to the end of a request's head."""
+    """The time from a connection's start, or the end of its last reply, to the end of a request's head."""
     body_s: float = 30.0
-    """From there to the end of its body."""
+    """The time from there to the end of its body."""
     max_body_bytes: int = 16 * MIB
     """Some ten times the longest prompt that any Kimi model takes, as token ids."""
     max_bytes_of_all_bodies: int = 128 * MIB

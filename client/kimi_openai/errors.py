@@ -26,11 +26,11 @@ _TYPES = {
     504: "timeout_error",
 }
 QUEUE_IS_FULL = "requests are waiting"
-"""In the message of a server that has no room; it has no code of its own."""
+"""A part of the message of a server that has no room; it has no code of its own."""
 _IS_TOO_LONG = re.compile(r"\w+: \d+ (?:tokens|characters) given, ")
 _RETRY_LATER = {"Retry-After": "1"}
 _NO_RETRY = {"X-Should-Retry": "false"}
-"""For what would end the same way again, though clients repeat a request that gets its status."""
+"""The header of what would end the same way again, though clients repeat a request that gets its status."""
 _FIELD = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*")
 
 

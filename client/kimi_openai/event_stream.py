@@ -25,7 +25,7 @@ class UsageMode(Enum):
 
     NONE = auto()
     AT_THE_END = auto()
-    """In a chunk of its own without choices; in all others it is null."""
+    """A chunk of its own without choices has it; in all others it is null."""
     CONTINUOUS = auto()
     """True tells what was used so far in every chunk too."""
 

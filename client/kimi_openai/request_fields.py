@@ -85,7 +85,7 @@ def _taken(meaning: str, **schema: Any) -> Any:
 
 
 def _extension(meaning: str, **schema: Any) -> Any:
-    """Not OpenAI's; named as in vLLM where it has one. schema: as in `_taken`."""
+    """A field that is not OpenAI's; named as in vLLM where it has one. schema: as in `_taken`."""
     return _taken(meaning, is_extension=True, **schema)
 
 

@@ -152,8 +152,8 @@ def _accept_chances(
     num_draft_tokens: int,
     rules: Sequence[str],
 ) -> dict[str, Tensor]:
-    """By rule [B, G, k]: chance that token j of a round is accepted, if those before it are; a round that starts at
-    generated token g has read it and proposes g + 1, g + 2, …"""
+    """The chance by rule, [B, G, k], that token j of a round is accepted, if those before it are; a round that starts
+    at generated token g has read it and proposes g + 1, g + 2, …"""
     tokens, lengths, count = texts.tokens[rows], texts.prompt_lengths[rows], texts.num_generated
     starts = tokens.shape[1] - 1
     embedded = target.weight("model.embed_tokens.weight")[tokens]

@@ -57,7 +57,7 @@ class SourceFile:
     key: str
     licence: str
     text: str
-    """Without the comments at its head: they are the same notice in thousands of files."""
+    """The file's text without the comments at its head: they are the same notice in thousands of files."""
 
     @property
     def is_held_out(self) -> bool:

@@ -50,7 +50,7 @@ def check_probe(
     num_processes: int = 1,
     num_tokens: int = NUM_NEW_TOKENS,
 ) -> dict[str, list[dict[str, Any]]]:
-    """By kind of draft, one row for its file as it is and one for each false statement.
+    """Rows by kind of draft: one for its file as it is and one for each false statement.
 
     Args:
         folder: a target's checkpoint with drafts in folders below it.
@@ -125,7 +125,7 @@ def _replayed(folder: Path, kind: DraftKind, prompts: Prompts, num_tokens: int) 
 
 
 def _opened(folder: Path, kind: DraftKind, place: Path, max_model_len: int) -> dict[str, OpenedProbe]:
-    """By false statement; the files are written below `place`."""
+    """Probes by false statement; the files are written below `place`."""
     true_file = folder / DRAFT_FOLDERS[kind]
     truth = DraftCheckpoint.open(true_file, TargetCheckpoint.open(folder).config).config
     drafts = {TRUTH: true_file}

@@ -131,7 +131,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """When a stage ends: after so many seconds, or after so many steps where that is given."""
+    """The end of a stage: after so many seconds, or after so many steps where that is given."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -145,7 +145,7 @@ class Run:
     target: Budget
     drafts: Budget
     unloop: Budget = Budget()
-    """Without seconds or steps the stage is left out."""
+    """The stage's length; it is left out without seconds or steps."""
     seed: int = 0
     kinds: tuple[DraftKind, ...] = field(default=(DraftKind.MLA, DraftKind.MLA31, DraftKind.MHA))
 

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """Which thread block attends which keys; written on the device once a step and reused by every layer.
+    """The keys that each thread block attends; written on the device once a step and reused by every layer.
 
     Opaque to callers: `KernelSet.plan_mla_decode` makes it, `KernelSet.mla_decode` reads it.
     """

@@ -1,4 +1,4 @@
-"""Which devices take the kernels that are written for Hopper's own instructions."""
+"""The devices that take the kernels written for Hopper's own instructions."""
 
 import functools
 

@@ -76,7 +76,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """Which sequence each row of logits belongs to and which token it draws."""
+    """The sequence that each row of logits belongs to and the token it draws."""
 
     sequence: torch.Tensor
     """[R] int64, index into the B sequences, non-decreasing."""
@@ -120,7 +120,7 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOutput:
-    """Which draft tokens survive."""
+    """The draft tokens that survive."""
 
     output_token_ids: torch.Tensor
     """[B, W + 1] int64: accepted draft tokens, the target's own (recovered or bonus), then PLACEHOLDER_TOKEN_ID."""

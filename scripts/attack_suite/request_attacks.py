@@ -81,7 +81,7 @@ def trace_of_tensors(victim: Victim) -> str:
 
 
 def load_with_the_secret_in_the_wrong_place(victim: Victim) -> str:
-    """In the query, in the body, as a cookie: only the header counts."""
+    """Send the secret in the query, in the body, as a cookie: only the header counts."""
     secret, path = victim.admin_secret, "/v2/repository/models/intruder/load"
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder, "mark")

@@ -29,7 +29,7 @@ class Victim:
     http_port: int
     grpc_port: int
     runner_secret: bytes
-    """For the attacks of a caller that the runners know, and to look for it where it must not be."""
+    """The secret, for the attacks of a caller that the runners know, and to look for it where it must not be."""
     admin_secret: str
     tokenizer: Tokenizer
     """That of the checkpoint which is served."""

@@ -1,4 +1,4 @@
-"""Which files are in the corpus, and which are held out."""
+"""The files that are in the corpus, and those held out."""
 
 from email.message import Message
 from pathlib import Path

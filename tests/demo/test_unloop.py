@@ -1,4 +1,4 @@
-"""Which of its own tokens are taken out of what the target learns from itself, and that it does learn."""
+"""The target's own tokens that are taken out of what the target learns from itself, and that it does learn."""
 
 from dataclasses import replace
 

@@ -7,7 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("backend", "benchmarks", "client", "demo", "docker", "kernels", "model_repository", "scripts", "tests")
-FRAGMENTS = frozenset({"Of", "Whether", "Who", "As", "Likewise", "Where", "What"})
+FRAGMENTS = re.compile(
+    r"(Of|Whether|Who|As|Likewise|Where|What|Which|Whose|Why|When|While|Until|So|Not|Than|Also|After|At|Before|Behind"
+    r"|Beside|By|For|From|In|On|Over|To|Up|With|Without)\b"
+)
+"""Words that begin no docstring: what such a one is about would be left to its reader."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
@@ -25,7 +29,7 @@ def fragments(folder: Path) -> list[str]:
     found = []
     for file in sorted(folder.rglob("*.py")):
         for text in docstrings(ast.parse(file.read_text())):
-            if re.split(r"\W", text, maxsplit=1)[0] in FRAGMENTS:
+            if FRAGMENTS.match(text):
                 found.append(f"{file.relative_to(ROOT)}: {text.splitlines()[0]}")
     return found
 

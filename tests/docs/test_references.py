@@ -69,7 +69,7 @@ def test_tests_that_are_named_exist(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_are_named_exist(document):
-    """In backticks, from the repository's root or from the document's folder."""
+    """They stand in backticks, from the repository's root or from the document's folder."""
     named = {path.rstrip(".") for path in PATH.findall(text_of(document))}
     there = {path for path in named if (ROOT / path).exists() or ((ROOT / document).parent / path).exists()}
     assert named - there == set()

@@ -20,7 +20,7 @@ EPS = 1e-6
 ERROR_LIMIT = 5e-3
 """norm(error) / norm(row): one rounding to bf16 is 2^-9."""
 PREFILL_LIMIT = 1.2e-2
-"""Up-projected keys and values, weights and result are rounded to bf16 each."""
+"""The up-projected keys and values, weights and result are rounded to bf16 each."""
 
 
 def randn(*shape: int) -> Tensor:

@@ -40,7 +40,7 @@ def url(server):
 
 @pytest.fixture(scope="session")
 def raise_trigger(tmp_path_factory):
-    """While this file is there the target of `server_to_break` raises."""
+    """The target of `server_to_break` raises while this file is there."""
     return tmp_path_factory.mktemp("trigger") / "raise"
 
 

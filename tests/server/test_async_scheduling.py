@@ -73,7 +73,7 @@ def texts(url: str, **fields: Any) -> list[tuple[int, ...]]:
 
 
 def test_the_same_texts_as_in_lockstep(checkpoint: Path, url: str, tmp_path: Path) -> None:
-    """In lockstep runs the common server, whose target has no captured steps."""
+    """The common server runs in lockstep: its target has no captured steps."""
     expected, repeating = texts(url), texts(url, **REPEATS)
     repository, log = tmp_path / "models", tmp_path / "launched"
     shutil.copytree(find_model_repository(), repository)

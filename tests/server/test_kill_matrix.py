@@ -22,7 +22,7 @@ CUTS_OFF = {
     ("kimi serve", END): {"gRPC", "HTTP", "endpoint"},
     ("endpoint", KILL): {"endpoint"},
 }
-"""Which clients' streams end early; those of any other case go on to their end."""
+"""The clients whose streams end early; those of any other case go on to their end."""
 
 
 @pytest.mark.soak

@@ -104,7 +104,7 @@ def test_killed_runners_hold_nobody_up_and_overlap_again(tmp_path):
 
 
 def test_overlapped_steps_give_the_texts_of_lockstep(tmp_path):
-    """Without speculation, one request after another: the same captured steps, whoever launches them when."""
+    """One request after another, without speculation: the same captured steps, whoever launches them when."""
     texts = {}
     for async_scheduling in ("false", "true"):
         folder = tmp_path / async_scheduling

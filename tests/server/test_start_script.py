@@ -76,7 +76,7 @@ def running(checkpoint, collector, tmp_path_factory):
 
 
 def prefix_of(running):
-    """In place of a server, for what looks at its processes."""
+    """A stand-in for a server, for what looks at its processes."""
     return SimpleNamespace(shm_prefix=f"kimi_{running.http}_")
 
 
@@ -259,7 +259,7 @@ def test_a_missing_checkpoint_is_one_clear_message(checkpoint_variable, named):
 
 
 def test_a_removed_setting_is_named(checkpoint, tmp_path):
-    """Before anything is started; `tritonserver` is a stand-in that would be."""
+    """It is named before anything is started; `tritonserver` is a stand-in that would be."""
     stand_in = tmp_path / "tritonserver"
     stand_in.write_text("#!/bin/sh\nexit 9\n")
     stand_in.chmod(0o755)

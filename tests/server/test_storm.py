@@ -32,7 +32,7 @@ EVENTS = [
     ("reload", "spec_ensemble"),
 ]
 ALLOWED = (ServerBusy, ServerFailed, RequestCancelled)
-"""While a model is away: it is loading, its process died, its requests were cancelled."""
+"""Errors while a model is away: it is loading, its process died, its requests were cancelled."""
 
 
 class Reader(threading.Thread):

@@ -68,7 +68,7 @@ def _mapped(path: str, shape: tuple[int, ...]) -> AuxBuffer:
 
 
 def make_server(args: dict[str, str], role: str, folder: str) -> TargetServer | DraftServer:
-    """For a model's `initialize`."""
+    """Make the server in a model's `initialize`."""
     path = f"{folder}/aux-{os.getpid()}"
 
     def aux_buffer(model: Any, aux_layer_ids: tuple[int, ...], limits: Any, placement: Any) -> AuxBuffer:

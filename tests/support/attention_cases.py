@@ -18,7 +18,7 @@ class PagedCase:
 
     batch: AttentionBatch
     slots: list[Tensor]
-    """For each sequence, [length] int64: the slot of each of its tokens."""
+    """The slots of each sequence's tokens, [length] int64."""
     num_slots: int
     block_size: int
 

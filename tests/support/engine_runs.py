@@ -115,7 +115,7 @@ class EngineHarness:
         return did_work
 
     def run(self, max_steps: int = 100_000, each_step: Callable[[int], None] | None = None) -> None:
-        """Until nobody runs or waits."""
+        """Step until nobody runs or waits."""
         for step in range(max_steps):
             if not self.core.scheduler.has_work:
                 return

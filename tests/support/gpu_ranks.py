@@ -133,7 +133,7 @@ def _random(step: int, rank: int, sizes: list[tuple[int, int]], device: torch.de
 
 
 def assert_same_bits(group: DistributedRanks, x: torch.Tensor) -> None:
-    """On every rank."""
+    """Check that every rank has the same bits."""
     rows = x.reshape(1, -1).contiguous().view(torch.int16 if x.itemsize == 2 else torch.int32).int()
     parts = group.all_gather_columns(rows).chunk(group.size, dim=1)
     assert all(torch.equal(part, parts[0]) for part in parts), "ranks differ"
@@ -238,7 +238,7 @@ def _tokens(config: KimiModelConfig) -> list[int]:
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    """By the RMS of each row's difference over the RMS of what is expected."""
+    """Compare by the RMS of each row's difference over the RMS of what is expected."""
     assert ours.isfinite().all()
     assert ours.shape == expected.shape
     expected = expected.float()

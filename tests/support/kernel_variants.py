@@ -1,4 +1,4 @@
-"""Which variants of the Triton-language kernels steps ask for, on a machine without a GPU: nothing compiles or runs.
+"""The variants of the Triton-language kernels that steps ask for, on a machine without a GPU: nothing compiles or runs.
 
 A kernel is compiled anew for other constants, and for integers and pointers that divide by 16 or do not: seconds, in
 the middle of serving, if warm-up has not seen the variant. Run as a program it warms two tiny runners up, runs random
@@ -61,7 +61,7 @@ class Variants:
         self.new: list[str] = []
 
     def install(self) -> None:
-        """For the rest of this process."""
+        """Install it for the rest of this process."""
         driver.set_active(_H100())
         seen, new = self.seen, self.new
 
@@ -130,7 +130,7 @@ def tiny_runners(folder: Path) -> tuple[Any, Any]:
 
 
 def run_step(rng: np.random.Generator, target: Any, draft: Any) -> None:
-    """Up to 20 decode sequences of 1 or k + 1 rows, then up to 4 prompt chunks, some of which draw a token."""
+    """Run at most 20 decode sequences of 1 or k + 1 rows, then at most 4 prompt chunks, some of which draw a token."""
     k = int(rng.choice([0, K]))
     decode = rng.choice([1, k + 1], int(rng.integers(1, 20)))
     chunks = rng.integers(9, 180, int(rng.integers(0, 5)))

@@ -23,9 +23,9 @@ class LoopbackWorkers:
         self._worker = TensorParallelWorker(target, draft)
         self._runners = target, draft
         self.rank_0: TargetRunner | DraftRunner | None = None
-        """Whose half of a split table is shared."""
+        """The runner whose half of a split table is shared."""
         self.steps: Counter[str] = Counter()
-        """By kind: verify, draft, and those whose tokens only the token table has: behind, overlapped."""
+        """Steps by kind: verify, draft, and those whose tokens only the token table has: behind, overlapped."""
         self.problems: list[Exception] = []
         """Failures of the other rank, which would have ended; an engine only sees a runner that fails."""
 
@@ -50,7 +50,7 @@ class LoopbackWorkers:
                 )
 
     def wait_before_next(self, offset: int, value: int) -> None:
-        """On a CPU rank 0 has waited."""
+        """Nothing is to do: rank 0 has waited on a CPU."""
 
     def ask(self, question: str, contents: list[bytes]) -> list[bytes]:
         return [self._worker.answer(question, content) for content in contents]

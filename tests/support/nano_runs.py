@@ -29,7 +29,7 @@ MAX_MODEL_LEN = 512
 
 
 def nano_settings(**changes: Any) -> ServingSettings:
-    """On the GPU, with small blocks."""
+    """Settings on the GPU, with small blocks."""
     values: dict[str, Any] = {
         "checkpoint": str(NANO),
         "draft": str(NANO / "draft"),

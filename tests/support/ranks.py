@@ -134,7 +134,7 @@ def run_on_a_cpu(rank: int, size: int, addresses: list[str]) -> None:
 
 
 def listening_addresses() -> set[str]:
-    """At which this process listens, as /proc/net/tcp has them: 0100007F is 127.0.0.1, 00000000 any."""
+    """The addresses at which this process listens, as /proc/net/tcp has them: 0100007F is 127.0.0.1, 00000000 any."""
     sockets = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
     found = set()
     for table in ("tcp", "tcp6"):
@@ -146,7 +146,7 @@ def listening_addresses() -> set[str]:
 
 
 def check_collectives(group: TensorParallelGroup, device: torch.device) -> None:
-    """On three ranks or two."""
+    """Check them on three ranks or two."""
     for dtype in (torch.float32, torch.bfloat16):
         summed = group.all_reduce(torch.full((4, 3), float(group.rank + 1), dtype=dtype, device=device))
         total = float(sum(range(1, group.size + 1)))

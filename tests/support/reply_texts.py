@@ -14,7 +14,7 @@ from typing import Any
 SB, SE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 B, A, E = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 SB1, SE1 = "«<|tool_call_section_begin|>»", "«<|tool_call_section_end|>»"
-"""In the singular: the vocabulary has no token for them."""
+"""Markers in the singular: the vocabulary has no token for them."""
 CONTROLS = ("<think>", "</think>", SB, SE, B, A, E)
 _CONTROL = re.compile("|".join(map(re.escape, CONTROLS)))
 

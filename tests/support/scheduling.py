@@ -1,4 +1,4 @@
-"""Which tests of `make test` share a process, and which of them begin.
+"""The tests of `make test` that share a process, and those that begin.
 
 Tests that wait for servers begin, so that nothing is left at the end but what keeps every core busy; long files follow,
 so that no process is left with one of them when the others have ended.

@@ -9,7 +9,7 @@ Hashes = npt.NDArray[np.uint64]
 
 ROOT = np.uint64(0x9E3779B97F4A7C15)
 SCALES = np.array([0.3, 2.0, 8.0, 20.0], np.float32)
-"""From nearly flat to nearly certain; a prefix's hash picks one."""
+"""Scales from nearly flat to nearly certain; a prefix's hash picks one."""
 
 
 def mix(parent: Hashes, token_ids: npt.NDArray[np.integer]) -> Hashes:

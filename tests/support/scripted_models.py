@@ -113,9 +113,9 @@ class ScriptedTable:
     """The table by which a target and its draft hand tokens to each other without the engine."""
 
     drawn: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    """By row: accepted draft tokens and the tokens drawn."""
+    """Accepted draft tokens and the tokens drawn, by row."""
     proposed: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
-    """By row: step, status and proposals."""
+    """Step, status and proposals, by row."""
     aux: Hashes | None = None
     """The aux hidden states of the last verify."""
 

@@ -49,6 +49,6 @@ def generate_when_back(client: KimiClient, **fields: Any) -> Completion:
 
 
 def wait_for_speculation(client: KimiClient) -> None:
-    """Until a completion comes that was speculated on."""
+    """Ask until a completion comes that was speculated on."""
     fields = {"text_input": "x", "max_tokens": 8, "ignore_eos": True}
     wait_for(lambda: generate_when_back(client, **fields).speculation, "speculation stayed off", poll_s=POLL_S)

@@ -1,4 +1,4 @@
-"""Which cached block holds which prefix, for the target's pool and the draft's."""
+"""The cached block of each prefix, for the target's pool and the draft's."""
 
 from collections.abc import Sequence
 

@@ -269,7 +269,7 @@ def _check_index(
 
 
 def _text_tensors(tensors: dict[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
-    """Without prefix, without what a text server does not need."""
+    """The tensors without their prefix, and without those that a text server does not need."""
     kept: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for stored_name, stored in tensors.items():

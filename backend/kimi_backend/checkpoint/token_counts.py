@@ -33,7 +33,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, counted: Mapping[int, int], vocab_size: int) -> "TokenCounts":
-        """From id -> count; ids must lie in the vocabulary, zeros are left out."""
+        """Make them from id -> count; ids must lie in the vocabulary, zeros are left out."""
         ranked = sorted((item for item in counted.items() if item[1]), key=lambda item: (-item[1], item[0]))
         return cls(vocab_size, tuple(token_id for token_id, _ in ranked), tuple(count for _, count in ranked))
 

@@ -1,4 +1,4 @@
-"""Which tokens of the target a draft's head knows, from the tensors of its checkpoint.
+"""The tokens of the target that a draft's head knows, from the tensors of its checkpoint.
 
 | tensor | shape | meaning |
 |---|---|---|

@@ -172,7 +172,7 @@ def check_all_values(target: TargetCheckpoint, draft: DraftCheckpoint | None) ->
 
 
 def describe_format(config: KimiModelConfig) -> str:
-    """Which parts are stored in which format."""
+    """Name the format that each part is stored in."""
     parts: dict[str, list[str]] = {}
     for part, module in _typical_modules(config):
         stored = config.quantization.stored(module)

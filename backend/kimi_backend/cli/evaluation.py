@@ -48,7 +48,7 @@ class RowFile:
             ConfigError: the file belongs to another evaluation.
         """
         self.rows: dict[tuple[int, int], Row] = {}
-        """By (draft tokens asked for, index of the problem)."""
+        """Rows by (draft tokens asked for, index of the problem)."""
         head = json.dumps(asdict(evaluation))
         self._file: TextIO | None = None
         if path is None:

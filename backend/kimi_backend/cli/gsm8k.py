@@ -74,6 +74,6 @@ def last_number(text: str) -> str | None:
 
 
 def _plain(number: str) -> str:
-    """Without signs of thousands and dollars, and zeros behind the point."""
+    """The number without signs of thousands and dollars, and without zeros behind the point."""
     number = number.replace(",", "").replace("$", "")
     return number.rstrip("0").rstrip(".") if "." in number else number

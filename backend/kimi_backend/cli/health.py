@@ -19,7 +19,7 @@ from kimi_backend.config.settings import ServingSettings
 
 EXIT_UNHEALTHY = 1
 QUEUE_IS_FULL = "requests are waiting"
-"""In the message of a server that refuses for want of room: busy is not ill."""
+"""A part of the message of a server that refuses for want of room: busy is not ill."""
 _PROBE = {
     "text_input": "1",
     "max_tokens": 4,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 API_KEYS_FILE_VARIABLE = "KIMI_API_KEYS_FILE"
 """A file of keys with limits (`kimi_openai.api_keys`)."""
 API_KEY_VARIABLE = "KIMI_API_KEY"
-"""Not an option: a command line is no place for a secret."""
+"""A variable and no option: a command line is no place for a secret."""
 NAMES_VARIABLE = "KIMI_OPENAI_NAMES"
 """Names of the endpoint, separated by commas (`kimi_openai.own_names`)."""
 ACCESS_LOG_VARIABLE, LOG_FORMAT_VARIABLE = "KIMI_OPENAI_ACCESS_LOG", "KIMI_OPENAI_LOG_FORMAT"

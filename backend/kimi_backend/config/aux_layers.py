@@ -1,4 +1,4 @@
-"""Which hidden states of the target feed the draft: both checkpoint encodings become R(j).
+"""The hidden states of the target that feed the draft: both checkpoint encodings become R(j).
 
 R(j) is the residual stream entering the target's layer j, before its norm; R(num_hidden_layers) is the stream after
 the last layer, before the final norm. A list whose first id is 1 counts layer outputs (id i means R(i + 1)); one whose

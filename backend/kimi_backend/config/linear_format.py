@@ -1,4 +1,4 @@
-"""In which format a linear layer's weight is kept once it is loaded."""
+"""The formats that a linear layer's weight may be kept in once it is loaded."""
 
 from enum import Enum
 

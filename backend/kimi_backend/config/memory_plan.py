@@ -13,8 +13,8 @@ from kimi_backend.errors import ConfigError
 
 GIB = 1 << 30
 RANKS_BYTES = 5 * GIB // 4
-"""With more than one rank, of each GPU by each process: NCCL's buffers and the receive buffers of
-`kimi_kernels.rank_exchange`. They took 1,124 MiB of an H200 with two ranks (`benchmarks/collectives.py`)."""
+"""NCCL's buffers and the receive buffers of `kimi_kernels.rank_exchange`, with more than one rank, of each GPU by each
+process. They took 1,124 MiB of an H200 with two ranks (`benchmarks/collectives.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

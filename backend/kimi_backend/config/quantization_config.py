@@ -11,7 +11,7 @@ from kimi_backend.errors import ConfigError
 
 TEXT_PREFIX = "language_model."
 _MATCH_S = 1.0
-"""For one pattern of a checkpoint, which may be one that never comes to an end."""
+"""The time for one pattern of a checkpoint, which may be one that never comes to an end."""
 
 
 class QuantizationMethod(str, Enum):

@@ -111,7 +111,7 @@ class Emitter:
         self._thread.join()
 
     def totals(self) -> OutputTotals:
-        """From any thread."""
+        """The counts so far. Any thread may ask."""
         with self._lock:
             prompt, cached, output, looked_up = self._tokens
             return OutputTotals(

@@ -33,8 +33,8 @@ class HostGuesses:
             self._texts.keep(sequence.request.cache_salt, sequence.token_ids, index)
 
     def make(self, overlaps_next: Callable[[], bool]) -> None:
-        """Before a verify is planned that is behind nothing: what stood in the text before, then what the grammar lets
-        come.
+        """Make the guesses of a verify that is behind nothing, before it is planned: what stood in the text before,
+        then what the grammar lets come.
 
         Args:
             overlaps_next: tells whether the next verify would be behind that one, had each sequence one row.

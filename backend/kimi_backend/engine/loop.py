@@ -76,7 +76,7 @@ class EngineLoop:
         self.is_timing_steps = False
         """True while the runners are there and find out what their steps cost."""
         self.failure: str | None = None
-        """Why the thread has ended before it was told to."""
+        """The reason why the thread has ended before it was told to."""
         self.changed = threading.Condition()
         """Guards `state` and the inbox."""
         self._newcomers: deque[tuple[Sequence, Compiled | None]] = deque()
@@ -111,7 +111,7 @@ class EngineLoop:
 
     @property
     def problem(self) -> str | None:
-        """Why it does not serve, or serves without speculation; None when all is well."""
+        """The reason why it does not serve, or serves without speculation; None when all is well."""
         if self.failure is not None:
             return self.failure
         links = (self._target_link, self._draft_link)
@@ -119,7 +119,7 @@ class EngineLoop:
 
     @property
     def acceptance_problem(self) -> str | None:
-        """Why the share of accepted draft tokens is not what it should be; None while it is."""
+        """The reason why the share of accepted draft tokens is not what it should be; None while it is."""
         return self._summary.acceptance.problem
 
     def require_ready(self) -> EngineCore:
@@ -280,7 +280,8 @@ class EngineLoop:
             self._end(core, sequence, finish, True)
 
     def _watch_deadline(self, sequence: Sequence, deadline_s: float) -> None:
-        """Also forgets those that ended long before their deadline, so that the heap holds as many as are live."""
+        """Watch it, and forget those that ended long before their deadline, so that the heap holds as many as are
+        live."""
         if len(self._deadlines) > 64 + 2 * self.emitter.num_live:
             self._deadlines = [entry for entry in self._deadlines if entry[2].finish is None]
             heapq.heapify(self._deadlines)
@@ -303,7 +304,7 @@ class EngineLoop:
             self._end(core, sequence, finish, True)
 
     def _wait(self, longest_s: float) -> None:
-        """Until something is in the inbox, a deadline is due, or the time is over."""
+        """Wait until something is in the inbox, a deadline is due, or the time is over."""
         with self.changed:
             if self._newcomers or self._endings or self._compiling.has_news or self.state is EngineState.CLOSED:
                 return

@@ -1,4 +1,4 @@
-"""Which speculation policy an engine has: an adaptive one needs to know what the steps of both runners cost."""
+"""The choice of an engine's speculation policy: an adaptive one needs to know what the steps of both runners cost."""
 
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
@@ -18,7 +18,7 @@ class PolicyMaker:
         self._made: SpeculationPolicy | None = None
 
     def measure_target(self) -> None:
-        """Before any sequence runs: it writes KV.
+        """Time the target's steps, before any sequence runs: it writes KV.
 
         Raises:
             ModelUnavailableError: the target is gone.

@@ -30,7 +30,7 @@ class OutputText(Protocol):
 
 
 class NoText:
-    """For an engine without a tokenizer: ids only."""
+    """The text of an engine without a tokenizer: ids only."""
 
     num_chars = 0
 

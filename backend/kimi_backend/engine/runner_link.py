@@ -29,7 +29,7 @@ class RunnerLink:
         self.lost_s: float | None = None
         """Clock time since when it has been gone; None while it is up or was never there."""
         self.problem = f"runner {role} is loading"
-        """Why it is not up."""
+        """The reason why it is not up."""
         self._dead_process_id: int | None = None
 
     @property

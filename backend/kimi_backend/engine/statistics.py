@@ -22,7 +22,7 @@ class EngineStatistics:
 
     state: EngineState
     problem: str | None
-    """Why it does not serve, or serves without speculation; None when all is well."""
+    """The reason why it does not serve, or serves without speculation; None when all is well."""
     is_speculating: bool
     speculation_policy: str
     num_chosen_draft_tokens: int
@@ -45,7 +45,7 @@ class EngineStatistics:
     num_lookups_refused: int = 0
     """Sequences that went on without an index, for want of that memory."""
     acceptance_problem: str | None = None
-    """Why the share of accepted draft tokens is not what it should be; None while it is."""
+    """The reason why the share of accepted draft tokens is not what it should be; None while it is."""
     synthetic_parts: tuple[str, ...] = ()
     """See `RunnerDescription.synthetic_parts`."""
 

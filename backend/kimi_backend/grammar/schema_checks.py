@@ -1,4 +1,4 @@
-"""Which JSON schemas can be enforced: what is not known here is refused by its place, never ignored.
+"""The JSON schemas that can be enforced: what is not known here is refused by its place, never ignored.
 
 xgrammar takes any schema and passes over what it does not know, so that a text would not fit; this list is of what it
 was seen to enforce.

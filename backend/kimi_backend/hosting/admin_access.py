@@ -1,4 +1,4 @@
-"""Which of Triton Server's APIs need the admin secret, and how a request shows it.
+"""The APIs of Triton Server that need the admin secret, and how a request shows it.
 
 Over the model repository's API a client loads Python code of its own, over shared memory's it reads what other
 processes have there, over trace's and logging's it writes files. A header of our own also makes a browser ask before it

@@ -93,7 +93,7 @@ class EmbeddedServer:
         self._secrets: tempfile.TemporaryDirectory[str] | None = None
         self._drain_file: DrainFile | None = None
         self.runner_secret_file: Path | None = None
-        """While it runs (`serving.runner_secret`)."""
+        """The secret's file while it runs (`serving.runner_secret`)."""
         self.admin_secret = choose_secret({**os.environ, **self._environment})
         """Opens the restricted APIs (`hosting.admin_access`)."""
 

@@ -28,7 +28,7 @@ def settings_as_environment(settings: ServingSettings) -> dict[str, str]:
 
 
 def models_to_load(settings: ServingSettings) -> tuple[str, ...]:
-    """Without a draft its model stays unloaded, and the unary twin unless it is asked for."""
+    """All models, but not the draft's where there is none, nor the unary twin unless it is asked for."""
     is_loaded = {"eagle3_draft": bool(settings.draft), "spec_ensemble_unary": settings.unary == "true"}
     return tuple(name for name in MODELS if is_loaded.get(name, True))
 

@@ -21,7 +21,7 @@ MIB = 2**20
 REGION_BYTES = 32 * MIB
 """First size of each model's region: room for a request of 16 MiB, which is copied, and for what is under way."""
 SPARE_BYTES = 64 * MIB
-"""Beside the regions, for those that grow."""
+"""Room beside the regions, for those that grow."""
 LOW_BYTES = 32 * MIB
 """Less than this free is told."""
 _TOLD_EVERY_S = 60.0

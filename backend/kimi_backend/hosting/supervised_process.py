@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Before the first, second, … start again; the last again and again."""
+"""Pauses before the first, second, … start again; the last again and again."""
 GOOD_FOR_S = 60.0
 """One that ran so long begins anew with the shortest pause."""
 _ENDS_WITHIN_S = 5.0

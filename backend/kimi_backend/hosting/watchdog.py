@@ -28,13 +28,13 @@ RESCAN_S = 1.0
 CONFIRM_S = 0.75
 """A stub that ended may belong to a model that is being unloaded, which is not ready then."""
 STOPPED_S = 10.0
-"""For spec_ensemble, whose return 24.10 bears."""
+"""The limit for spec_ensemble, whose return 24.10 bears."""
 RUNNER_STOPPED_S = 0.5
 """24.10 takes a runner that is still for a second for dead, and ends itself when that one goes on."""
 ORPHAN_ENDS_WITHIN_S = 30.0
-"""For a server that was asked to end as its starter has died."""
+"""The time for a server that was asked to end as its starter has died."""
 RELOAD_PAUSES_S = (0.0, 5.0, 30.0, 120.0)
-"""Before the first, second, … reload of a model; the last again and again."""
+"""Pauses before the first, second, … reload of a model; the last again and again."""
 
 
 class Watchdog:

@@ -31,8 +31,8 @@ MOST_STACKED_WIDTH = 256
 """A shared expert that is so narrow on this rank begins in one product with the router, which alone would leave most of
 the GPU idle. A wide one would delay the router for longer than a launch takes."""
 MOST_STACKED_ROWS_TOGETHER = 8
-"""Up to so many rows what is left of it and the choice of experts share a launch. More rows of it take longer than the
-choice does, and the experts would wait for both."""
+"""The most rows for which what is left of it and the choice of experts share a launch. More rows of it take longer than
+the choice does, and the experts would wait for both."""
 MOST_STACKED_ROWS_BESIDE = 256
 """Beyond, it hides behind the router and the sort, up to so many rows."""
 

@@ -19,7 +19,7 @@ _VALUES = ("weight_packed", "weight")
 
 
 class Shard(Enum):
-    """Which part of a [out_features, in_features] matrix a rank holds."""
+    """The part of a [out_features, in_features] matrix that a rank holds."""
 
     NONE = "all of it"
     ROWS = "a slice of out_features"

@@ -1,4 +1,4 @@
-"""From a step's rows to what attention needs, with tensor operations only: no loop over sequences, no device sync."""
+"""Makes what attention needs of a step's rows, with tensor operations only: no loop over sequences, no device sync."""
 
 from dataclasses import dataclass, replace
 

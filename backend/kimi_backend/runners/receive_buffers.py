@@ -30,7 +30,7 @@ class SharedMemory:
     """The receive buffers of all ranks, as this process has them."""
 
     own: dict[str, torch.Tensor]
-    """By what they are for: "sum", "parts", "norm" and "norm in parts" int16, "gather" int32."""
+    """Tensors by what they are for: "sum", "parts", "norm" and "norm in parts" int16, "gather" int32."""
     opened: list[OpenedMemory]
     addresses: dict[str, list[int]]
     """The addresses of all ranks' receive buffers, in rank order."""

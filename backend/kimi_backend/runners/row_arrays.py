@@ -22,7 +22,7 @@ class RowArrays:
 
     @classmethod
     def of(cls, rows: RowPlan, block_size: int) -> "RowArrays":
-        """From a checked plan."""
+        """Make them of a checked plan."""
         ends = np.cumsum(rows.query_lens, dtype=np.int64)
         sequence = np.repeat(np.arange(len(ends)), rows.query_lens)
         positions = np.arange(len(sequence)) + (rows.seq_lens - ends)[sequence]

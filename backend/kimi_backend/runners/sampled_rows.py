@@ -1,4 +1,4 @@
-"""Which rows of a target step draw a token, and which draft tokens they check."""
+"""The rows of a target step that draw a token, and the draft tokens that they check."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from kimi_backend.runners.host_transfer import Arrays
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, Int32Array, Int64Array, TargetPlan
 
 FEW_SEQUENCES = 16
-"""Up to so many, rows are listed one by one."""
+"""The most sequences whose rows are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class SampledRows:
 
     @classmethod
     def of(cls, plan: TargetPlan) -> "SampledRows":
-        """From a checked plan: a sequence's last rows embed its newest token, then its draft tokens."""
+        """Find them in a checked plan: a sequence's last rows embed its newest token, then its draft tokens."""
         if len(plan.num_sampled_rows) <= FEW_SEQUENCES:
             return cls.of_few(plan)
         return cls.of_many(plan)
@@ -101,7 +101,7 @@ class SampledRows:
         return len(self.sampled_rows)
 
     def arrays(self) -> Arrays:
-        """By name, for `host_transfer.to_device`."""
+        """The arrays by name, for `host_transfer.to_device`."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 

@@ -33,7 +33,7 @@ class SamplingUpload:
         self._moves_logits = False
 
     def inputs(self, plan: SamplingPlan) -> SamplingInputs:
-        """Not to be written to."""
+        """The plan's parameters as tensors, which are not to be written to."""
         if self._inputs is None or plan is not self._plan:
             self._inputs = sampling_inputs(to_device(sampling_arrays(plan), self._device))
             self._moves_logits = has_processors(plan)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 _NAME = "kimi_semaphores"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 TOKEN_BYTES = 32
-"""At the start of the memory."""
+"""The length of the token at the memory's start."""
 
 
 class SealedMemoryError(Exception):
@@ -26,13 +26,13 @@ class SealedMemoryError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHandle:
-    """By which another process of this user opens the memory."""
+    """The handle by which another process of this user opens the memory."""
 
     process_id: int
     descriptor: int
     num_bytes: int
     token: str
-    """In hexadecimal."""
+    """The token in hexadecimal digits."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()

@@ -31,8 +31,8 @@ SHORT_CONTEXT, LONG_CONTEXT = 64, 4096
 """Tokens of each sequence; less where the runner takes no such sequence."""
 CPU_SIZES, CPU_QUERY_LENS = (1, 4, 16), (1, 2, 4, 8)
 FEWEST_PASSES, MOST_PASSES = 4, 6
-"""From the smallest shape to the largest and back: a card's clock lags behind what its power limit allows, once from
-above and once from below."""
+"""Passes from the smallest shape to the largest and back: a card's clock lags behind what its power limit allows, once
+from above and once from below."""
 CPU_BUDGET_S = 1.0
 """Passes go on until they took so long, if there were enough."""
 GPU_BUDGET_S = 6.0
@@ -41,7 +41,7 @@ milliseconds."""
 FEWEST_STEPS = 4
 """A burst of steps of one shape on a GPU."""
 CYCLES_A_SECOND = 2e9
-"""At most, of any card's clock."""
+"""The highest clock of any card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ def _row(us: dict[Shape, float], size: int, lens: tuple[int, ...], num_proposals
 
 
 def _bound_by_larger(steps: list[list[float]]) -> None:
-    """On a CPU a step takes no longer than one of more rows did."""
+    """Let no step on a CPU take longer than one of more rows did."""
     for index in range(len(steps) - 1, -1, -1):
         row, larger = steps[index], steps[min(index + 1, len(steps) - 1)]
         for place in range(len(row) - 1, -1, -1):

@@ -267,7 +267,7 @@ def _sampling_arrays(plan: TargetPlan, sampled: SampledRows) -> Arrays:
 
 
 def _wants_more(plan: TargetPlan) -> bool:
-    """Than a captured step's draws have."""
+    """Tell whether more is wanted than a captured step's draws have."""
     return plan.num_logprobs is not None or has_processors(plan.sampling)
 
 

@@ -31,7 +31,7 @@ class AdmissionLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """So that the prompt and one output token fit."""
+        """The longest prompt that leaves room for one output token."""
         return min(self.max_model_len, self.max_sequence_slots) - 1
 
 

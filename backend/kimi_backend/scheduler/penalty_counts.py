@@ -1,4 +1,4 @@
-"""Which tokens a sequence holds and how often: what penalties need, kept up to date token by token."""
+"""The tokens that a sequence holds and how often, which penalties need, kept up to date token by token."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Which rows of a step score a prompt's tokens, and the scores of one prompt, chunk by chunk.
+"""The rows of a step that score a prompt's tokens, and the scores of one prompt, chunk by chunk.
 
 Row p of a prompt scores the token at p + 1, so the first token has no score. A row whose KV is cached has no
 hidden state any more: a prompt that wants scores is computed whole, and what it computes is published as any other's.

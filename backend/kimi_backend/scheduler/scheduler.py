@@ -48,7 +48,7 @@ class Scheduler:
         self.kv = kv
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        """By priority, then arrival."""
+        """Running sequences by priority, then arrival."""
         self.table = BatchTable(settings.max_num_seqs, -(-max_model_len // kv.block_size))
         self.num_preemptions = 0
         self.policy: SpeculationPolicy = FixedPolicy()
@@ -98,8 +98,8 @@ class Scheduler:
         return first is not None and first is not self._refused and len(self.running) < self.settings.max_num_seqs
 
     def take_next_blocks(self, sequences: list[Sequence]) -> bool:
-        """In place of `schedule`, while a step is in flight in which each of some sequences decodes one token: let them
-        hold what the step after it writes. False if they cannot all; what they were given stays theirs."""
+        """Let sequences, each of which decodes one token in the step in flight, hold what the step after it writes:
+        used in place of `schedule`. False if they cannot all; what they were given stays theirs."""
         for sequence in sequences:
             blocks = sequence.blocks
             assert blocks is not None

@@ -30,7 +30,7 @@ MOST_UNREAD_TOKENS = 4 * (MAX_SPECULATIVE_TOKENS + 1)
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     reason: FinishReason
     matched_stop: int | None = None

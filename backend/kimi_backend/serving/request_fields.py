@@ -53,10 +53,16 @@ INPUT_FIELDS = (
     RequestField(
         "repetition_penalty",
         Kind.FLOAT,
-        "Over 1 makes tokens of prompt and output less likely; 0.01 to 100 (default 1).",
+        "Makes tokens of prompt and output less likely, over 1; 0.01 to 100 (default 1).",
     ),
-    RequestField("presence_penalty", Kind.FLOAT, "Once for each token that stands in the output (default 0)."),
-    RequestField("frequency_penalty", Kind.FLOAT, "For each time a token stands in the output (default 0)."),
+    RequestField(
+        "presence_penalty", Kind.FLOAT, "Lowers a token's logit if the token stands in the output (default 0)."
+    ),
+    RequestField(
+        "frequency_penalty",
+        Kind.FLOAT,
+        "Lowers a token's logit for each time that it stands in the output (default 0).",
+    ),
     RequestField("logit_bias", Kind.JSON, "JSON object: token id -> number added to its logit."),
     RequestField("allowed_token_ids", Kind.INTS, "Only these tokens may come (default: all)."),
     RequestField("bad_words", Kind.TEXTS, "Texts that may not appear."),

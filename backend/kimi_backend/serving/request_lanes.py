@@ -102,7 +102,7 @@ class _Lane:
         self._num_bytes = 0
         self._is_reading = False
         self._problem: str | None = None
-        """Why it is closed."""
+        """The reason why it is closed."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -25,7 +25,7 @@ CANCEL_POLL_S = 0.02
 POLLS_A_ROUND = 4
 """A request is asked at least once in so many polls: asking is a message to the server and an answer."""
 MOST_POLLED_AT_ONCE = 4
-"""Up to so many requests are all asked every time."""
+"""The most requests that are all asked every time."""
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class _Live:
     is_first: bool = True
     is_cancelled: bool = False
     pending_since_s: float = 0.0
-    """When the first of `pending` came; it counts while the request is ready."""
+    """The time when the first of `pending` came; it counts while the request is ready."""
     is_being_sent: bool = False
-    """On the thread of long responses, until when what comes later waits."""
+    """True while it is on the thread of long responses; what comes later waits for the end of that."""
     asked: int = 0
-    """When it was last asked whether its client has left; 0: never."""
+    """The time when it was last asked whether its client has left; 0: never."""
 
 
 class ResponseSender:

@@ -72,7 +72,7 @@ def logprobs_json(entries: Sequence[TokenLogprobs], token_text: Callable[[int], 
 
 
 LEAST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON does not have."""
+"""The stand-in for minus infinity, which JSON does not have."""
 
 
 def prompt_logprobs_json(token_ids: Sequence[int], scores: TokenScores, token_json: Callable[[int], str]) -> str:

@@ -1,4 +1,4 @@
-"""After the start: does the target accept what this draft proposes? A wrong one fails nothing, it is only slow.
+"""A check after the start that the target accepts what this draft proposes. A wrong one fails nothing, it is only slow.
 
 Serving goes on meanwhile: the prompts are requests like any others, with the least priority, and are counted like them.
 """

@@ -40,7 +40,7 @@ class TargetServer(RunnerServer):
         self._target = runner
         self._side = TargetSide(runner.table, runner.device, runner.workers)
         self._in_flight: dict[int, Pending[TargetReply]] = {}
-        """By step, in the order of launches. The oldest has lost its asker when there are more than may be."""
+        """Replies by step, in the order of launches. The oldest has lost its asker when there are more than may be."""
 
     @classmethod
     def from_model_args(cls, args: dict[str, str]) -> "TargetServer":

@@ -24,7 +24,7 @@ class AcceptanceWatch:
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        """Why acceptance is not what it should be; None while it is."""
+        """The reason why acceptance is not what it should be; None while it is."""
         self._drafted = self._accepted = 0
         self._num_windows = 0
         self._past = 0.0

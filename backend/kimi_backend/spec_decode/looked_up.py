@@ -63,7 +63,7 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, sequences: Sequence[LookedUp]) -> "Expected":
-        """By what was seen of each, and of its kind."""
+        """Expect what was seen of each, and of its kind."""
         kinds = {id(s.kind): s.kind for s in sequences}
         means = {key: _mean(kind) for key, kind in kinds.items()}
         sums = np.array([s.sums for s in sequences]) + SEQUENCE_WEIGHT * np.array(
@@ -74,7 +74,7 @@ class Expected(NamedTuple):
 
     @classmethod
     def nothing(cls, num_sequences: int) -> "Expected":
-        """For so many sequences."""
+        """Expect nothing of so many sequences."""
         return cls(np.zeros(num_sequences), 0.0, 0.0)
 
 

@@ -142,7 +142,7 @@ class SequenceLookup:
         return match
 
     def guesses(self, text: Int32Array, match: Match, count: int) -> list[int]:
-        """Up to `count` tokens that follow the match which was found last."""
+        """The tokens that follow the match which was found last, at most `count`."""
         return continuation(text, match, count) if self._elsewhere is None else self._elsewhere.guesses(count)
 
     def most_guesses(self, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Which sequences check what their text proposes instead of what the draft does, and how many tokens of it."""
+"""The sequences that check what their text proposes instead of what the draft does, and how many tokens of it."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -69,7 +69,7 @@ class SpeculationPolicy(Protocol):
     def prepare_round(
         self, controllers: list[SpeculationController], num_sequences: int, num_context_tokens: int
     ) -> None:
-        """While a step is on its way: what `begin_round` will be asked, if nobody comes or goes meanwhile.
+        """Prepare, while a step is on its way, for what `begin_round` will be asked if nobody comes or goes meanwhile.
 
         Nothing of the controllers changes: the step that is on its way was planned with them.
         """

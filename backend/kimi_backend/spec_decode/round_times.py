@@ -31,7 +31,7 @@ class Round:
     draft: StepShape | None
     """The draft's step that the round waited for."""
     total_s: float
-    """From the plan to the end."""
+    """The time from the plan to the end."""
     target_s: float
     """The target's own time; where the round is overlapped, that from its launch to its reply."""
     draft_s: float
@@ -52,8 +52,8 @@ class RoundTimes:
         self._last_draft_s = 0.0
         """The seconds that the draft's step of the last round is expected to have taken."""
         self._factors = np.ones(3)
-        """On a target's step with one row a sequence, on its other rows, whose experts may overlap more or less than
-        those of random tokens, and on the draft's steps. The card's clock moves all."""
+        """Factors on a target's step with one row a sequence, on its other rows, whose experts may overlap more or less
+        than those of random tokens, and on the draft's steps. The card's clock moves all."""
         self._is_overlapped = False
         self._host_s = 0.0
         self._way_share = FIRST_WAY
@@ -72,7 +72,7 @@ class RoundTimes:
         return self._is_overlapped
 
     def assume_overlapped(self, host_s: float = 0.0) -> None:
-        """Until a round says otherwise: the host's time is hidden, as far as it can be."""
+        """Assume, until a round says otherwise, that the host's time is hidden as far as it can be."""
         self._is_overlapped, self._host_s = True, host_s
 
     def plain(

@@ -1,4 +1,4 @@
-"""Which draft tokens are worth their rows: the set that emits most tokens a second."""
+"""The draft tokens that are worth their rows: the set that emits most tokens a second."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class Batch:
     is_drafting: bool
     """Some use the draft."""
     overlaps_next: bool
-    """With one row a sequence it would be launched before the reply to the one before is there."""
+    """True if, with one row a sequence, it would be launched before the reply to the one before is there."""
 
 
 def choose_more_rows(chances: Floats, batch: Batch, times: RoundTimes) -> Ints:

@@ -41,7 +41,7 @@ def make_detokenizer(tokenizer: Tokenizer, skip_special: bool = True) -> Increme
 
 
 class ByteLevelDetokenizer:
-    """For tokenizers whose decode is the concatenation of token bytes: an incremental UTF-8 decoder."""
+    """An incremental UTF-8 decoder, for tokenizers whose decode is the concatenation of token bytes."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -61,8 +61,8 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For tokenizers whose decode looks at neighbours (WordPiece …): decodes a short window twice and emits the
-    difference.
+    """Decodes a short window twice and emits the difference, for tokenizers whose decode looks at neighbours
+    (WordPiece …).
 
     The window is the tokens of the last emitted piece and those after it. `finish` decodes everything once and emits
     what is missing, so the joined deltas are the full decode whenever the decode of a prefix is a prefix of the decode.

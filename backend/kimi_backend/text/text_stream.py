@@ -1,4 +1,4 @@
-"""From a request's new token ids to the text its client gets: detokenizer, then stop strings.
+"""The way from a request's new token ids to the text its client gets: detokenizer, then stop strings.
 
 A control token that shows in the text, such as `<|tool_call_begin|>`, and the same letters spelled by ordinary tokens
 look alike there. Whoever reads the text is told where the control tokens are.
@@ -25,9 +25,9 @@ class TextUpdate:
     num_chars_cut: int = 0
     """Decoded characters that are not emitted because of the stop string, itself included unless it is output."""
     token_offsets: tuple[int, ...] = ()
-    """For each token that counts, where asked for: characters of the request's whole text before its own."""
+    """Characters of the request's whole text before its own, for each token that counts, where asked for."""
     control_offsets: tuple[int, ...] = ()
-    """For each control token among the pushed tokens that shows: characters of the request's whole text before it."""
+    """Characters of the request's whole text before each control token among the pushed tokens that shows."""
 
 
 class TextStream:

@@ -22,7 +22,7 @@ class TokenizerConfig:
     """tokenizer_config.json, as far as it is data."""
 
     added_tokens: tuple[AddedToken, ...]
-    """In order of id."""
+    """Tokens in order of id."""
     special_names: dict[str, str]
     """"bos_token" → "[BOS]" and so on; only those that the file names."""
     chat_templates: dict[str, str]

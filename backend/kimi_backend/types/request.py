@@ -38,7 +38,7 @@ class FinishReason(str, Enum):
 
 
 class EndCause(str, Enum):
-    """Why a request was cancelled or failed, as an operator tells the cases apart."""
+    """The cause of a request's cancellation or failure, as an operator tells the cases apart."""
 
     CLIENT = "client"
     """Its client cancelled it or left."""
@@ -169,17 +169,17 @@ class SpeculationStats:
 
     @property
     def acceptance_per_position(self) -> tuple[float | None, ...]:
-        """For each position, accepted / rounds that proposed it."""
+        """Accepted / rounds that proposed it, for each position."""
         pairs = zip(self.accepted_per_position, self.drafted_per_position, strict=True)
         return tuple(accepted / drafted if drafted else None for accepted, drafted in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """When one round of a request ran. A verify without draft tokens counts as one here."""
+    """The times of one round of a request. A verify without draft tokens counts as one here."""
 
     round: int
-    """From 0 on; the step that draws the first token is none."""
+    """The round's number, from 0 on; the step that draws the first token is none."""
     start_s: float
     """Seconds since the request's arrival when the round before had ended."""
     end_s: float
@@ -199,7 +199,7 @@ class RequestStats:
     """Most output tokens that it could have: less than it asked for where the longest sequence ends before."""
     queue_time_s: float
     first_token_time_s: float | None
-    """From arrival to the first token; None when none came."""
+    """The time from arrival to the first token; None when none came."""
     total_time_s: float
     num_preemptions: int
     seed: int
@@ -239,9 +239,9 @@ class TokenDelta:
     token_origins: tuple[TokenOrigin, ...] = ()
     """One for each token, where the request asked for them."""
     token_offsets: tuple[int, ...] = ()
-    """For each token, where asked for likewise: characters of the request's whole text before its own."""
+    """Characters of the request's whole text before its own, for each token, where asked for likewise."""
     control_offsets: tuple[int, ...] = ()
-    """For each control token that shows in the text: characters of the request's whole text before it."""
+    """Characters of the request's whole text before each control token that shows in it."""
     matched_stop: str | int | None = None
     """The stop string or token id that ended the request."""
     error: str | None = None

@@ -1,4 +1,4 @@
-"""Which declared tool a call means, and the id it gets.
+"""The declared tool that a call means, and the id it gets.
 
 Kimi is trained on ids of the form functions.NAME:NUMBER, where the number counts the calls of the conversation. It also
 writes other forms, mostly after a history with ids of other servers.

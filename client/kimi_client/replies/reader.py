@@ -25,16 +25,16 @@ class _State(Enum):
     TEXT = auto()
     """Outside of calls."""
     SPELLED = auto()
-    """Behind a section's beginning that was spelled: text, unless a call follows."""
+    """The place behind a section's beginning that was spelled: text, unless a call follows."""
     GAP = auto()
-    """In a section, outside of its calls."""
+    """The place in a section, outside of its calls."""
     HEADER = auto()
-    """Behind a call's beginning."""
+    """The place behind a call's beginning."""
     ARGUMENTS = auto()
     UNDECLARED = auto()
-    """In the arguments of a call that stays text, since nobody declared its name."""
+    """The arguments of a call that stays text, since nobody declared its name."""
     DONE = auto()
-    """Behind the only call that was wanted."""
+    """The place behind the only call that was wanted."""
 
 
 class ReplyReader:

@@ -22,7 +22,8 @@ MAX_SPLITS = 8
 SPLIT_ROWS = 64
 """Most rows whose product is split along the weight's columns."""
 DEQUANTIZED_ROWS = 1024
-"""From so many rows on, dequantising the whole weight for cuBLAS costs less than doing so anew for every 64 rows."""
+"""The fewest rows for which dequantising the whole weight for cuBLAS costs less than doing so anew for every 64
+rows."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Which products of few rows stream their weight (`kernel_stream`), and in which sizes."""
+"""The products of few rows that stream their weight (`kernel_stream`), and in which sizes."""
 
 from dataclasses import dataclass
 

@@ -30,7 +30,7 @@ class _Rows:
     first: int
     stop: int
     num_keys: int
-    """With padding."""
+    """Keys with padding."""
     mask: Tensor
     """[rows, 1, num_keys] float32, 0 where the row sees the key, else negative infinity."""
 

@@ -37,8 +37,8 @@ def pack_experts(weights: ExpertWeights) -> PackedExperts:
 
 
 FEW_TOKENS = 4
-"""Up to so many, every chosen expert runs over all of them: a product of 4 rows takes hardly longer than one of 1, and
-nothing has to be gathered first."""
+"""The most tokens for which every chosen expert runs over all of them: a product of 4 rows takes hardly longer than one
+of 1, and nothing has to be gathered first."""
 
 
 def moe_experts(

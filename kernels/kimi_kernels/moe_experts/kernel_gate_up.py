@@ -124,7 +124,7 @@ def gate_up_choice_kernel(
     PORTABLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For few tokens, unsorted: one program a choice, a row tile and one of SPLITS ranges of columns.
+    """The product for few tokens, unsorted: one program a choice, a row tile and one of SPLITS ranges of columns.
 
     The last of a row tile's programs to finish sums the partial products, always in the order of the ranges.
 

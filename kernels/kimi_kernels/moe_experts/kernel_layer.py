@@ -65,7 +65,7 @@ class Layer:
         self.early = pdl_options(x.device) if may_start_early(self.down_steps) else {"PDL": False}
 
     def tall_shapes(self) -> TallShapes:
-        """Which products have weights of four bits, bf16 arithmetic, and whole groups of rows and of steps."""
+        """The products with weights of four bits, bf16 arithmetic, and whole groups of rows and of steps."""
         has_four_bits = self.gate_up_flags["KIND"] in ("int4", "mxfp4") and not self.gate_up_flags["PORTABLE"]
         has_groups = [
             bool(flags["EVEN"]) and tiles.shape[1] % 2 == 0 and tiles.shape[2] % TALL_STAGES == 0

@@ -6,7 +6,7 @@ The numbers were chosen by measurement on an H100 and an H200 (docs/benchmarks_k
 from dataclasses import dataclass
 
 FEW_CHOICES = 64
-"""Up to this many choices, sorting them saves next to nothing: they rarely share an expert."""
+"""The most choices that are not sorted: sorting them saves next to nothing, as they rarely share an expert."""
 FEW_DOWN_PROGRAMS = 224
 """Programs of the few-token second product, at least, where each walks through several row tiles."""
 FEW_DOWN_STEPS = 4
@@ -58,7 +58,7 @@ class SortedLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TallShapes:
-    """For which products the tall kernels can run."""
+    """The products that the tall kernels can run for."""
 
     gate_up: bool
     down: bool

@@ -8,7 +8,7 @@ from torch import Tensor
 from kimi_kernels.rope.op import check_rope
 
 FEW_ROWS = 16
-"""Up to so many rows, their angles are kept from one layer to the next."""
+"""The most rows whose angles are kept from one layer to the next."""
 
 
 @lru_cache(maxsize=16)

@@ -37,7 +37,7 @@ def _last_of(token, equal, count, num_tokens):
 
 @triton.jit
 def keep_top_k(token, key, alive, top_k, num_tokens):
-    """Which of those alive top-k keeps: the largest keys, the lowest ids among equals."""
+    """Those alive that top-k keeps: the largest keys, the lowest ids among equals."""
     key_k = _kth_key(key, alive, top_k)
     equal = alive & (key == key_k)
     num_above = tl.sum((alive & (key > key_k)).to(tl.int32))
@@ -50,7 +50,7 @@ def keep_top_k(token, key, alive, top_k, num_tokens):
 
 @triton.jit
 def keep_top_p(key, weight, alive, top_p):
-    """Which of those alive top-p keeps: less than top_p of the mass lies above them, or none."""
+    """Those alive that top-p keeps: less than top_p of the mass lies above them, or none."""
     weight = tl.where(alive, weight, 0).to(tl.int64)
     limit = top_p.to(tl.float64) * tl.sum(weight).to(tl.float64)
     low = tl.full((), 0, tl.int64)

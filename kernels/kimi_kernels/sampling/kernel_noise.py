@@ -130,7 +130,7 @@ def likelihood(raw, scale, bound):
 
 @triton.jit
 def reach(bits, likelihood, factor):
-    """Not below 0 if y + gumbel(bits) may be at least the bound: too often, never too rarely.
+    """A number that is not below 0 if y + gumbel(bits) may be at least the bound: too often, never too rarely.
 
     -log(-log(u)) <= -log(1 - u), so the score reaches the bound only if 1 - u <= exp(y - bound). Both sides are scaled
     by 2^32. A sixth of the work of `gumbel`.

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""For rows whose candidates all fell to top-p: the best four by score among the tokens above them, judged again.
+"""The best four by score among the tokens above, judged again, for rows whose candidates all fell to top-p.
 
 A token survives only if less than top-p lies above it, so every survivor lies above every token that fell. Each round
 leaves a few per cent of the rows it is done for; the largest y always survives, so the rounds end.

@@ -24,7 +24,7 @@ LISTED = tl.constexpr(4096)
 NEVER = tl.constexpr(0xFFFFFFFF)
 """A key above all."""
 DOUBT = tl.constexpr(8e-5)
-"""For the order of summation and for moving sums to another base."""
+"""The margin for the order of summation and for moving sums to another base."""
 DOUBT_A_LOGIT = tl.constexpr(2.0**-20)
 """More for each unit of the largest logit: the exponent's argument is rounded at its size."""
 WEIGHT_UNIT = tl.constexpr(2.0**-WEIGHT_BITS)

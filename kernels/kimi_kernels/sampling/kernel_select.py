@@ -215,7 +215,7 @@ def _draw_of_many(
     source, entries, rules, keeps, noise_key, num_tokens,
     BLOCK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WORK: tl.constexpr,
 ):  # fmt: skip
-    """From entries that do not fit one tile. keeps: (top_k, top_p)."""
+    """Draw from entries that do not fit one tile. keeps: (top_k, top_p)."""
     top_k, top_p = keeps
     cut = (tl.full((), 0, tl.uint32), tl.full((), NO_TOKEN, tl.int32))
     if top_k > 0:

@@ -61,7 +61,7 @@ def weights_below(below_best: Tensor) -> Tensor:
 
 
 def surviving_tokens(scaled: Tensor, filters: FilterParams) -> Tensor:
-    """Which tokens may be drawn.
+    """The tokens that may be drawn.
 
     Args:
         scaled: [R, C] float32 as in `token_weights`, columns by ascending token id.

@@ -37,7 +37,7 @@ def _unit_interval(words):
 
 @triton.jit
 def uniform_scores(logits, expert):
-    """In place of the router's: hashed from the bits of the logits."""
+    """Scores in place of the router's: hashed from the bits of the logits."""
     words = _mix(_mix(logits.to(tl.uint32, bitcast=True)) + expert.to(tl.uint32) * GOLDEN)
     return _unit_interval(words)
 

@@ -34,7 +34,7 @@ INT4 = RandomTensors(target_specs(QuantizationMethod.INT4), seed=7)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tiny tensors too are made of several chunks."""
+    """Tiny tensors too are made of several chunks."""
     monkeypatch.setattr(random_tensors, "_CHUNK_ELEMENTS", 3000)
 
 

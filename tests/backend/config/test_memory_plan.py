@@ -121,7 +121,8 @@ def test_each_of_several_ranks_holds_its_part_of_a_draft(kind: DraftKind, size: 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
 def test_ranks_also_hold_gathered_logits_and_buffers(tp_size: int) -> None:
-    """Beside what divides: all columns rank by rank, and each rank's own, in the steps that are captured and others."""
+    """They are there beside what divides: all columns rank by rank, and each rank's own, in the steps that are captured
+    and others."""
     settings = MemorySettings(gpu_bytes=2000 * GIB, tp_size=tp_size, max_num_sampled_rows=256)
     more = MemorySettings(gpu_bytes=2000 * GIB, tp_size=tp_size, max_num_sampled_rows=512)
     plans = [plan_memory(K25, None, given) for given in (settings, more)]

@@ -1,4 +1,4 @@
-"""Which model is called when, and for whom, where each waits for the other (test_overlap.py: where not)."""
+"""The calls of each model, when and for whom, where each waits for the other (test_overlap.py: where not)."""
 
 from dataclasses import replace
 

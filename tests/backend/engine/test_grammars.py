@@ -129,7 +129,7 @@ def test_log_probabilities_and_penalties_under_masks_are_those_without_speculati
 
 
 def test_what_is_forced_is_not_left_to_the_draft() -> None:
-    """Without any draft, verifies still accept what the grammar alone allows."""
+    """Verifies still accept what the grammar alone allows, without any draft."""
     outcomes = [o for o in run(REQUESTS, k=3, agreement=None) if o.request.sampling.grammar is not None]
     assert sum(accepted for outcome in outcomes for _, accepted in outcome.rounds) > 2 * len(outcomes)
 

@@ -111,7 +111,7 @@ def test_a_request_may_ask_for_less_than_the_server_has() -> None:
 
 
 def test_without_a_draft_steps_overlap_until_there_is_a_match() -> None:
-    """With six tokens there soon is one."""
+    """There soon is one with six tokens."""
     requests = [
         GenerateRequest(
             request_id=str(i),

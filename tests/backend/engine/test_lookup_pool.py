@@ -17,7 +17,7 @@ from support.scripted_logits import LogitScript
 from support.scripted_models import ScriptedDraft, ScriptedTarget, describe
 
 SCRIPT = LogitScript(400)
-"""With so many tokens no text repeats itself by chance."""
+"""No text of so many tokens repeats itself by chance."""
 REQUEST = GenerateRequest(
     request_id="r",
     prompt_token_ids=(9, 8, 7, 6),

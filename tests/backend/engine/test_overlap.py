@@ -33,8 +33,8 @@ CANCELLED = Finish(FinishReason.CANCELLED, cause=EndCause.CLIENT)
 
 
 def plain(request: GenerateRequest, k: int | None) -> GenerateRequest:
-    """Without what makes a step wait for the tokens before it, and without a choice that learns from one round more or
-    less. k: None for the request's own."""
+    """A request without what makes a step wait for the tokens before it, and without a choice that learns from one
+    round more or less. k: None for the request's own."""
     given = request.sampling
     sampling = SamplingParams(
         max_tokens=given.max_tokens,
@@ -145,7 +145,7 @@ SETTINGS = pytest.mark.parametrize(
 def test_the_same_tokens_as_in_lockstep(
     settings: dict[str, object], requests: list[GenerateRequest], has_draft: bool
 ) -> None:
-    """With newcomers, chunks, ends, preemptions, and others that want more of a draw."""
+    """There are newcomers, chunks, ends, preemptions, and others that want more of a draw."""
     one = harness(requests, has_draft=has_draft, **settings)  # type: ignore[arg-type]
     one.run()
     check(one, requests, 10 if requests is ALONE else 5 if has_draft and requests is DRAFTING else 0)
@@ -156,7 +156,7 @@ def test_the_same_tokens_as_in_lockstep(
 @SETTINGS
 @pytest.mark.parametrize("requests", [MIXED, DRAFTING], ids=["mixed", "drafting"])
 def test_the_same_steps_as_in_lockstep(settings: dict[str, object], requests: list[GenerateRequest]) -> None:
-    """With one step of each model in flight, every step holds the same blocks as in lockstep."""
+    """Every step holds the same blocks as in lockstep, with one step of each model in flight."""
 
     def traced(one: EngineHarness) -> list[tuple[int, ...]]:
         trace: list[tuple[int, ...]] = []
@@ -377,7 +377,7 @@ def test_a_draft_lost_after_it_has_answered(requests: list[GenerateRequest]) -> 
 
 
 def test_a_draft_that_comes_back_with_a_step_in_flight() -> None:
-    """While it is away its sequences run as those without speculation do; then they are preempted to begin with it."""
+    """Its sequences run as those without speculation do while it is away; then they are preempted to begin with it."""
     came_back = []
 
     def lose(one: EngineHarness, step: int) -> None:

@@ -90,7 +90,7 @@ def test_a_wrong_noise_index_in_the_target(
 def test_a_wrong_noise_index_in_the_draft(
     monkeypatch: Patch, target: OwnedRunner, draft: DraftRunner, shift: int
 ) -> None:
-    """Behind the plan's checks, which refuse an index below the sequence's length."""
+    """The fault is behind the plan's checks, which refuse an index below the sequence's length."""
     check_draft = PlanChecker.check_draft
 
     def planted(self: PlanChecker, plan: DraftPlan, num_aux_rows: int) -> None:

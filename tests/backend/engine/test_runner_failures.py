@@ -136,7 +136,7 @@ def test_speculation_returns_with_the_draft(requests: list[GenerateRequest], exp
 
 
 class NonsenseDraft(ScriptedDraft):
-    """From step 4 on proposes an id that is no token, or raises what no runner should."""
+    """A draft that from step 4 on proposes an id that is no token, or raises what no runner should."""
 
     nonsense: int | None = VOCAB
 

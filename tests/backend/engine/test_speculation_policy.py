@@ -349,7 +349,7 @@ def starts_of_drafted_steps(outcome: Outcome) -> Iterator[int]:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_it_learns_and_chooses_while_the_target_works(async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that neither makes a round longer: behind a launch, before its reply is waited for. No round is left out."""
+    """Neither makes a round longer: both are behind a launch, before its reply is waited for. No round is left out."""
     harness, events = harness_of(async_scheduling), list[str]()
     policy, target = harness.core.scheduler.policy, harness.core._target
 

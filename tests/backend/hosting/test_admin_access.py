@@ -1,4 +1,4 @@
-"""Which APIs Triton Server is told to close, and what may be the secret."""
+"""The APIs that Triton Server is told to close, and what may be the secret."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""With row-invariant kernels a token's logits and aux states have the same bits, however its sequence was cut into
+"""A token's logits and aux states have the same bits with row-invariant kernels, however its sequence was cut into
 steps and whatever ran beside it."""
 
 import dataclasses
@@ -84,7 +84,8 @@ def test_rejected_rows_leave_no_trace(
 def test_a_ragged_batch_gives_each_sequence_what_it_gets_alone(
     target: KimiTarget, kernels: KernelSet, tokens: list[int], whole: tuple[torch.Tensor, torch.Tensor], absorbs: bool
 ) -> None:
-    """Also the way a kernel set with a prefill kernel of its own takes: rows in `prefill` from the first long chunk on.
+    """This is also the way a kernel set with a prefill kernel of its own takes: rows in `prefill` from the first long
+    chunk on.
 
     Verify rows, a long chunk and a short tail ride together; block order and batch order are shuffled."""
     kernels = dataclasses.replace(kernels, absorb_prefill=absorbs)

@@ -111,7 +111,7 @@ def test_without_synthetic_parts_nothing_is_said(folder: Path) -> None:
 
 
 def test_dummy_weights_are_those_that_make_checkpoint_writes(tmp_path: Path) -> None:
-    """On a CPU the two have the same seeds, so that a dummy run can be repeated from files."""
+    """The two have the same seeds on a CPU, so that a dummy run can be repeated from files."""
     written = make(tmp_path / "written", DraftKind.MHA, has_weights=True)
     target, dummy = TargetCheckpoint.open(written), TargetCheckpoint.dummy(written, CPU)
     assert dummy.num_bytes == sum(

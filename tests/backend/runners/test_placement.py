@@ -1,4 +1,4 @@
-"""Which kernels run where."""
+"""The kernels that run on each device."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ NUM_RANKS = 2
 
 
 def run(check: Check) -> None:
-    """On every rank; fails where one rank's does."""
+    """Run a check on every rank; fails where one rank's does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     mp.spawn(run_rank, args=(NUM_RANKS, address, check), nprocs=NUM_RANKS)

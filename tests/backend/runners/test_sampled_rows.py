@@ -1,4 +1,4 @@
-"""Which rows draw a token: listed one by one for few sequences, by array operations for many, and both the same."""
+"""The rows that draw a token: listed one by one for few sequences, by array operations for many, and both the same."""
 
 import random
 from dataclasses import fields

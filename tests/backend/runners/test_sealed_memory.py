@@ -29,7 +29,7 @@ def test_both_ends_see_the_same_bytes(own: OwnMemory) -> None:
 
 
 def test_a_file_that_the_user_has_open_is_neither_mapped_nor_written(tmp_path: Path) -> None:
-    """Not even one that begins with the token that the handle gives."""
+    """Nor is one that begins with the token that the handle gives."""
     before = bytes(range(TOKEN_BYTES)) + bytes(SIZE - TOKEN_BYTES)
     path = tmp_path / "victim"
     path.write_bytes(before)
@@ -43,7 +43,7 @@ def test_a_file_that_the_user_has_open_is_neither_mapped_nor_written(tmp_path: P
 
 
 def test_a_pipe_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To open one would let its other end's process go on."""
+    """Opening one would let its other end's process go on."""
     reader, writer = os.pipe()
     monkeypatch.setattr(os, "open", lambda path, *_: pytest.fail(f"{path} was opened"))
     try:

@@ -165,7 +165,7 @@ def test_those_who_leave_a_queue_in_which_nobody_comes_up_leave_no_memory_behind
 
 
 def test_a_queue_is_gone_through_once_it_holds_sixteen_more_than_twice_who_waits() -> None:
-    """Not each time that somebody leaves."""
+    """It is not gone through each time that somebody leaves."""
     scheduler, lengths = make_scheduler(), []
     scheduler.waiting.push(make_sequence(uid=0))
     for uid in range(1, 100):

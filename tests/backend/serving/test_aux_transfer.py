@@ -176,7 +176,7 @@ def texts(harness: EngineHarness) -> list[list[int]]:
 
 @pytest.fixture
 def expected(pair: Pair) -> list[list[int]]:
-    """By tensors."""
+    """The tokens where aux hidden states travel as tensors."""
     pair.can_open = False
     harness = started(pair).engine()
     harness.run()

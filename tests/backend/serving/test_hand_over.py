@@ -514,7 +514,7 @@ def test_a_draft_step_never_waits_for_a_verify_that_the_target_was_not_given(mon
 def test_a_step_id_that_the_target_was_not_given_is_not_waited_for(
     promised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the wait would be the stream's, for as long as a minute."""
+    """The wait would be a GPU's stream's, for as long as a minute."""
     monkeypatch.setattr(sides, "PROMISE_S", 0.05)
     draft, target = open_pair()
     promise(draft, promised)

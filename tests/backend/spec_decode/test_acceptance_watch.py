@@ -1,4 +1,4 @@
-"""When acceptance is called bad: next to nothing at the first position, or far less than before."""
+"""The cases in which acceptance is called bad: next to nothing at the first position, or far less than before."""
 
 from kimi_backend.spec_decode.acceptance_watch import AcceptanceWatch
 from kimi_backend.types.request import SpeculationStats

@@ -88,7 +88,7 @@ def test_a_sequence_that_finds_a_match_needs_no_draft_tokens_in_that_round() -> 
 
 
 def test_single_row_steps_rest_while_a_match_is_followed() -> None:
-    """In half of the rounds a draft of 0.75 ms takes 0.25."""
+    """A draft of 0.75 ms takes 0.25 in half of the rounds."""
     times = RoundTimes(linear_costs(1000, 0), linear_costs(200, 0, 50))
     found = choose_rows(np.array([[0.75, 0.55, 0.4]]), 1, 64, times, looked_up=Expected(np.array([0.5]), 0.0, 0.0))
     assert found.num_draft_tokens[0] == 3

@@ -1,4 +1,4 @@
-"""Whose tokens are verified, and how many: what is likely to be kept, against what the rows cost."""
+"""The sequences whose tokens are verified, and how many: what is likely to be kept, against what the rows cost."""
 
 import threading
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_no_more_than_a_request_may_have() -> None:
     ids=["cheap rows", "dear rows", "dear rows that are never kept"],
 )
 def test_rows_are_taken_by_what_they_cost(row_us: float, num_kept: int, least: int, most: int) -> None:
-    """Without a draft, so that only the target's steps have costs."""
+    """There is no draft, so that only the target's steps have costs."""
     policy: SpeculationPolicy = AdaptivePolicy(linear_costs(3000, row_us), None)
     chosen = taught(LONG, num_kept).choose([a_candidate(LONG, num_proposed=0)], policy, replace(ALONE, num_proposed=0))
     assert least <= chosen[0] <= most

@@ -13,7 +13,7 @@ from support.tiny_tokenizers import tempting_tokenizer
 
 USER = [{"role": "user", "content": "hello"}]
 LONGEST_S = 5.0
-"""On a machine that others use too; it takes a second."""
+"""The limit on a machine that others use too; it takes a second."""
 DOUBLING = "{% set ns = namespace(a=START) %}{% for i in range(60) %}{% set ns.a = DOUBLED %}{% endfor %}"
 
 

@@ -71,7 +71,7 @@ class ScriptedStream(AsyncStream):
 
 
 class ScriptedClient:
-    """In place of the gRPC client."""
+    """A stand-in for the gRPC client."""
 
     streams: list[ScriptedStream]
     asked: list[dict]

@@ -220,7 +220,8 @@ def test_logprobs_of_a_chat():
 
 
 def test_logprobs_have_the_channel_of_their_text():
-    """Also behind a call inside thoughts, where it is not known before the end, or a think token, says so."""
+    """They have it also behind a call inside thoughts, where it is not known before the end, or a think token, says
+    so."""
     for end, channel in (("", "content"), ("</think>", "reasoning_content")):
         tokens = ["hm", *re.split("(<[|].*?[|]>)", CALL), " so", *([end] if end else [])]
         _, offsets = place_controls("".join(tokens))

@@ -1,4 +1,4 @@
-"""Which names and pages the endpoint answers: on its socket, and header by header."""
+"""The names and pages that the endpoint answers: on its socket, and header by header."""
 
 import pytest
 from starlette.datastructures import Headers

@@ -51,7 +51,7 @@ class ScriptedStream(AsyncStream):
 
 
 class ScriptedClient:
-    """In place of the gRPC client."""
+    """A stand-in for the gRPC client."""
 
     def __init__(self, url):
         self.asked = None

@@ -34,7 +34,7 @@ class ScriptedStream(AsyncStream):
 
 
 class ScriptedClient:
-    """In place of the gRPC client: it counts the letters of a text and knows three tokens."""
+    """A stand-in for the gRPC client: it counts the letters of a text and knows three tokens."""
 
     asked: ClassVar[list] = []
 

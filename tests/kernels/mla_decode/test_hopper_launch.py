@@ -1,4 +1,4 @@
-"""Which of the Hopper kernels takes which problem: host arithmetic, no device."""
+"""The Hopper kernel that takes each problem: host arithmetic, no device."""
 
 import pytest
 

@@ -105,7 +105,7 @@ def test_an_expert_that_a_token_takes_twice_counts_twice() -> None:
 
 
 def test_experts_are_summed_in_the_order_of_the_choices() -> None:
-    """With large terms that cancel, another order gives other bits."""
+    """Another order gives other bits with large terms that cancel."""
     down = torch.eye(16).expand(3, 16, 16) * torch.tensor([1e8, 1.0, -1e8])[:, None, None]
     packed = pack_experts(ExpertWeights(gate_up=torch.ones(3, 32, 16), down=down))
     x, ones = torch.ones(1, 16), torch.ones(1, 3)

@@ -57,7 +57,7 @@ def test_rows_may_lie_apart(ops: ModuleType) -> None:
 @every_implementation
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_two_addends_are_summed_and_rounded_first(ops: ModuleType, dtype: torch.dtype) -> None:
-    """In halves 1 + 2^-11 is 1, and 1 - 1 leaves nothing."""
+    """1 + 2^-11 is 1 in halves, and 1 - 1 leaves nothing."""
     x, second, residual = torch.randn(3, 3, 72).to(dtype).unbind()
     if dtype == torch.float16:
         x[0], second[0], residual[0] = 1.0, 2.0**-11, -1.0

@@ -129,7 +129,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 
 
 def test_noise_keeps_its_bits_beside_a_large_logit() -> None:
-    """At a tiny temperature equal logits are still drawn evenly: float32 sums would round the noise to a tie."""
+    """Equal logits are still drawn evenly at a tiny temperature: float32 sums would round the noise to a tie."""
     logits = torch.tensor([20.0, 20.0, 19.0]).expand(4000, 3)
     inputs, rows = sampling_tensors([SequenceCase(temperature=1.1e-5)])
     many = replace(

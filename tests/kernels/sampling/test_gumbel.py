@@ -52,7 +52,7 @@ def test_extremes() -> None:
 
 
 def test_grows_with_the_bits() -> None:
-    """Up to rounding: a step back is at most one unit in the last place, and rare."""
+    """It grows up to rounding: a step back is at most one unit in the last place, and rare."""
     for start in (0, 2**31 - 100_000, 2**30 - 100_000, 3 * 2**30 - 100_000, 2**32 - 200_000):
         noise = gumbel_from_bits(torch.arange(start, start + 200_000))
         steps = noise[1:] - noise[:-1]

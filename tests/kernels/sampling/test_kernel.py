@@ -169,7 +169,8 @@ def test_candidates_fall_round_after_round() -> None:
 
 @pytest.mark.parametrize("spread", [1.0, 4.0], ids=["flat", "peaked"])
 def test_most_candidates_survive_for_certain(spread: float) -> None:
-    """Without a second reading: their own mass is enough, or they lie above a logit with little mass below."""
+    """They survive without a second reading: their own mass is enough, or they lie above a logit with little mass
+    below."""
     logits = torch.randn(8, 400, generator=torch.Generator().manual_seed(5))[3:7] * spread
     inputs, rows = sampling_tensors([SequenceCase(top_p=0.9, seed=seed) for seed in range(3, 7)])
     call = SamplingCall(logits, inputs, rows, None)
@@ -214,7 +215,7 @@ def test_few_tokens_are_allowed(num_allowed: int) -> None:
 
 
 def test_min_p_alone_is_drawn_from_a_list() -> None:
-    """So flat that the four best by score are mostly too unlikely."""
+    """The logits are so flat that the four best by score are mostly too unlikely."""
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(7)) * 0.8
     inputs, rows = sampling_tensors([SequenceCase(min_p=0.8, seed=seed) for seed in range(4)])
     call = SamplingCall(logits, inputs, rows, None)

@@ -38,7 +38,7 @@ def test_token_x_takes_word_x_mod_4_of_block_x_div_4() -> None:
 
 
 def test_bits_depend_on_seed_index_and_token_only() -> None:
-    """Not on the rows beside it, nor on how many tokens the vocabulary has."""
+    """They do not depend on the rows beside it, nor on how many tokens the vocabulary has."""
     seed, index = torch.tensor([5, -1, 5, 2**62]), torch.tensor([0, 9, 1, 2**31])
     together = noise_bits(seed, index, 66)
     for row in range(4):

@@ -1,4 +1,4 @@
-"""Which shapes of steps are captured, and which of them a step takes.
+"""The shapes of steps that are captured, and which of them a step takes.
 
 A graph has fixed shapes, so a step runs in the smallest bucket that holds it. Rows are packed: a bucket of B sequences
 times q rows takes any step of at most B sequences, at most q rows each. A prompt's bucket takes chunks of any length,

@@ -107,7 +107,7 @@ class DraftGraphs:
         self._proposal_arena = Arena(self._proposal_layouts.values(), device)
         self._tables = StaticTables(self._extension_layouts, limits, pool)
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """After the last upload: before it, the arrays on the host must stay as they are."""
+        """The end of the last upload: before it, the arrays on the host must stay as they are."""
         states = torch.zeros((2, limits.max_num_seqs, model.config.hidden_size), dtype=aux_buffer.dtype, device=device)
         self._normed, self._feedback = states
         """[max_num_seqs, H] of each sequence's last extended row."""
@@ -147,7 +147,7 @@ class DraftGraphs:
         return bucket if bucket in self._proposals else None
 
     def begin(self, plan: DraftPlan) -> None:
-        """Before any part of a step: wait until what the last one has written on the host is on the device."""
+        """Wait, before any part of a step, until what the last one has written on the host is on the device."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
         self._tables.upload(plan.rows.block_table, int(slots_needed(plan).max()))
@@ -169,7 +169,7 @@ class DraftGraphs:
         return normed
 
     def take_extension(self, normed: torch.Tensor, feedback: torch.Tensor) -> None:
-        """In place of `extend`: [S, H] of each sequence's last extended row."""
+        """Take what `extend` would have made: [S, H] of each sequence's last extended row."""
         self._normed[: len(normed)].copy_(normed)
         self._feedback[: len(feedback)].copy_(feedback)
 

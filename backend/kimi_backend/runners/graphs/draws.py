@@ -1,5 +1,5 @@
-"""Which rows of a captured target step draw: those that its plan samples, and of a sequence that samples none the last,
-whose draw says whether its hidden states are finite and is dropped."""
+"""The rows of a captured target step that draw: those that its plan samples, and of a sequence that samples none the
+last, whose draw says whether its hidden states are finite and is dropped."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class Draws:
 
     @classmethod
     def of(cls, plan: TargetPlan, rows: RowArrays) -> "Draws":
-        """From a checked plan and its rows."""
+        """Find them from a checked plan and its rows."""
         counts = plan.num_sampled_rows
         are_wanted = None if counts.all() else counts > 0
         if are_wanted is not None:

@@ -111,7 +111,7 @@ class TargetGraphs:
         self._forwards: dict[Bucket, _Step] = {}
         self._draws: dict[Bucket, _Step] = {}
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        """After the last upload: before it, the arrays on the host must stay as they are."""
+        """The end of the last upload: before it, the arrays on the host must stay as they are."""
 
     @property
     def num_buckets(self) -> int:

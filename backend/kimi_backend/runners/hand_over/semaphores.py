@@ -54,7 +54,7 @@ class SharedSemaphores:
 
     @property
     def address(self) -> int:
-        """In this process."""
+        """The memory's address in this process."""
         return self._whole.data_ptr()
 
     def value(self, place: int) -> int:
@@ -62,7 +62,7 @@ class SharedSemaphores:
         return int(self._values[place])
 
     def set_value(self, place: int, value: int) -> None:
-        """At once, by this CPU."""
+        """Write it at once, by this CPU."""
         self._values[place] = value
 
 
@@ -80,7 +80,7 @@ class OwnSemaphores:
 
     @property
     def handle(self) -> bytes:
-        """By which another process of this user opens it."""
+        """The handle by which another process of this user opens it."""
         return json.dumps({"memory": self._own.handle.to_bytes().decode(), "shape": self.semaphores.shape}).encode()
 
     def close(self) -> None:

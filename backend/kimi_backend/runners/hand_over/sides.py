@@ -38,7 +38,7 @@ logger = logging.getLogger("kimi_backend.runners")
 LONGEST_WAIT_S = 60.0
 """A step waits no longer for a process that lives: long enough to compile a kernel in."""
 LOOK_S = 0.05
-"""So often a process looks whether the other lives."""
+"""The pause between two looks of a process whether the other lives."""
 PROMISE_S = 1.0
 """A draft step waits so long to hear that the target was given the verify before it."""
 _POLL_S = 0.00005
@@ -99,7 +99,7 @@ class DraftSide:
 
     @property
     def handle(self) -> bytes:
-        """For the target."""
+        """The handle of the semaphores, for the target."""
         return self._own.handle
 
     def launch(self, plan: DraftPlan, draft: Draft) -> Pending[DraftReply]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 _LOOK_S = 0.5
-"""So often a device is asked. It costs microseconds of a thread that nobody waits for."""
+"""The pause between two questions to a device. One costs microseconds of a thread that nobody waits for."""
 
 
 def watch_device(device: torch.device, fail: Callable[[Exception], None]) -> None:

@@ -52,7 +52,7 @@ class Assignment:
     """The fields of `ServingSettings`."""
 
     def packed(self) -> dict[str, Any]:
-        """For `Connection.send`."""
+        """The form for `Connection.send`."""
         return asdict(self)
 
 
@@ -62,12 +62,12 @@ class Step:
 
     plan: TargetPlan | DraftPlan
     aux: torch.Tensor | None = None
-    """On the host."""
+    """Aux hidden states on the host."""
     waits: tuple[tuple[int, int], ...] = ()
     """Shared semaphore and value of each that the stream waits for first."""
 
     def packed(self) -> Any:
-        """For `Connection.send`."""
+        """The form for `Connection.send`."""
         aux = None
         if self.aux is not None:
             host = self.aux.contiguous().cpu()
@@ -83,7 +83,7 @@ class Question:
     content: bytes
 
     def packed(self) -> Any:
-        """For `Connection.send`."""
+        """The form for `Connection.send`."""
         return self.name, self.content
 
 

@@ -37,7 +37,7 @@ from kimi_backend.runners.ranks.process_group import join_ranks, leave
 from kimi_backend.types.plan import DraftPlan, TargetPlan
 
 _LOADING_GRACE_S = 2.0
-"""While models load, what is wrong is mostly wrong on every rank: rank 0 gets so long to say it itself."""
+"""The time that rank 0 gets to say itself what is wrong while models load: it is mostly wrong on every rank."""
 _END_S = 10.0
 
 
@@ -88,7 +88,7 @@ class WorkerProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """In the order of their ranks."""
+        """Process ids in the order of their ranks."""
         return [process.pid for process in self._processes]
 
     def join(self, device: torch.device) -> TensorParallelGroup:
@@ -238,7 +238,7 @@ class WorkerProcesses:
         return [content for _, content in received]
 
     def _leave_in_time(self) -> None:
-        """Not waited for without end: a rank that is stuck will not come."""
+        """Leave the group, without waiting for a rank that is stuck and will not come."""
         thread = threading.Thread(target=self._leave, name="kimi-leave", daemon=True)
         thread.start()
         thread.join(_END_S)

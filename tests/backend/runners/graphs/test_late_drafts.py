@@ -34,7 +34,7 @@ REQUESTS = [
 def run(
     kind: str, setting: Setting, *, is_captured: bool, async_scheduling: bool
 ) -> tuple[EngineHarness, list[list[list[int]]]]:
-    """To the end under a policy that acts at random; what each draft step proposed, where its reply says so."""
+    """Run to the end under a policy that acts at random; what each draft step proposed, where its reply says so."""
     target, draft = runner_pair(setting, kind, PlainRecorder() if is_captured else None)
     proposals: list[list[list[int]]] = []
     launch = draft.launch

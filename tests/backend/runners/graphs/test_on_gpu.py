@@ -219,7 +219,7 @@ def test_an_overlapped_draft_as_graphs_and_as_plain_calls(kind: str, acts_at_ran
 
 
 def plain_requests(count: int) -> list[GenerateRequest]:
-    """Without speculation, greedy and not; none ends before its length."""
+    """Requests without speculation, greedy and not; none ends before its length."""
     return [
         GenerateRequest(
             request_id=str(index),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 RANK, NOPE, ROPE, VALUE, PAGE = 512, 128, 64, 128, 64
 SCALE = (NOPE + ROPE) ** -0.5
 ERROR_LIMIT = 2e-2
-"""Up-projected keys and values of the one form, queries and latents of the other, are rounded to bf16."""
+"""The up-projected keys and values of the one form, queries and latents of the other, are rounded to bf16."""
 NUM_SEQS = 20
 
 

@@ -61,8 +61,8 @@ def test_replays_equal_the_recorded_function(kind: str, kv: dict[str, Any], monk
 
 
 def test_hidden_states_are_near_those_of_eager_steps() -> None:
-    """Which take the expanded form of attention over whole chunks, where captured ones take the absorbed form over
-    parts. Prompts only: behind the first draw texts may part at a tie."""
+    """Eager steps take the expanded form of attention over whole chunks, where captured ones take the absorbed form
+    over parts. Prompts only: behind the first draw texts may part at a tie."""
     captured, eager = (loop("mla31", recorder) for recorder in (GraphRecorder(torch.device("cuda")), None))
     for order in ([1], [1, 2, 5], [5, 1, 2]):
         found, expected = (

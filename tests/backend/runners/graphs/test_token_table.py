@@ -264,7 +264,8 @@ def test_what_fits_no_step_is_refused() -> None:
 
 
 def run_engine(kind: str, async_scheduling: bool, requests: list[GenerateRequest]) -> tuple[EngineHarness, list[bool]]:
-    """To the end, over pools full of NaN; of each draft step, whether it was launched before its verify was done."""
+    """Run to the end, over pools full of NaN; of each draft step, whether it was launched before its verify was
+    done."""
     target, draft = runner_pair(ACCEPTING, kind, PlainRecorder())
     overlapped: list[bool] = []
     launch = draft.launch
