@@ -6,7 +6,7 @@ What `speculation_policy.py` measures through servers, without what else a machi
 process with k at random, which tells how many draft tokens would be kept at each place of each text; then the adaptive
 policy and each fixed k run over these texts in rounds that take what the table says, with noise for the policy to
 learn from. Each start is an engine that has seen nothing. --costs: {"target": …, "draft": …, "host_s": …, "way_s": …},
-by default those that kimi-nano took on a CPU through the server, with others at work.
+by default those that `nano_costs.py` wrote of kimi-nano on a CPU.
 """
 
 import argparse
