@@ -10,6 +10,7 @@ import argparse
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
@@ -19,7 +20,7 @@ from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.spec_decode.protocols import Pending
 from kimi_backend.text.tokenizer import load_tokenizer
-from kimi_backend.types.plan import DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.plan import DraftPlan, RunnerDescription, TargetPlan
 from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDelta
 from serving_suite.side_by_side import NANO, PROMPTS
 
@@ -27,10 +28,10 @@ READY_TIMEOUT_S = 60.0
 Plans = list[TargetPlan | DraftPlan]
 
 
-class RecordedTarget:
-    """Notes what it is asked."""
+class Recorded:
+    """A runner that notes what it is asked."""
 
-    def __init__(self, runner: TargetRunner, plans: Plans) -> None:
+    def __init__(self, runner: TargetRunner | DraftRunner, plans: Plans) -> None:
         self._runner, self._plans = runner, plans
 
     def describe(self) -> RunnerDescription:
@@ -40,25 +41,7 @@ class RecordedTarget:
     def depth(self) -> int:
         return self._runner.depth
 
-    def launch(self, plan: TargetPlan) -> Pending[TargetReply]:
-        self._plans.append(plan)
-        return self._runner.launch(plan)
-
-
-class RecordedDraft:
-    """Notes what the draft is asked."""
-
-    def __init__(self, runner: DraftRunner, plans: Plans) -> None:
-        self._runner, self._plans = runner, plans
-
-    def describe(self) -> RunnerDescription:
-        return self._runner.describe()
-
-    @property
-    def depth(self) -> int:
-        return self._runner.depth
-
-    def launch(self, plan: DraftPlan) -> Pending[DraftReply]:
+    def launch(self, plan: Any) -> Pending[Any]:
         self._plans.append(plan)
         return self._runner.launch(plan)
 
@@ -110,7 +93,7 @@ def main() -> None:
     target, draft = load_pair(settings)
     assert draft is not None
     tokenizer, plans = load_tokenizer(str(args.checkpoint)), Plans()
-    engine = Engine(RecordedTarget(target, plans), RecordedDraft(draft, plans), settings=scheduler_settings(settings))
+    engine = Engine(Recorded(target, plans), Recorded(draft, plans), settings=scheduler_settings(settings))
     engine.start()
     engine.wait_until_ready(READY_TIMEOUT_S)
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=1)

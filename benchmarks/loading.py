@@ -23,7 +23,7 @@ from kimi_backend.checkpoint.loading import TargetCheckpoint
 from kimi_backend.checkpoint.model_specs import target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, Preset, target_config_json
 from kimi_backend.checkpoint.safetensors_source import INDEX_FILE, TEXT_PREFIX, TORCH_DTYPES
-from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.checkpoint.tensor_source import SourceWrapper, TensorSource
 from kimi_backend.checkpoint.tensor_spec import Specs
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
@@ -45,7 +45,7 @@ class OneOfRanks(SingleRank):
 
 
 @dataclass(slots=True)
-class Watched:
+class Watched(SourceWrapper):
     """Counts the bytes read, and how often a read goes on behind the one before."""
 
     source: TensorSource
@@ -55,15 +55,6 @@ class Watched:
     num_reads: int = 0
     num_forward: int = 0
     last: int = field(default=-1)
-
-    def names(self) -> frozenset[str]:
-        return self.source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.source.dtype(name)
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         tensor = self.source.read(name, dim, start, stop)

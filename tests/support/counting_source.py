@@ -4,27 +4,18 @@ from collections import Counter
 
 import torch
 
-from kimi_backend.checkpoint.tensor_source import InMemoryTensors
+from kimi_backend.checkpoint.tensor_source import InMemoryTensors, SourceWrapper
 from support.tiny_checkpoints import Tensors
 
 
-class CountingTensors:
+class CountingTensors(SourceWrapper):
     """Tensors in memory; `elements_read` holds how many elements of each were asked for."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self._source = InMemoryTensors(tensors)
+        self.source = InMemoryTensors(tensors)
         self.elements_read: Counter[str] = Counter()
 
-    def names(self) -> frozenset[str]:
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
-
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        tensor = self._source.read(name, dim, start, stop)
+        tensor = self.source.read(name, dim, start, stop)
         self.elements_read[name] += tensor.numel()
         return tensor

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.checkpoint.tensor_source import SourceWrapper, TensorSource
 from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole, TensorSpec
 from kimi_backend.errors import CheckpointError
 
@@ -58,22 +58,13 @@ def check_values(specs: Specs, source: TensorSource) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedTensors:
+class CheckedTensors(SourceWrapper):
     """A source that refuses bad values when they are read."""
 
     source: TensorSource
     specs: Specs
     subject: str
     """The name of the checkpoint in errors, such as its path."""
-
-    def names(self) -> frozenset[str]:
-        return self.source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.source.dtype(name)
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         tensor = self.source.read(name, dim, start, stop)

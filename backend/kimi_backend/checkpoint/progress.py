@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kimi_backend.checkpoint.tensor_source import TensorSource
+from kimi_backend.checkpoint.tensor_source import SourceWrapper, TensorSource
 
 QUIET_S = 2.0
 LOG_PERIOD_S = 10.0
@@ -117,20 +117,11 @@ def _terminal_progress(description: str, total: int, in_bytes: bool = True) -> I
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedTensors:
+class WatchedTensors(SourceWrapper):
     """A source that reports the bytes it hands out."""
 
     source: TensorSource
     advance: Advance
-
-    def names(self) -> frozenset[str]:
-        return self.source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.source.dtype(name)
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         tensor = self.source.read(name, dim, start, stop)

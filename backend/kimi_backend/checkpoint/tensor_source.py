@@ -30,6 +30,23 @@ class TensorSource(Protocol):
         ...
 
 
+class SourceWrapper:
+    """The common part of sources over another one, which have its names, shapes and types and do something as they
+    read."""
+
+    __slots__ = ()
+    source: TensorSource
+
+    def names(self) -> frozenset[str]:
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.source.dtype(name)
+
+
 @dataclass(frozen=True, slots=True)
 class InMemoryTensors:
     """A source over tensors that are already there."""

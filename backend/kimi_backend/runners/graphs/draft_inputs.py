@@ -7,6 +7,7 @@ import numpy as np
 
 from kimi_backend.runners.graphs.buckets import Bucket
 from kimi_backend.runners.graphs.parts import Parts
+from kimi_backend.runners.graphs.row_inputs import fill_rows, pad_rows, row_specs
 from kimi_backend.runners.graphs.static_arrays import ArrayLayout, HostArrays
 from kimi_backend.runners.graphs.target_inputs import SAMPLING_SPECS, fill_sampling, pad_sampling
 from kimi_backend.runners.row_arrays import RowArrays
@@ -15,46 +16,14 @@ from kimi_kernels.token_table import stamp_of
 
 
 def extension_layout(bucket: Bucket) -> ArrayLayout:
-    """T rows, B sequences, N parts as attention takes them."""
-    rows, seqs = (bucket.num_rows,), (bucket.num_seqs,)
-    return ArrayLayout.of(
-        {
-            "token_ids": (rows, np.int32),
-            "positions": (rows, np.int64),
-            "slots": (rows, np.int64),
-            "aux_rows": (rows, np.int64),
-            "cu_seqlens": ((bucket.num_seqs + 1,), np.int32),
-            "last_rows": (seqs, np.int64),
-            "sequence": (rows, np.int64),
-            "num_drawn": (seqs, np.int32),
-            "table_rows": (seqs, np.int64),
-            "part_cu_seqlens": ((bucket.num_parts + 1,), np.int32),
-            "seq_lens": ((bucket.num_parts,), np.int32),
-        }
-    )
+    """`row_specs`, and what the device works out of the verify's draws, of B sequences."""
+    seqs = (bucket.num_seqs,)
+    return ArrayLayout.of({**row_specs(bucket), "last_rows": (seqs, np.int64), "num_drawn": (seqs, np.int32)})
 
 
 def pad_extension(arrays: HostArrays, num_rows: int, num_seqs: int, num_parts: int, padding_row: int) -> None:
-    """Everything from row `num_rows`, sequence `num_seqs` and part `num_parts` on: rows that write nothing, parts
-    without a key.
-
-    Args:
-        num_rows, num_seqs, num_parts: of the plan.
-        padding_row: of the token table.
-    """
-    arrays["cu_seqlens"][0] = arrays["part_cu_seqlens"][0] = 0
-    if num_rows < len(arrays["token_ids"]):
-        for name in ("token_ids", "positions", "aux_rows"):
-            arrays[name][num_rows:] = 0
-        arrays["slots"][num_rows:] = -1
-        arrays["sequence"][num_rows:] = len(arrays["table_rows"]) - 1
-    if num_seqs < len(arrays["table_rows"]):
-        arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
-        arrays["table_rows"][num_seqs:] = padding_row
-        arrays["num_drawn"][num_seqs:] = 0
-    if num_parts < len(arrays["seq_lens"]):
-        arrays["part_cu_seqlens"][num_parts + 1 :] = num_rows
-        arrays["seq_lens"][num_parts:] = 0
+    """See `pad_rows`."""
+    pad_rows(arrays, num_rows, num_seqs, num_parts, padding_row, by_row=("aux_rows",), by_sequence=("num_drawn",))
 
 
 def fill_extension(
@@ -66,19 +35,12 @@ def fill_extension(
         first_aux_row: where the region begins that the plan's `aux_rows` count from.
         padding_row: of the token table.
     """
-    num_rows, num_seqs, num_parts = len(rows.sequence), len(rows.ends), len(parts.ends)
-    arrays["token_ids"][:num_rows] = plan.rows.token_ids
-    arrays["positions"][:num_rows] = rows.positions
-    arrays["slots"][:num_rows] = rows.slots
+    num_rows, num_seqs = len(rows.sequence), len(rows.ends)
+    fill_rows(arrays, plan, rows, parts)
     arrays["aux_rows"][:num_rows] = plan.aux_rows + first_aux_row
-    arrays["cu_seqlens"][1 : num_seqs + 1] = rows.ends
     arrays["last_rows"][:] = 0
-    arrays["sequence"][:num_rows] = rows.sequence
     arrays["num_drawn"][:num_seqs] = plan.num_drawn
-    arrays["table_rows"][:num_seqs] = plan.table_rows
-    arrays["part_cu_seqlens"][1 : num_parts + 1] = parts.ends
-    arrays["seq_lens"][:num_parts] = parts.seq_lens
-    pad_extension(arrays, num_rows, num_seqs, num_parts, padding_row)
+    pad_extension(arrays, num_rows, num_seqs, len(parts.ends), padding_row)
 
 
 def proposal_layout(bucket: Bucket) -> ArrayLayout:

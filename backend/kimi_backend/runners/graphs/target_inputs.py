@@ -9,6 +9,7 @@ import torch
 from kimi_backend.runners.graphs.buckets import Bucket
 from kimi_backend.runners.graphs.draws import Draws
 from kimi_backend.runners.graphs.parts import Parts
+from kimi_backend.runners.graphs.row_inputs import fill_rows, pad_rows, row_specs
 from kimi_backend.runners.graphs.static_arrays import ArrayLayout, HostArrays
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import PLACEHOLDER_TOKEN_ID, SamplingPlan, TargetPlan
@@ -26,23 +27,15 @@ SAMPLING_SPECS: dict[str, tuple[npt.DTypeLike, float]] = {
 
 
 def forward_layout(bucket: Bucket) -> ArrayLayout:
-    """T rows, B sequences, N parts as attention takes them."""
-    rows, seqs, parts = (bucket.num_rows,), (bucket.num_seqs,), (bucket.num_parts,)
+    """`row_specs`, the rows whose hidden states are kept, and how many tokens B sequences were given."""
+    seqs = (bucket.num_seqs,)
     return ArrayLayout.of(
         {
-            "token_ids": (rows, np.int32),
-            "positions": (rows, np.int64),
-            "slots": (rows, np.int64),
-            "aux_rows": (rows, np.int64),
-            "kept_rows": (rows, np.int64),
-            "sequence": (rows, np.int64),
-            "cu_seqlens": ((bucket.num_seqs + 1,), np.int32),
-            "table_rows": (seqs, np.int64),
+            **row_specs(bucket),
+            "kept_rows": ((bucket.num_rows,), np.int64),
             "num_given": (seqs, np.int32),
             "num_draft_tokens": (seqs, np.int32),
             "stamp": ((1,), np.int32),
-            "part_cu_seqlens": ((bucket.num_parts + 1,), np.int32),
-            "seq_lens": (parts, np.int32),
         }
     )
 
@@ -64,27 +57,8 @@ def draw_layout(bucket: Bucket) -> ArrayLayout:
 
 
 def pad_forward(arrays: HostArrays, num_rows: int, num_seqs: int, num_parts: int, padding_row: int) -> None:
-    """Everything from row `num_rows`, sequence `num_seqs` and part `num_parts` on: rows that write nothing, parts
-    without a key.
-
-    Args:
-        num_rows, num_seqs, num_parts: of the plan.
-        padding_row: of the token table.
-    """
-    arrays["cu_seqlens"][0] = arrays["part_cu_seqlens"][0] = 0
-    if num_rows < len(arrays["token_ids"]):
-        for name in ("token_ids", "positions"):
-            arrays[name][num_rows:] = 0
-        arrays["slots"][num_rows:] = -1
-        arrays["sequence"][num_rows:] = len(arrays["table_rows"]) - 1
-    if num_seqs < len(arrays["table_rows"]):
-        arrays["cu_seqlens"][num_seqs + 1 :] = num_rows
-        arrays["table_rows"][num_seqs:] = padding_row
-        for name in ("num_given", "num_draft_tokens"):
-            arrays[name][num_seqs:] = 0
-    if num_parts < len(arrays["seq_lens"]):
-        arrays["part_cu_seqlens"][num_parts + 1 :] = num_rows
-        arrays["seq_lens"][num_parts:] = 0
+    """See `pad_rows`."""
+    pad_rows(arrays, num_rows, num_seqs, num_parts, padding_row, by_sequence=("num_given", "num_draft_tokens"))
 
 
 def fill_forward(
@@ -102,23 +76,16 @@ def fill_forward(
         first_aux_row: where the step's region of aux hidden states begins.
         padding_row: of the token table.
     """
-    num_rows, num_seqs, num_parts = len(rows.sequence), len(rows.ends), len(parts.ends)
-    arrays["token_ids"][:num_rows] = plan.rows.token_ids
-    arrays["positions"][:num_rows] = rows.positions
-    arrays["slots"][:num_rows] = rows.slots
+    num_seqs, num_kept = len(rows.ends), len(draws.rows)
+    fill_rows(arrays, plan, rows, parts)
     arrays["aux_rows"][:] = np.arange(first_aux_row, first_aux_row + len(arrays["aux_rows"]))
-    arrays["kept_rows"][: len(draws.rows)] = draws.rows
-    if len(draws.rows) < len(arrays["kept_rows"]):
-        arrays["kept_rows"][len(draws.rows) :] = 0
-    arrays["sequence"][:num_rows] = rows.sequence
-    arrays["cu_seqlens"][1 : num_seqs + 1] = rows.ends
-    arrays["table_rows"][:num_seqs] = plan.table_rows
+    arrays["kept_rows"][:num_kept] = draws.rows
+    if num_kept < len(arrays["kept_rows"]):
+        arrays["kept_rows"][num_kept:] = 0
     arrays["num_given"][:num_seqs] = plan.num_given
     arrays["num_draft_tokens"][:num_seqs] = draws.counts - 1
     arrays["stamp"][0] = stamp_of(plan.draft_step)
-    arrays["part_cu_seqlens"][1 : num_parts + 1] = parts.ends
-    arrays["seq_lens"][:num_parts] = parts.seq_lens
-    pad_forward(arrays, num_rows, num_seqs, num_parts, padding_row)
+    pad_forward(arrays, len(rows.sequence), num_seqs, len(parts.ends), padding_row)
 
 
 def pad_draws(arrays: HostArrays, num_rows: int, num_seqs: int, padding_row: int) -> None:
