@@ -1,0 +1,73 @@
+"""The static arrays of a step depend on its plan alone, whatever the step before has left in them."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.draft_inputs import extension_layout, fill_extension, fill_proposals, proposal_layout
+from kimi_backend.runners.graphs.draws import Draws
+from kimi_backend.runners.graphs.parts import Parts
+from kimi_backend.runners.graphs.static_arrays import Array, ArrayLayout
+from kimi_backend.runners.graphs.target_inputs import draw_layout, fill_draws, fill_forward, forward_layout
+from kimi_backend.runners.row_arrays import RowArrays
+from kimi_kernels.kernel_set import KernelSet
+from support.captured_runners import Setting, runner_pair
+from support.speculative_loop import SpeculativeLoop, Step
+
+BLOCK_SIZE, PADDING_ROW = 4, 5
+ROWS, DRAWS, PROPOSALS = Bucket.of(4, 8), Bucket.of(4, 4), Bucket.of(4, 1, 3)
+WORKED_OUT = {"seq_lens", "positions", "slots", "token_index", "is_wanted", "counts"}
+"""Arrays of proposals that the device works out, whole."""
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    """Two sequences where the buckets hold four."""
+    pair = runner_pair(Setting(kernels=KernelSet.cpu()), "mla31", None)
+    return SpeculativeLoop(*pair, [[1, 2, 3], [1, 2]], [3, 3]).step()
+
+
+def forward(arrays: dict[str, Array], step: Step) -> None:
+    plan = step.target_plan
+    rows = RowArrays.of(plan.rows, BLOCK_SIZE)
+    fill_forward(arrays, plan, rows, Parts.of(plan.rows, rows, ROWS), Draws.of(plan, rows), 7, PADDING_ROW)
+
+
+def draws(arrays: dict[str, Array], step: Step) -> None:
+    plan = step.target_plan
+    fill_draws(arrays, plan, Draws.of(plan, RowArrays.of(plan.rows, BLOCK_SIZE)), PADDING_ROW)
+
+
+def extension(arrays: dict[str, Array], step: Step) -> None:
+    plan = step.draft_plan
+    assert plan is not None
+    rows = RowArrays.of(plan.rows, BLOCK_SIZE)
+    fill_extension(arrays, plan, rows, Parts.of(plan.rows, rows, ROWS), 7, PADDING_ROW)
+
+
+def proposals(arrays: dict[str, Array], step: Step) -> None:
+    assert step.draft_plan is not None
+    fill_proposals(arrays, step.draft_plan, PADDING_ROW)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fill"),
+    [
+        (forward_layout(ROWS), forward),
+        (draw_layout(DRAWS), draws),
+        (extension_layout(ROWS), extension),
+        (proposal_layout(PROPOSALS), proposals),
+    ],
+)
+def test_nothing_of_the_step_before_stays(
+    layout: ArrayLayout, fill: Callable[[dict[str, Array], Step], None], step: Step
+) -> None:
+    found = []
+    for left in (0, 77):
+        arrays = {name: np.full(shape, left, kind) for name, shape, kind, _ in layout.arrays}
+        fill(arrays, step)
+        found.append(arrays)
+    differing = [name for name in found[0] if not np.array_equal(found[0][name], found[1][name])]
+    assert set(differing) == (WORKED_OUT if fill is proposals else set())
