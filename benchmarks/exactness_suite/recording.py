@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_kernels.sampling.gumbel import gumbel_from_bits
+from kimi_kernels.sampling.philox import noise_bits
 from kimi_kernels.sampling_inputs import (
     GREEDY_TEMPERATURE,
     SampleOutput,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_kernels.sampling.gumbel import gumbel_from_bits
+from kimi_kernels.sampling.philox import noise_bits
 from kimi_nano.captured import Captured
 from kimi_nano.dataset import pad
 from kimi_nano.target import NanoTarget

@@ -23,7 +23,7 @@ from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.plain import rope
-from kimi_kernels.sampling.cpu import sample_tokens, verify_draft_tokens
+from kimi_kernels.sampling.plain import sample_tokens, verify_draft_tokens
 from kimi_kernels.silu_mul.plain import silu_mul
 from kimi_kernels.store_latent.plain import store_latent
 

@@ -18,8 +18,7 @@ from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
 from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.plain import rope
-from kimi_kernels.sampling.processors_reference import mask_logits
-from kimi_kernels.sampling.reference import sample_tokens, verify_draft_tokens
+from kimi_kernels.sampling.plain import mask_logits, sample_tokens, verify_draft_tokens
 from kimi_kernels.silu_mul.plain import silu_mul
 from kimi_kernels.store_latent.plain import store_latent
 

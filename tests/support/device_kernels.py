@@ -15,8 +15,7 @@ from kimi_kernels.compositions import (
     composed_silu_down,
 )
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.sampling.processors_reference import mask_logits
-from kimi_kernels.sampling.reference import verify_draft_tokens
+from kimi_kernels.sampling.plain import mask_logits, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
 from kimi_kernels.weights import ExpertWeights, PackedExperts, PackedWeight, Weight
 

@@ -12,7 +12,7 @@ import torch
 from kimi_backend.grammar.matcher import CompiledGrammar
 from kimi_backend.types.grammar import Grammar
 from kimi_backend.types.request import GenerateRequest
-from kimi_kernels.sampling.reference import sample_tokens
+from kimi_kernels.sampling.naive import sample_tokens
 from kimi_kernels.sampling_inputs import BANNED_FOREVER
 from support.sampling_cases import SequenceCase, sampling_tensors
 from support.scripted_logits import LogitScript, mix, prefix_hash

@@ -1,12 +1,11 @@
-"""Logits with ties and values that are not finite, masks, vocabulary maps; and kernels against the reference."""
+"""Logits with ties and values that are not finite, masks, vocabulary maps; and an op against its naive judge."""
 
 import random
 from collections.abc import Callable
 
 import torch
 
-from kimi_kernels.sampling import reference
-from kimi_kernels.sampling.processors_reference import mask_logits
+from kimi_kernels.sampling import naive
 from kimi_kernels.sampling_inputs import SampleOutput, VocabularyMap
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
 
@@ -38,7 +37,7 @@ def random_mask(rng: random.Random, num_rows: int, vocab_size: int) -> torch.Ten
     return torch.tensor([[-1] * num_words if rng.random() < 0.3 else row for row in words], dtype=torch.int32)
 
 
-def assert_masks_as_reference(mask: Callable[..., None], vocab_size: int, device: str = "cpu") -> None:
+def assert_masks_as_naive(mask: Callable[..., None], vocab_size: int, device: str = "cpu") -> None:
     """Rows with a mask and rows without, in an order of their own; NaN and infinities under a mask and beside it."""
     rng, num_rows = random.Random(vocab_size), 9
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(5))
@@ -48,7 +47,7 @@ def assert_masks_as_reference(mask: Callable[..., None], vocab_size: int, device
     assert rows.logit_mask is not None
     assert 0 < len(rows.logit_mask) < num_rows
     expected, got = logits.clone(), logits.to(device)
-    mask_logits(expected, rows.logit_mask, rows.mask_of_row)
+    naive.mask_logits(expected, rows.logit_mask, rows.mask_of_row)
     mask(got, rows.logit_mask.to(device), rows.mask_of_row.to(device))  # type: ignore[union-attr]
     assert torch.equal(got.cpu().nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(expected.isnan(), logits.isnan()), "bad logits stay bad"
@@ -67,7 +66,7 @@ def to_device(value: object, device: str) -> object:
     return type(value)(**{name: None if field is None else field.to(device) for name, field in fields.items()})
 
 
-def assert_draws_as_reference(
+def assert_draws_as_naive(
     sample: Callable[..., SampleOutput], seed: int, vocab_size: int, num_sequences: int, device: str = "cpu"
 ) -> None:
     """One random batch, every feature on or off, bf16 or float32."""
@@ -85,7 +84,7 @@ def assert_draws_as_reference(
     mask = random_mask(rng, num_rows, vocab_size) if rng.random() < 0.3 else None
     inputs, rows = sampling_tensors(cases, mask)
     draft_map = vocabulary_map(columns, vocab_size) if has_map else None
-    expected = reference.sample_tokens(logits, inputs, rows, draft_map)
+    expected = naive.sample_tokens(logits, inputs, rows, draft_map)
     moved = [None if value is None else to_device(value, device) for value in (inputs, rows, draft_map)]
     got = sample(logits.to(device), *moved)
     assert got.status.tolist() == expected.status.tolist(), f"seed {seed}, {cases}"

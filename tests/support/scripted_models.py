@@ -24,7 +24,7 @@ from kimi_backend.types.plan import (
     TargetReply,
 )
 from kimi_backend.types.step_costs import StepCosts
-from kimi_kernels.sampling.cpu import sample_tokens, verify_draft_tokens
+from kimi_kernels.sampling.plain import sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
 from support.check_errors import AuxMismatchError, StaleSlotError
 from support.made_up_costs import linear_costs

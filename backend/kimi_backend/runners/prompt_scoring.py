@@ -8,7 +8,7 @@ import torch
 from kimi_backend.config.step_memory import SCORED_ROWS
 from kimi_backend.runners.host_transfer import Arrays, to_device
 from kimi_backend.types.scoring import ScoringPlan, TokenScores
-from kimi_kernels.sampling.logprobs_reference import row_logprobs
+from kimi_kernels.sampling.logprobs import row_logprobs
 
 _NAMES = ("score_logprobs", "score_ranks", "score_top_ids", "score_top_logprobs")
 

@@ -1,4 +1,4 @@
-"""Numbers that define the noise and the weights (docs/sampling.md), shared by the reference and the kernels.
+"""Numbers that define the noise and the weights (docs/sampling.md), shared by torch and the kernels.
 
 Every float here is exactly a float32, written in hexadecimal so that reading it rounds nothing.
 """

@@ -8,12 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_shape
 from kimi_kernels.sampling.kernel_launch import SamplingCall
 from kimi_kernels.sampling.kernel_mask import mask_in_place
 from kimi_kernels.sampling.kernel_verify import verify_kernel
-from kimi_kernels.sampling.logprobs_reference import row_logprobs
-from kimi_kernels.sampling.processors_reference import ColumnOrder
+from kimi_kernels.sampling.logprobs import row_logprobs
+from kimi_kernels.sampling.op import check_mask, check_sample, check_verify
+from kimi_kernels.sampling.processors import ColumnOrder
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
 
 VERIFY_SEQUENCES = 8
@@ -27,17 +27,9 @@ def sample_tokens(
     vocabulary_map: VocabularyMap | None = None,
     num_logprobs: int | None = None,
 ) -> SampleOutput:
-    """`signatures.SampleTokens`.
-
-    Raises:
-        ValueError: `logits` is not a matrix of float32, bfloat16 or float16, or its columns do not fit the map or mask.
-    """
-    require_shape("logits", logits, rows.sequence.shape[0], None)
-    require_dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
-    num_rows, num_columns = logits.shape
-    if vocabulary_map is not None:
-        require_shape("vocabulary_map.token_id_of_column", vocabulary_map.token_id_of_column, num_columns)
-    if num_rows == 0:
+    """`SampleTokens`."""
+    check_sample(logits, rows, vocabulary_map)
+    if not len(logits):
         empty = torch.empty(0, dtype=torch.int64, device=logits.device)
         return SampleOutput(token_ids=empty, status=empty.to(torch.int32))
     if logits.stride(1) != 1:
@@ -53,12 +45,8 @@ def sample_tokens(
 
 
 def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None:
-    """`signatures.MaskLogits`.
-
-    Raises:
-        ValueError: `logits` are not of float32, or the arguments' shapes do not fit each other.
-    """
-    require_dtype("logits", logits, torch.float32)
+    """`MaskLogits`."""
+    check_mask(logits, logit_mask, mask_of_row)
     if len(logits):
         mask_in_place(logits, logit_mask, mask_of_row, keeps_bad=True)
 
@@ -87,18 +75,9 @@ def verify_draft_tokens(
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
 ) -> VerifyOutput:
-    """`signatures.VerifyDraftTokens`.
-
-    Raises:
-        ValueError: lengths of the arguments do not fit each other.
-    """
+    """`VerifyDraftTokens`."""
+    check_verify(token_ids, status, first_row, draft_token_ids, num_draft_tokens)
     num_seqs, width = draft_token_ids.shape
-    require_shape("first_row", first_row, num_seqs)
-    require_shape("num_draft_tokens", num_draft_tokens, num_seqs)
-    require_shape("status", status, token_ids.shape[0])
-    require(
-        width == 0 or draft_token_ids.stride(1) == 1, "draft_token_ids stride", draft_token_ids.stride(), "1 along W"
-    )
     device = token_ids.device
     result = VerifyOutput(
         output_token_ids=torch.empty(num_seqs, width + 1, dtype=torch.int64, device=device),

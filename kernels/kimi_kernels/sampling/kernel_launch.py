@@ -158,7 +158,6 @@ class SamplingCall:
                 rows.mask_of_row,
                 keeps_bad=False,  # noted when it was copied
                 token_of_column=None if self.vocabulary_map is None else self.vocabulary_map.token_id_of_column,
-                num_tokens=self._num_tokens,
             )
 
     def draw(self) -> None:

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_shape
 from kimi_kernels.sampling.kernel_noise import is_not_finite
 from kimi_kernels.sampling.kernel_tuning import TUNING, Splits
 
@@ -58,7 +57,6 @@ def mask_in_place(
     *,
     keeps_bad: bool,
     token_of_column: Tensor | None = None,
-    num_tokens: int | None = None,
 ) -> None:
     """Launch `mask_kernel`.
 
@@ -66,17 +64,8 @@ def mask_in_place(
         logits: [R, num_columns] float32, contiguous.
         logit_mask, mask_of_row: see `SamplingRows`.
         token_of_column: [num_columns] int64 the token of each column; None: column c is token c.
-        num_tokens: that the masks must cover; None: num_columns.
-
-    Raises:
-        ValueError: the arguments' shapes do not fit each other.
     """
     num_rows, num_columns = logits.shape
-    require(logits.is_contiguous(), "logits", logits.stride(), "contiguous rows")
-    require_shape("rows.mask_of_row", mask_of_row, num_rows)
-    require_shape("rows.logit_mask", logit_mask, logit_mask.shape[0], None)
-    num_words = triton.cdiv(num_columns if num_tokens is None else num_tokens, 32)
-    require(logit_mask.shape[1] >= num_words, "rows.logit_mask words", logit_mask.shape[1], f">= {num_words}")
     splits = Splits.of(num_rows, num_columns, TUNING)
     mask_kernel[(num_rows * splits.count,)](
         logits,

@@ -18,7 +18,7 @@ from kimi_backend.scheduler.penalty_counts import PenaltyCounts
 from kimi_backend.scheduler.plan_builder import PlanBuilder
 from kimi_backend.text.stop_strings import StopMatch, StopStringMatcher
 from kimi_backend.types.plan import DraftPlan, Int32Array
-from kimi_kernels.sampling.cpu import sample_tokens, verify_draft_tokens
+from kimi_kernels.sampling.plain import sample_tokens, verify_draft_tokens
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
 from support import scripted_models
 from support.check_errors import (

@@ -14,7 +14,7 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_kernels import KernelSet
-from kimi_kernels.sampling.cpu import gumbel_rows
+from kimi_kernels.sampling.plain import gumbel_rows
 from kimi_kernels.synthetic_sets import with_router
 from support.target_steps import CPU, TargetSteps
 

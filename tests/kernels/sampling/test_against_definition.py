@@ -1,4 +1,4 @@
-"""The reference against docs/sampling.md written out token by token."""
+"""Plain sampling and its judge against docs/sampling.md written out token by token."""
 
 import random
 
@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.philox_reference import noise_bits
-from kimi_kernels.sampling.reference import sample_tokens
-from kimi_kernels.sampling.weights_reference import token_weights
+from kimi_kernels.sampling import naive, plain
+from kimi_kernels.sampling.gumbel import gumbel_from_bits
+from kimi_kernels.sampling.philox import noise_bits
+from kimi_kernels.sampling.weights import token_weights
 from support import sampling_definition as definition
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
 from support.sampling_logits import random_logits, random_mask, vocabulary_map
@@ -42,7 +42,8 @@ def check_batch(rng: random.Random, vocab_size: int, num_sequences: int, has_map
     mask = random_mask(rng, num_rows, vocab_size) if has_mask else None
     inputs, rows = sampling_tensors(cases, mask)
     before = logits.clone()
-    result = sample_tokens(logits, inputs, rows, vocabulary_map(columns, vocab_size) if has_map else None)
+    draft_map = vocabulary_map(columns, vocab_size) if has_map else None
+    results = [ops.sample_tokens(logits, inputs, rows, draft_map) for ops in (plain, naive)]
     assert torch.equal(logits.nan_to_num(nan=77.0), before.nan_to_num(nan=77.0))
     row = 0
     for case in cases:
@@ -50,8 +51,9 @@ def check_batch(rng: random.Random, vocab_size: int, num_sequences: int, has_map
             by_token = dict(zip(columns, logits[row].numpy(), strict=True))
             words = None if mask is None else [int(word) & 0xFFFFFFFF for word in mask[row].tolist()]
             expected = definition.draw(by_token, case, window_len, words)
-            got = (int(result.token_ids[row]), int(result.status[row]))
-            assert got == expected, f"row {row}, window_len {window_len}, {case}"
+            for result in results:
+                got = (int(result.token_ids[row]), int(result.status[row]))
+                assert got == expected, f"row {row}, window_len {window_len}, {case}"
             row += 1
 
 
@@ -74,4 +76,4 @@ def test_rows_of_one_case_need_no_window() -> None:
     logits = torch.linspace(-1, 1, 7)[None]
     inputs, rows = sampling_tensors([SequenceCase(seed=3)])
     expected = definition.draw(dict(enumerate(logits[0].numpy())), SequenceCase(seed=3), 0)
-    assert (int(sample_tokens(logits, inputs, rows).token_ids[0]), 0) == expected
+    assert (int(plain.sample_tokens(logits, inputs, rows).token_ids[0]), 0) == expected

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from kimi_kernels.sampling.reference import sample_tokens
+from kimi_kernels.sampling.plain import sample_tokens
 from kimi_kernels.sampling_inputs import VocabularyMap
 from support.sampling_cases import random_case, sampling_tensors
 

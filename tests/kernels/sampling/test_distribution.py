@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kimi_kernels.sampling.reference import sample_tokens
+from kimi_kernels.sampling.plain import sample_tokens
 from kimi_kernels.sampling_inputs import SamplingRows
 from support.sampling_cases import SequenceCase, sampling_tensors
 

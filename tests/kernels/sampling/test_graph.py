@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kimi_kernels.sampling import reference
+from kimi_kernels.sampling import naive
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE, SamplingInputs, SamplingRows
 from support.sampling_cases import SequenceCase, random_case, sampling_tensors
 from support.sampling_logits import to_device
@@ -75,7 +75,7 @@ def copy_into(target: object, source: object) -> None:
 
 
 @pytest.mark.parametrize("has_processors", [False, True])
-def test_replays_draw_what_the_reference_draws(has_processors: bool) -> None:
+def test_replays_draw_what_the_judge_draws(has_processors: bool) -> None:
     """1,000 replays; every tenth with new parameters, so that every branch of every kernel comes and goes."""
     from kimi_kernels.sampling.kernel import sample_tokens
 
@@ -99,7 +99,7 @@ def test_replays_draw_what_the_reference_draws(has_processors: bool) -> None:
         for _ in range(10):
             drawn.token_ids.fill_(-7)
             graph.replay()
-        expected = reference.sample_tokens(logits.cpu(), *on_host)
+        expected = naive.sample_tokens(logits.cpu(), *on_host)
         assert drawn.status.tolist() == expected.status.tolist(), step
         assert drawn.token_ids.tolist() == expected.token_ids.tolist(), step
         assert drawn.status[-1].item() == STATUS_NOT_FINITE
@@ -131,6 +131,6 @@ def test_verify_in_a_graph_with_padded_sequences() -> None:
         draft.random_(0, 2)
         status.copy_((torch.rand(status.shape, device="cuda") < 0.1).int())
         graph.replay()
-        expected = reference.verify_draft_tokens(*arguments)
+        expected = naive.verify_draft_tokens(*arguments)
         for name in ("output_token_ids", "num_accepted_tokens", "last_row", "status"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.philox_reference import noise_bits
+from kimi_kernels.sampling.gumbel import gumbel_from_bits
+from kimi_kernels.sampling.philox import noise_bits
 
 EULER_GAMMA = 0.5772156649015329
 

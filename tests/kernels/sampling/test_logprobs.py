@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kimi_kernels.sampling.logprobs_reference import most_likely
-from kimi_kernels.sampling.reference import sample_tokens
+from kimi_kernels.sampling.logprobs import most_likely
+from kimi_kernels.sampling.plain import sample_tokens
 from kimi_kernels.sampling_inputs import VocabularyMap
 from support.sampling_cases import SequenceCase, sampling_tensors
 

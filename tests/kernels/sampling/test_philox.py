@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_kernels.sampling.philox_reference import noise_bits, philox4x32
+from kimi_kernels.sampling.philox import noise_bits, philox4x32
 
 ONES = 0xFFFFFFFF
 # Random123, examples/kat_vectors, "philox4x32 10": counter, key, result.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_kernels.sampling.weights_reference import FilterParams, surviving_tokens, token_weights
+from kimi_kernels.sampling.weights import FilterParams, surviving_tokens, token_weights
 
 
 def kept(y: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sampling on a CPU: the reference's definition, with a row's noise computed once.
+"""Sampling in torch, with a row's noise computed once.
 
 Verifying draws a token's noise again at every round until it is accepted, and drafting draws it before that. So noise
 is made for NOISE_ROWS consecutive tokens of a sequence at a time, and of small vocabularies for several sequences at
@@ -12,11 +12,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kimi_kernels.sampling.gumbel_reference import gumbel_from_bits
-from kimi_kernels.sampling.logprobs_reference import row_logprobs
-from kimi_kernels.sampling.philox_reference import noise_bits
-from kimi_kernels.sampling.processors_reference import ColumnOrder, process_logits
-from kimi_kernels.sampling.weights_reference import NEGATIVE_INFINITY, FilterParams, surviving_tokens
+from kimi_kernels.sampling.gumbel import gumbel_from_bits
+from kimi_kernels.sampling.logprobs import row_logprobs
+from kimi_kernels.sampling.op import check_mask, check_sample, check_verify
+from kimi_kernels.sampling.philox import noise_bits
+from kimi_kernels.sampling.processors import ColumnOrder, banned, process_logits
+from kimi_kernels.sampling.weights import NEGATIVE_INFINITY, FilterParams, surviving_tokens
 from kimi_kernels.sampling_inputs import (
     GREEDY_TEMPERATURE,
     PLACEHOLDER_TOKEN_ID,
@@ -47,7 +48,8 @@ def sample_tokens(
     vocabulary_map: VocabularyMap | None = None,
     num_logprobs: int | None = None,
 ) -> SampleOutput:
-    """See `signatures.SampleTokens`."""
+    """`SampleTokens`."""
+    check_sample(logits, rows, vocabulary_map)
     order = _column_order(vocabulary_map)
     raw = logits.float() if order.source_column is None else logits.float()[:, order.source_column]
     processed = raw
@@ -90,7 +92,7 @@ def _draw(processed: Tensor, inputs: SamplingInputs, rows: SamplingRows, order: 
         return _draw_with_noise(processed, inputs, rows, noisy, order)
     best, column = processed.max(dim=1)
     if noisy:
-        some = torch.tensor(noisy)
+        some = torch.tensor(noisy, device=processed.device)
         column[some], best[some] = _draw_with_noise(processed[some], inputs, rows, noisy, order)
     return column, best
 
@@ -102,16 +104,22 @@ def _draw_with_noise(
     # On the host: looking up a few numbers costs less there than indexing a tensor.
     owners, token_indices = rows.sequence.tolist(), rows.token_index.tolist()
     temperatures, seeds = inputs.temperature.tolist(), inputs.seed.tolist()
-    temperature = torch.tensor([temperatures[owners[place]] for place in places]).unsqueeze(1)
+    device = processed.device
+    temperature = torch.tensor([temperatures[owners[place]] for place in places], device=device).unsqueeze(1)
     scaled = processed * (torch.ones_like(temperature) / temperature)
     vocab_size = scaled.shape[1] if order.column_of_token_id is None else order.column_of_token_id.numel()
-    noise = gumbel_rows([seeds[owners[place]] for place in places], [token_indices[p] for p in places], vocab_size)
+    drawn = [seeds[owners[place]] for place in places], [token_indices[place] for place in places]
+    if device.type == "cpu":
+        noise = gumbel_rows(*drawn, vocab_size)
+    else:
+        seed, token_index = torch.tensor(drawn, device=device).unbind()
+        noise = gumbel_from_bits(noise_bits(seed, token_index, vocab_size))
     if order.token_ids is not None:
         noise = noise[:, order.token_ids]
     # Both terms are float32, their sum is rounded once, to float64: the noise keeps its bits beside a large logit.
     score = scaled.double().add_(noise)
     if _has_filters(inputs):
-        filters = FilterParams.of_rows(inputs, rows.sequence[torch.tensor(places)])
+        filters = FilterParams.of_rows(inputs, rows.sequence[torch.tensor(places, device=device)])
         assert filters is not None
         score.masked_fill_(~surviving_tokens(scaled, filters), NEGATIVE_INFINITY)
     return score.argmax(dim=1), scaled.amax(dim=1)
@@ -168,6 +176,13 @@ def _made_blocks(keys: list[_BlockKey], vocab_size: int) -> dict[_BlockKey, tupl
     return {key: block.double().unbind() for key, block in zip(keys, blocks, strict=True)}
 
 
+def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None:
+    """`MaskLogits`."""
+    check_mask(logits, logit_mask, mask_of_row)
+    is_banned = banned(logits, logit_mask, mask_of_row, ColumnOrder())
+    logits.masked_fill_(is_banned & (logits < float("inf")), NEGATIVE_INFINITY)
+
+
 def verify_draft_tokens(
     token_ids: Tensor,
     status: Tensor,
@@ -175,7 +190,8 @@ def verify_draft_tokens(
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
 ) -> VerifyOutput:
-    """See `signatures.VerifyDraftTokens`. Sequences are few and short: counting on the host beats small tensor ops."""
+    """`VerifyDraftTokens`. Sequences are few and short: counting on the host beats small tensor ops."""
+    check_verify(token_ids, status, first_row, draft_token_ids, num_draft_tokens)
     drawn, row_status = token_ids.tolist(), status.tolist()
     width = draft_token_ids.shape[1]
     outputs, counts, last_rows = [], [], []
@@ -187,9 +203,10 @@ def verify_draft_tokens(
         outputs.append([*drawn[first : first + count + 1], *[PLACEHOLDER_TOKEN_ID] * (width - count)])
         counts.append(count)
         last_rows.append(first + count)
+    device = token_ids.device
     return VerifyOutput(
-        output_token_ids=torch.tensor(outputs, dtype=torch.int64).view(len(outputs), width + 1),
-        num_accepted_tokens=torch.tensor(counts, dtype=torch.int32),
-        last_row=torch.tensor(last_rows, dtype=torch.int64),
-        status=torch.tensor([row_status[row] for row in last_rows], dtype=torch.int32),
+        output_token_ids=torch.tensor(outputs, dtype=torch.int64, device=device).view(len(outputs), width + 1),
+        num_accepted_tokens=torch.tensor(counts, dtype=torch.int32, device=device),
+        last_row=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        status=torch.tensor([row_status[row] for row in last_rows], dtype=torch.int32, device=device),
     )

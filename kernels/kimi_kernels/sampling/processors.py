@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_kernels.sampling.weights_reference import NEGATIVE_INFINITY
+from kimi_kernels.sampling.weights import NEGATIVE_INFINITY
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows, VocabularyMap
 
 
@@ -57,7 +57,7 @@ def process_logits(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, o
         _ban_bad_words(logits, inputs, rows, order)
     if rows.logit_mask is not None:
         assert rows.mask_of_row is not None
-        logits.masked_fill_(_banned(logits, rows.logit_mask, rows.mask_of_row, order), NEGATIVE_INFINITY)
+        logits.masked_fill_(banned(logits, rows.logit_mask, rows.mask_of_row, order), NEGATIVE_INFINITY)
 
 
 def _entries_of_rows(offsets: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,13 +131,7 @@ def _ban_bad_words(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows, o
     logits[row, column] = NEGATIVE_INFINITY
 
 
-def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None:
-    """See `signatures.MaskLogits`."""
-    is_banned = _banned(logits, logit_mask, mask_of_row, ColumnOrder())
-    logits.masked_fill_(is_banned & (logits < float("inf")), NEGATIVE_INFINITY)
-
-
-def _banned(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor, order: ColumnOrder) -> Tensor:
+def banned(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor, order: ColumnOrder) -> Tensor:
     """[R, C] bool: columns that a row's mask rules out."""
     if not len(logit_mask):
         return torch.zeros_like(logits, dtype=torch.bool)
