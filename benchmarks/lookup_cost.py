@@ -67,7 +67,7 @@ def measure(texts: list[Int32Array], tokens_a_round: int, args: argparse.Namespa
     known = args.tokens - ROUNDS * tokens_a_round
     lookups = [SequenceLookup.of(text[:known], args.min_match, memory) for text in texts]
     controllers = [SpeculationController(K) for _ in texts]
-    batch, num_found, times = Batch(len(texts), 0, known * len(texts), overlaps_next=False), 0, []
+    batch, num_found, times = Batch(len(texts), 0, known * len(texts), is_drafting=False, overlaps_next=False), 0, []
     for _ in range(ROUNDS):
         start = time.process_time()
         candidates = []
