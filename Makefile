@@ -33,8 +33,9 @@ fmt: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-generated: $(STAMP)  ## rewrite what is declared in code and repeated in docs/ and config.pbtxt
+generated: $(STAMP)  ## rewrite what is declared in code and repeated in docs/ and config.pbtxt, and what kernels compile to
 	$(BIN)/python scripts/write_generated_files.py
+	PYTHONPATH=tests $(BIN)/python -m support.compile_record
 
 docs: $(STAMP)  ## the pages of README and docs/ as a site in out/site, every link checked
 	$(BIN)/python -m pip install --quiet -e '.[docs]'

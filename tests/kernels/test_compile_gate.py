@@ -1,14 +1,9 @@
 """Kernels compiled for an H100 without one: no spills beyond a list, tensor cores used, shared memory within bounds."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from support import compiled_kernels
+from support.compile_record import run_gate
 
 SHARED_LIMIT = 232_448
 """Bytes a thread block of an H100 may ask for."""
@@ -36,12 +31,7 @@ STACK_BYTES = {
 def built() -> dict[str, dict[str, int]]:
     if not compiled_kernels.cuobjdump().exists():
         pytest.skip("this build of Triton-language brings no cuobjdump")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(Path(compiled_kernels.__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    result: dict[str, dict[str, int]] = json.loads(done.stdout)
-    return result
+    return run_gate("support.compiled_kernels")
 
 
 @pytest.mark.parametrize("name", compiled_kernels.BUILDS)

@@ -1,13 +1,10 @@
 """The expert and linear kernels are compiled for an H100 and judged by their machine code: no GPU needed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.compile_record import run_gate
 
 MAX_SHARED_BYTES = 232_448
 SPILLED_BYTES = {"down tall 128": 96}
@@ -36,15 +33,7 @@ WGMMA = (
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, dict[str, Any]]:
-    tests = Path(__file__).parents[1]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tests), *sys.path])
-    run = subprocess.run(
-        [sys.executable, "-m", "support.moe_compile_gate"], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    result: dict[str, dict[str, Any]] = json.loads(run.stdout)
-    return result
+    return run_gate("support.moe_compile_gate")
 
 
 def test_nothing_spills_and_shared_memory_fits(compiled: dict[str, dict[str, Any]]) -> None:

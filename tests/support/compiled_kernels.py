@@ -4,7 +4,6 @@ Run as a program it prints one JSON object, kernel name -> what `inspect_kernel`
 their own, because the test process runs kernels in Triton-language's interpreter. Uses the cuobjdump of Triton's wheel.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +11,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+from support.compile_record import answer, find_in_compiled
 
 WIDE = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
 HALF_WIDE = "NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)"
@@ -44,7 +46,6 @@ def inspect_kernel(build: Build) -> dict[str, int]:
     """Registers, stack bytes a thread (spills), shared memory bytes and counts of some opcodes."""
     import importlib
 
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -59,7 +60,10 @@ def inspect_kernel(build: Build) -> dict[str, int]:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return find_in_compiled(source, GPUTarget("cuda", 90, 32), options, _look, OPCODES)
+
+
+def _look(compiled: Any) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -343,5 +347,6 @@ BUILDS: dict[str, Callable[[], Build]] = {
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or list(BUILDS)
-    print(json.dumps({name: inspect_kernel((BUILDS | EXCHANGES)[name]()) for name in wanted}))  # noqa: T201
+    named = [word for word in sys.argv[1:] if word != "--record"]
+    wanted = named or [*BUILDS, *(EXCHANGES if "--record" in sys.argv else ())]
+    answer({name: inspect_kernel((BUILDS | EXCHANGES)[name]()) for name in wanted})

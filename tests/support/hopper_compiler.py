@@ -13,6 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from support.compile_record import find_in_compiled
+
 HOPPER = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 232_448
 """Most shared memory a thread block may have on Hopper."""
@@ -52,28 +54,29 @@ def compile_for_hopper(
         if signature[name].startswith("*") or name in divisible
     }
     source = GluonASTSource if function.is_gluon() else ASTSource
-    compiled = triton.compile(
-        source(
-            fn=function,
-            signature=signature,
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs=attributes,
-        ),
-        target=HOPPER,
-        options={"num_warps": num_warps} | options,
+    whole = source(
+        fn=function,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
     )
+    found = find_in_compiled(whole, HOPPER, {"num_warps": num_warps} | options, _look, "all instructions")
+    return CompiledKernel(**found)
+
+
+def _look(compiled: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = _dump("-res-usage", file.name)
         sass = _dump("-sass", file.name)
     opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)(\.ARRIVE)?", sass, re.MULTILINE)
-    return CompiledKernel(
-        registers=int(re.findall(r"REG:(\d+)", usage)[0]),
-        stack_bytes=int(re.findall(r"STACK:(\d+)", usage)[0]),
-        shared_bytes=compiled.metadata.shared,
-        instructions=dict(Counter(name + suffix for name, suffix in opcodes)),
-    )
+    return {
+        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+        "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
+        "shared_bytes": compiled.metadata.shared,
+        "instructions": dict(Counter(name + suffix for name, suffix in opcodes)),
+    }
 
 
 def _dump(what: str, path: str) -> str:

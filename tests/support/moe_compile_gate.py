@@ -4,8 +4,6 @@ A program of its own: with the interpreter switched on, as it is in the test pro
 """
 
 import dataclasses
-import json
-import sys
 from typing import Any
 
 from kimi_kernels.linear.kernel import tiled_linear_kernel
@@ -16,6 +14,7 @@ from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_
 from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
 from kimi_kernels.moe_route.kernel import route_kernel
 from kimi_kernels.moe_route.kernel_choose import sigmoid_scores
+from support.compile_record import answer
 from support.hopper_compiler import compile_for_hopper
 
 BF16 = ("X", "HIDDEN", "OUT", "PRODUCTS")
@@ -73,7 +72,7 @@ def main() -> None:
     results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, **tall)
     for kind in ("int4", "fp8"):
         results[f"dequantize {kind}"] = compile_case(dequantize_kernel, kind, 4)
-    sys.stdout.write(json.dumps(results))
+    answer(results)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ A program of its own: with the interpreter switched on, as it is in the test pro
 """
 
 import dataclasses
-import json
-import sys
 from typing import Any
 
 from kimi_kernels.sampling.kernel_check import check_kernel
 from kimi_kernels.sampling.kernel_draw import draw_kernel
 from kimi_kernels.sampling.kernel_select import select_kernel
 from kimi_kernels.sampling.kernel_tuning import TUNING, Splits
+from support.compile_record import answer
 from support.hopper_compiler import compile_for_hopper
 
 INT32 = ("USES_WORK", "WORK_BAD", "TOP_K", "PART_TOKEN", "PART_BAD", "TILE_BEST", "TICKETS", "STATE", "STATUS", "LIST")
@@ -53,7 +52,7 @@ def main() -> None:
         "select": compile_case(select_kernel, TUNING.select_warps, BLOCK=TUNING.select_columns),
     }
     results["draw"]["programs_a_multiprocessor"] = -(-256 * CUT["SPLITS"] // PROCESSORS)
-    sys.stdout.write(json.dumps(results))
+    answer(results)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,10 @@
 """Collectives over ranks compiled for an H100 without one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS
 from support import compiled_kernels
+from support.compile_record import run_gate
 
 REGISTERS = 65_536
 THREADS = 256
@@ -21,12 +16,7 @@ PROCESSORS = 132
 def built() -> dict[str, dict[str, int]]:
     if not compiled_kernels.cuobjdump().exists():
         pytest.skip("this build of Triton-language brings no cuobjdump")
-    command = [sys.executable, str(Path(compiled_kernels.__file__)), *compiled_kernels.EXCHANGES]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    result: dict[str, dict[str, int]] = json.loads(done.stdout)
-    return result
+    return run_gate("support.compiled_kernels", *compiled_kernels.EXCHANGES)
 
 
 @pytest.mark.parametrize("name", compiled_kernels.EXCHANGES)
