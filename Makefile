@@ -57,7 +57,7 @@ soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
 	$(BIN)/pytest -m soak tests/server
 
 test-gpu:  ## on a CUDA host, with its own torch and triton; needs no virtual environment
-	PYTHONPATH=backend:kernels:client $(PYTHON) -m pytest -m gpu -p no:cacheprovider \
+	PYTHONPATH=$(CURDIR)/backend:$(CURDIR)/kernels:$(CURDIR)/client $(PYTHON) -m pytest -m gpu -p no:cacheprovider \
 		$$(grep -rl 'mark\.gpu' tests --include='test_*.py')
 
 clean:
