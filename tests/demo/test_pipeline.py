@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained")
-    run = Run(recipe=MICRO, target=Budget(steps=45), drafts=Budget(steps=50), unloop=Budget(steps=6))
+    run = Run(recipe=MICRO, target=Budget(steps=40), drafts=Budget(steps=38), unloop=Budget(steps=4))
     train(data, out, run, device=CPU, compiles=False, pack_to=out / "packed")
     return out / TARGET_FOLDER
 

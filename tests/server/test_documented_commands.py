@@ -84,7 +84,7 @@ def test_the_page_is_where_the_readme_says():
 
 
 def test_bench():
-    report = json.loads(run([*words_of(".venv/bin/kimi bench"), "--json", "--repeats=1"]))
+    report = json.loads(run([*words_of(".venv/bin/kimi bench"), "--json", "--repeats=1", "--num-requests=8"]))
     assert report["texts_equal"]
 
 

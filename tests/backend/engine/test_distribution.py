@@ -16,11 +16,11 @@ from support.engine_runs import generate
 from support.scripted_logits import LogitScript, prefix_hash
 from support.scripted_models import RowGrid, ScriptedDraft, ScriptedTarget, describe
 
-VOCAB = 16
-NUM_DRAWS = 20_000
+VOCAB = 8
+NUM_DRAWS = 6_000
 PROMPT = (3, 1, 4)
 SCRIPT = LogitScript(VOCAB, scales=(3.0,))
-PARAMS = SamplingParams(temperature=1.2, top_k=12, top_p=0.95, presence_penalty=0.8, max_tokens=3)
+PARAMS = SamplingParams(temperature=1.2, top_k=6, top_p=0.95, presence_penalty=0.8, max_tokens=3)
 Floats = npt.NDArray[np.float64]
 
 

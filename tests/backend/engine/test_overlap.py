@@ -121,7 +121,7 @@ def num_overlapped(one: EngineHarness) -> int:
 
 
 def check(one: EngineHarness, requests: list[GenerateRequest], least_overlapped: int = 5) -> None:
-    assert texts(one) == EXPECTED[id(requests)]
+    assert texts(one) == EXPECTED[id(requests)][: len(one.outcomes)]
     assert num_overlapped(one) >= least_overlapped
     kv = one.core.kv
     assert kv.target_pool.num_held == 0
@@ -129,12 +129,12 @@ def check(one: EngineHarness, requests: list[GenerateRequest], least_overlapped:
 
 
 SETTINGS = pytest.mark.parametrize(
-    "settings",
+    ("num_requests", "settings"),
     [
-        {"max_num_seqs": 200},
-        {"max_num_seqs": 30, "max_num_batched_tokens": 60},
-        {"max_num_seqs": 60, "num_blocks": 90, "block_size": 2},
-        {"max_num_seqs": 7, "max_num_batched_tokens": 7},
+        (72, {"max_num_seqs": 200}),
+        (72, {"max_num_seqs": 30, "max_num_batched_tokens": 60}),
+        (72, {"max_num_seqs": 60, "num_blocks": 90, "block_size": 2}),
+        (24, {"max_num_seqs": 7, "max_num_batched_tokens": 7}),
     ],
 )
 
@@ -143,10 +143,10 @@ SETTINGS = pytest.mark.parametrize(
 @ALL_KINDS
 @pytest.mark.parametrize("has_draft", [True, False])
 def test_the_same_tokens_as_in_lockstep(
-    settings: dict[str, object], requests: list[GenerateRequest], has_draft: bool
+    num_requests: int, settings: dict[str, object], requests: list[GenerateRequest], has_draft: bool
 ) -> None:
     """There are newcomers, chunks, ends, preemptions, and others that want more of a draw."""
-    one = harness(requests, has_draft=has_draft, **settings)  # type: ignore[arg-type]
+    one = harness(requests[:num_requests], has_draft=has_draft, **settings)  # type: ignore[arg-type]
     one.run()
     check(one, requests, 10 if requests is ALONE else 5 if has_draft and requests is DRAFTING else 0)
     if "num_blocks" in settings:
@@ -155,7 +155,9 @@ def test_the_same_tokens_as_in_lockstep(
 
 @SETTINGS
 @pytest.mark.parametrize("requests", [MIXED, DRAFTING], ids=["mixed", "drafting"])
-def test_the_same_steps_as_in_lockstep(settings: dict[str, object], requests: list[GenerateRequest]) -> None:
+def test_the_same_steps_as_in_lockstep(
+    num_requests: int, settings: dict[str, object], requests: list[GenerateRequest]
+) -> None:
     """Every step holds the same blocks as in lockstep, with one step of each model in flight."""
 
     def traced(one: EngineHarness) -> list[tuple[int, ...]]:
@@ -171,7 +173,9 @@ def test_the_same_steps_as_in_lockstep(settings: dict[str, object], requests: li
         return trace
 
     lockstep, ahead = (
-        harness(requests, async_scheduling=async_scheduling, depth=1, enable_prefix_cache=False, **settings)  # type: ignore[arg-type]
+        harness(
+            requests[:num_requests], async_scheduling=async_scheduling, depth=1, enable_prefix_cache=False, **settings
+        )  # type: ignore[arg-type]
         for async_scheduling in (False, True)
     )
     assert traced(ahead) == traced(lockstep)

@@ -48,7 +48,7 @@ def check(
     [
         *((2, 5, 288, 160, 2, kind) for kind in KINDS),
         *((65, 3, 160, 288, 1, kind) for kind in KINDS),
-        *((48, 12, 160, 288, 2, kind) for kind in KINDS),
+        *((34, 8, 160, 288, 2, kind) for kind in KINDS),
         (1, 4, 64, 32, 2, "int4"),
         (3, 3, 160, 64, 3, "fp8"),
         (33, 4, 96, 64, 2, "mxfp4"),

@@ -10,7 +10,7 @@ from kimi_backend.probe.ranks import ProbeJob, opened_on_ranks
 from kimi_backend.text.tokenizer import load_tokenizer
 from support.nano_runs import NANO
 
-PROMPTS = ("def fibonacci(n):\n    ", "class Stack:\n    def __init__(self):\n")
+PROMPTS = ("class Stack:\n    def __init__(self):\n",)
 
 
 def job(size: int) -> ProbeJob:
