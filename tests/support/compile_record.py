@@ -1,5 +1,5 @@
-"""What was found in kernels when they were last recorded: one whose source, constants and compiler are still the same
-is not compiled again, which takes two seconds each. A kernel that has changed is compiled by the test that asks.
+"""Keeps what was found in kernels: one whose source, constants and compiler are as they were when it was recorded is
+not compiled again, which takes two seconds each. A kernel that has changed is compiled by the test that asks.
 
     PYTHONPATH=tests:kernels:backend python -m support.compile_record     # records all; `make generated` runs it
 """

@@ -123,7 +123,7 @@ def start(folder: Path, action: str) -> tuple[subprocess.Popen[str], int]:
 
 
 def test_a_killed_rank_ends_rank_0(tiny: Path) -> None:
-    """In a collective, where rank 0 itself notices nothing; what notices does not know what rank 0 does."""
+    """Rank 0 is in a collective then and notices nothing itself; what notices does not know what rank 0 does."""
     process, rank = start(tiny, "run")
     time.sleep(0.2)
     os.kill(rank, signal.SIGKILL)
