@@ -37,11 +37,18 @@ _POLL_S = 0.1
 _EXIT_S = 3.0
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOCAL_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nothing listens on now, another one each time: who was given one may not listen yet."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((LOCAL_HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

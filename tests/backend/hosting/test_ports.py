@@ -3,8 +3,24 @@ import socket
 import pytest
 
 from kimi_backend.errors import ConfigError
+from kimi_backend.hosting import embedded_server
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.ports import check_host, check_ports
+
+
+def test_no_port_is_given_twice(monkeypatch):
+    """The kernel may choose one again that nobody listens on yet."""
+    chosen = iter([7001, 7001, 7002])
+
+    class Probe(socket.socket):
+        def bind(self, address):
+            """Nothing."""
+
+        def getsockname(self):
+            return "127.0.0.1", next(chosen)
+
+    monkeypatch.setattr(embedded_server.socket, "socket", Probe)
+    assert [free_port(), free_port()] == [7001, 7002]
 
 
 def test_free_ports_pass():
