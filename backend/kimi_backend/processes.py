@@ -9,6 +9,9 @@ from pathlib import Path
 
 _DEAD_STATES = ("Z", "X")
 _PR_SET_PDEATHSIG = 1
+_M_MMAP_THRESHOLD = -3
+LARGE_BYTES = 2**19
+"""Above what a socket is read by, which is 256 KiB: each such piece would cost its pages."""
 
 
 def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:
@@ -47,3 +50,12 @@ def freeze_what_is_loaded() -> None:
     tables included, would hold a step up for tens of milliseconds. Call it once a server has loaded everything."""
     gc.collect()
     gc.freeze()
+
+
+def give_large_memory_back() -> None:
+    """Let the memory of large objects go back to the system as soon as they are freed, for the time of their pages'
+    faults. Left alone, glibc takes the largest object that was freed for a usual one, and keeps what lies between
+    smaller ones: 100 MB after sixty requests of 8 MB. Other C libraries are left as they are."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, LARGE_BYTES)

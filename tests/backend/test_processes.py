@@ -1,8 +1,11 @@
-"""Alive, dead and not waited for, gone."""
+"""Alive, dead and not waited for, gone; and memory that goes back."""
 
+import ctypes
 import os
 import subprocess
 import sys
+
+import pytest
 
 from kimi_backend.processes import is_alive
 from support.waiting import wait_for
@@ -20,3 +23,34 @@ def test_a_process_is_alive_until_it_ends():
 
 def test_without_proc_nothing_is_declared_dead(tmp_path):
     assert is_alive(os.getpid(), tmp_path)
+
+
+KEPT = """
+import sys
+from pathlib import Path
+from kimi_backend.processes import give_large_memory_back
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+if sys.argv[1:]:
+    give_large_memory_back()
+large, small = [b"x" * 2**23], []
+large.clear()
+before = resident_bytes()
+for _ in range(64):
+    large.append(b"x" * 2**20)
+    small.append(bytearray(2**10))
+large.clear()
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_memory_of_large_objects_goes_back():
+    kept = [
+        int(subprocess.run([sys.executable, "-c", KEPT, *call], capture_output=True, check=True, text=True).stdout)
+        for call in ([], ["call"])
+    ]
+    assert kept[0] > 32 * 2**20, "it would stay"
+    assert kept[1] < 4 * 2**20

@@ -11,6 +11,7 @@ import typer
 from kimi_backend.cli.server_commands import URL_OPTION
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
+from kimi_backend.processes import give_large_memory_back
 
 if TYPE_CHECKING:
     from kimi_openai.api_keys import ApiKey
@@ -103,6 +104,7 @@ def openai_command(
         raise ConfigError(f"--log-format: {log_format!r} given, text or json is allowed")
     if otlp_endpoint and importlib.util.find_spec("opentelemetry.exporter") is None:
         raise ConfigError("--otlp-endpoint: install the extra, pip install 'kimi-spec-serving[openai,telemetry]'")
+    give_large_memory_back()
     with client_errors():
         kimi_openai.serve(
             settings,

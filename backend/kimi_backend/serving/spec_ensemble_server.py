@@ -15,7 +15,7 @@ from kimi_backend.engine.engine import Engine, RequestHandle
 from kimi_backend.engine.loop import SHUTTING_DOWN, Patience
 from kimi_backend.errors import InvalidRequestError, KimiError
 from kimi_backend.grammar.compiler import GrammarCompiler
-from kimi_backend.processes import freeze_what_is_loaded, is_alive
+from kimi_backend.processes import freeze_what_is_loaded, give_large_memory_back, is_alive
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.aux_transfer import AuxTransfer, SemaphoreTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
@@ -144,6 +144,7 @@ class SpecEnsembleServer:
         settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
         forward_logs(pb_utils, settings.log_level)
         limit_decoding(pb_utils)
+        give_large_memory_back()
         server = cls(settings, pb_utils, lock_of_this_server(), read_secret(os.environ))
         freeze_what_is_loaded()
         return server
