@@ -7,12 +7,12 @@ import torch
 
 from kernel_cases import Case, Prepared, num_input_sets
 from kimi_kernels import KernelSet
-from kimi_kernels.sampling import reference
+from kimi_kernels.sampling import plain
 from kimi_kernels.sampling_inputs import SamplingInputs, SamplingRows
 
 VOCAB_SIZE = 163_840
 NUM_CHECKED = 16
-"""Rows of the check that the reference draws too."""
+"""Rows of the check that plain torch draws too."""
 
 
 def cases(kernels: KernelSet) -> list[Case]:
@@ -86,8 +86,8 @@ def _prepare(
             token_index=rows[0].token_index[few],
             window_len=rows[0].window_len[few],
         )
-        expected = reference.sample_tokens(logits[0][few], inputs, some)
-        assert torch.equal(drawn.token_ids[few], expected.token_ids), "other tokens than the reference's"
+        expected = plain.sample_tokens(logits[0][few], inputs, some)
+        assert torch.equal(drawn.token_ids[few], expected.token_ids), "other tokens than plain torch's"
         assert not drawn.status.any()
         return 0.0
 
@@ -148,7 +148,7 @@ def _prepare_verify(kernels: KernelSet) -> Prepared:
     )
 
     def check() -> float:
-        got, expected = kernels.verify_draft_tokens(*arguments), reference.verify_draft_tokens(*arguments)
+        got, expected = kernels.verify_draft_tokens(*arguments), plain.verify_draft_tokens(*arguments)
         for name in ("output_token_ids", "num_accepted_tokens", "last_row", "status"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         return 0.0
