@@ -55,7 +55,6 @@ def freeze_what_is_loaded() -> None:
 def give_large_memory_back() -> None:
     """Let the memory of large objects go back to the system as soon as they are freed, for the time of their pages'
     faults. Left alone, glibc takes the largest object that was freed for a usual one, and keeps what lies between
-    smaller ones: 100 MB after sixty requests of 8 MB. Other C libraries are left as they are."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, LARGE_BYTES)
+    smaller ones: 100 MB after sixty requests of 8 MB. Linux only, as the rest of the server."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
