@@ -15,8 +15,10 @@ esac
 step() { echo "[$SECONDS s] $*"; }
 if [ ! -x "$venv/bin/python" ]; then
   step "making $venv with Python $version"
-  # A torch that the interpreter already has is used as it is, if the kernels' Triton-language goes with it.
-  if [ -z "${TORCH:-}" ] && "$python" scripts/choose_torch.py own; then
+  # A torch that the interpreter already has is used as it is, if the kernels' Triton-language goes with it. What an
+  # activated environment has is not seen from another one, whose packages would be half of the system's then.
+  if [ -z "${TORCH:-}" ] && "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' &&
+    "$python" scripts/choose_torch.py own; then
     "$python" -m venv --system-site-packages "$venv"
   else
     "$python" -m venv "$venv"
