@@ -12,9 +12,10 @@ import time
 import pytest
 
 from support.server_process import MAX_MODEL_LEN
+from support.waiting import PATIENCE_S
 
 KIMI = [sys.executable, "-m", "kimi_backend.cli.main"]
-TIMEOUT_S = 60
+TIMEOUT_S = PATIENCE_S
 STEERING = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f]")
 """They move a terminal's cursor or colour its text."""
 
@@ -135,6 +136,18 @@ def test_ctrl_c_clears_a_line_arrows_find_it_and_several_lines_are_one_question(
     history = (tmp_path / "kimi" / "chat_history").read_text()
     assert history.count("+first\n+second\n") == 1
     assert "half" not in history
+
+
+def test_keys_pressed_during_an_answer_are_the_next_lines(terminal, tmp_path):
+    end = terminal.wait_for(READY)
+    terminal.type("first\r")
+    end = terminal.wait_for(TAKEN, end)
+    terminal.wait_for_more(100, end)
+    terminal.type("typed ahead\r" + CTRL_D)
+    end = terminal.wait_for("tokens/s", terminal.wait_for(READY, terminal.wait_for("tokens/s", end)))
+    assert terminal.process.wait(TIMEOUT_S) == 0
+    assert "+first\n" in (history := (tmp_path / "kimi" / "chat_history").read_text())
+    assert "+typed ahead\n" in history
 
 
 def test_a_conversation_in_a_pipe(url):

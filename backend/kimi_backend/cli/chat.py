@@ -1,7 +1,10 @@
 """`kimi chat`: a conversation in the terminal, with line editing, a history, and the thoughts dimmed."""
 
 import sys
-from collections.abc import Callable
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,13 +145,37 @@ def line_reader() -> ReadLine:
     return read
 
 
+@contextmanager
+def keys_kept_for_the_next_line() -> Iterator[None]:
+    """A terminal hands over keys pressed during an answer as they are, where one that edits lines itself would write
+    them into the answer and lose Ctrl-D; Ctrl-C stays a signal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    kept = termios.tcgetattr(sys.stdin)
+    kept[tty.IFLAG] &= ~termios.ICRNL
+    kept[tty.LFLAG] &= ~(termios.ICANON | termios.ECHO)
+    kept[tty.CC][termios.VMIN], kept[tty.CC][termios.VTIME] = 1, 0
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, kept)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
 @client_errors()
 def chat(url: str, system: str | None, fields: dict[str, Any]) -> None:
     """Read a question, stream the answer, repeat, until Ctrl-D or /exit; Ctrl-C stops what is between two lines."""
     take_ctrl_c()
     conversation = Conversation(KimiClient(url), fields, system)
     read_line = line_reader()
-    _notes.print(f"[dim]{BANNER}[/dim]")
+    with keys_kept_for_the_next_line():
+        _notes.print(f"[dim]{BANNER}[/dim]")
+        _converse(conversation, read_line)
+
+
+def _converse(conversation: Conversation, read_line: ReadLine) -> None:
     is_stopped = False
     while True:
         try:
