@@ -54,12 +54,16 @@ class Conversation:
 
     def ask(self, question: str) -> None:
         """Stream the answer and keep both; thoughts are not kept, and nothing of an answer that Ctrl-C stops."""
+        self._ask_after(self.messages, question)
+
+    def _ask_after(self, before: list[dict[str, str]], question: str) -> None:
+        """Ask as if only these messages had been said; the conversation changes when all of it is answered."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
         fields = {**self.fields, "return_control_offsets": True}
         reader: ReplyReader | None = None
         said: list[Event] = []
-        with self.client.stream(messages=[*opening, *self.messages, asked], **fields) as stream:
+        with self.client.stream(messages=[*opening, *before, asked], **fields) as stream:
             for chunk in stream:
                 reader = reader or ReplyReader(None, begins_thinking=chunk.begins_thinking)
                 is_last = chunk.finish_reason is not None
@@ -70,7 +74,7 @@ class Conversation:
         answer = "".join(event.text for event in said if isinstance(event, ContentDelta)).strip()
         thoughts = "".join(event.text for event in said if isinstance(event, ReasoningDelta)).strip()
         self.ends_thoughts = bool(answer) or not thoughts
-        self.messages += [asked, {"role": "assistant", "content": answer or thoughts}]
+        self.messages = [*before, asked, {"role": "assistant", "content": answer or thoughts}]
 
     def _show(self, events: list[Event]) -> list[Event]:
         for event in events:
@@ -86,9 +90,7 @@ class Conversation:
         if not self.messages:
             _notes.print("nothing was asked yet")
             return
-        question = self.messages[-2]["content"]
-        del self.messages[-2:]
-        self.ask(question)
+        self._ask_after(self.messages[:-2], self.messages[-2]["content"])
 
 
 def line_reader() -> ReadLine:

@@ -75,6 +75,35 @@ def test_thoughts_are_dim_and_answers_kept(
     ]
 
 
+def test_a_retry_that_is_stopped_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat._answers, "print", lambda *_, **__: None)
+    monkeypatch.setattr(chat, "describe_completion", lambda done: "")
+    asked: list[list[dict[str, str]]] = []
+    replies = [scripted(text, begins_thinking=False) for text in ("one", "two", "lost", "three")]
+
+    class StoppedStream(ScriptedStream):
+        def __iter__(self) -> Any:
+            for chunk in super().__iter__():
+                if len(asked) == 3 and chunk.finish_reason is not None:
+                    raise KeyboardInterrupt
+                yield chunk
+
+    def stream(messages: list[dict[str, str]], **_: Any) -> ScriptedStream:
+        asked.append(messages)
+        return StoppedStream(replies.pop(0))
+
+    conversation = chat.Conversation(SimpleNamespace(stream=stream), {}, None)  # type: ignore[arg-type]
+    conversation.ask("first")
+    conversation.ask("second")
+    before = list(conversation.messages)
+    with pytest.raises(KeyboardInterrupt):
+        conversation.retry()
+    assert conversation.messages == before
+    conversation.retry()
+    assert asked[1] == asked[2] == asked[3]
+    assert [message["content"] for message in conversation.messages] == ["first", "one", "second", "three"]
+
+
 def test_a_model_that_never_ends_its_thoughts_is_not_dimmed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[rich.text.Text] = []
     monkeypatch.setattr(chat._answers, "print", lambda *texts, **_: shown.extend(texts))
