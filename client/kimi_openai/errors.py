@@ -27,7 +27,7 @@ _TYPES = {
 }
 QUEUE_IS_FULL = "requests are waiting"
 """A part of the message of a server that has no room; it has no code of its own."""
-_IS_TOO_LONG = re.compile(r"\w+: \d+ (?:tokens|characters) given, ")
+_IS_TOO_LONG = re.compile(r"\w+: \d+ (?:or more )?(?:tokens|characters) given, ")
 _RETRY_LATER = {"Retry-After": "1"}
 _NO_RETRY = {"X-Should-Retry": "false"}
 """The header of what would end the same way again, though clients repeat a request that gets its status."""

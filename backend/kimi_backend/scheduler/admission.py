@@ -60,14 +60,17 @@ def check_request(request: GenerateRequest, limits: AdmissionLimits, settings: S
     _check_some_token_is_left(request.sampling, limits)
 
 
-def check_prompt_length(num_tokens: int, most: int) -> None:
+def check_prompt_length(num_tokens: int, most: int, *, is_beginning: bool = False) -> None:
     """
+    Args:
+        is_beginning: there may be more of them.
+
     Raises:
         InvalidRequestError: they are more than a prompt may have.
     """
     if num_tokens > most:
         raise InvalidRequestError(
-            f"prompt: {num_tokens} tokens given, at most {most} are allowed,"
+            f"prompt: {num_tokens} {'or more ' if is_beginning else ''}tokens given, at most {most} are allowed,"
             " so that the prompt and one output token fit"
         )
 

@@ -1,5 +1,6 @@
 """A server request's fields -> a tokenised `GenerateRequest` and what its responses should carry."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ PROMPT_FIELDS = ("text_input", "messages", "input_ids")
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 EncodeChat = Callable[..., list[int]]
-"""encode_chat(messages, *, tools, template_kwargs) -> prompt token ids."""
+"""encode_chat(messages, *, tools, template_kwargs, enough) -> prompt token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ class RequestParser:
         """See `collect_values` for the arguments and for the errors; more come from the prompt and its fields.
 
         Args:
-            max_prompt_tokens: what cannot be so short is refused unread: tokenising 60 MB takes 5 s.
+            max_prompt_tokens: what cannot be so short is refused unread, and of what is longer only the beginning is
+                tokenised: 6 MB take more than a second and 100 MB of memory.
         """
         if max_prompt_tokens is not None and "input_ids" in tensors:
             check_prompt_length(tensors["input_ids"].size, max_prompt_tokens)
@@ -66,7 +68,7 @@ class RequestParser:
             raise InvalidRequestError("exclude_input_in_output: false given, only true is supported")
         prompt = self._prompt_token_ids(values, max_prompt_tokens)
         if max_prompt_tokens is not None:
-            check_prompt_length(len(prompt), max_prompt_tokens)
+            check_prompt_length(len(prompt), max_prompt_tokens, is_beginning=True)
         generate = GenerateRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
@@ -105,14 +107,15 @@ class RequestParser:
             for name in ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"):
                 if name in values:
                     raise InvalidRequestError(f"{name}: goes with messages only, {given[0]} was given")
+        enough = math.inf if max_prompt_tokens is None else max_prompt_tokens
         if given[0] == "input_ids":
             prompt: list[int] = values["input_ids"]
         elif given[0] == "text_input":
             self._check_length("text_input", len(values["text_input"]), max_prompt_tokens)
-            prompt = self._tokenizer.encode(values["text_input"])
+            prompt = self._tokenizer.encode(values["text_input"], enough=enough)
         else:
             self._check_length("messages", _content_length(values["messages"]), max_prompt_tokens)
-            prompt = self._render_chat(values)
+            prompt = self._render_chat(values, enough)
         if not prompt:
             raise InvalidRequestError(f"{given[0]}: empty, at least 1 token is needed")
         return prompt
@@ -126,14 +129,14 @@ class RequestParser:
                 f" are allowed, as none has more than {longest} bytes"
             )
 
-    def _render_chat(self, values: dict[str, Any]) -> list[int]:
+    def _render_chat(self, values: dict[str, Any], enough: float) -> list[int]:
         if self._encode_chat is None:
             raise InvalidRequestError("messages: this checkpoint has no chat template; give text_input or input_ids")
         kwargs = values.get("chat_template_kwargs") or {}
         if not isinstance(kwargs, dict):
             raise InvalidRequestError(f"chat_template_kwargs: {shown(kwargs)} given, a JSON object is allowed")
         tools = None if values.get("tool_choice") == "none" else values.get("tools")
-        return self._encode_chat(values["messages"], tools=tools, template_kwargs=kwargs)
+        return self._encode_chat(values["messages"], tools=tools, template_kwargs=kwargs, enough=enough)
 
     def _grammar(self, values: dict[str, Any], prompt: list[int]) -> Grammar | None:
         controls = self._tokenizer.control_tokens

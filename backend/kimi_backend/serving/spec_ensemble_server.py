@@ -72,9 +72,9 @@ def make_parser(settings: ServingSettings) -> tuple[RequestParser, Any]:
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, tokenizer)
 
-    def encode_chat(messages: Any, *, tools: Any, template_kwargs: dict[str, Any]) -> list[int]:
+    def encode_chat(messages: Any, *, tools: Any, template_kwargs: dict[str, Any], enough: float) -> list[int]:
         assert template is not None
-        return template.render(messages, tools=tools, template_kwargs=template_kwargs).token_ids
+        return template.render(messages, tools=tools, template_kwargs=template_kwargs, enough=enough).token_ids
 
     parser = RequestParser(tokenizer, None if template is None else encode_chat, settings.default_max_tokens)
     return parser, tokenizer

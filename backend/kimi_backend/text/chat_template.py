@@ -1,6 +1,7 @@
 """Conversations to prompts through the checkpoint's own template, in a sandbox, safe against forged control tokens."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -78,6 +79,7 @@ class ChatTemplate:
         tools: Any = None,
         add_generation_prompt: bool = True,
         template_kwargs: Any = None,
+        enough: float = math.inf,
     ) -> ChatPrompt:
         """The prompt of a conversation, as a client sent it.
 
@@ -87,6 +89,7 @@ class ChatTemplate:
             add_generation_prompt: end with the opening of an assistant's turn, unless the last message is `partial`:
                 then the prompt ends inside it.
             template_kwargs: the template's own switches, such as {"thinking": False}.
+            enough: the rest of the token ids may be left out once there are more than this.
 
         Raises:
             InvalidRequestError: a malformed conversation, or one that the template refuses.
@@ -106,8 +109,9 @@ class ChatTemplate:
         for piece in self._splitter.split(rendered):
             if isinstance(piece, int):
                 token_ids.append(piece)
-            else:
-                token_ids.extend(self._tokenizer.encode(stand_ins.restore(piece) if stand_ins else piece))
+            elif len(token_ids) <= enough:
+                text = stand_ins.restore(piece) if stand_ins else piece
+                token_ids.extend(self._tokenizer.encode(text, enough=enough - len(token_ids)))
         return ChatPrompt(stand_ins.restore(rendered) if stand_ins else rendered, token_ids)
 
     def encode(

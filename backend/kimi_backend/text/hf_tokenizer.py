@@ -15,6 +15,7 @@ How ids become text depends on the file's decoder:
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -103,7 +104,8 @@ class HfTokenizer:
         tokenizer.eos_token_ids = read_eos_token_ids(folder, tokenizer.eos_token_id, tokenizer.vocab_size)
         return tokenizer
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, allow_special: bool = False, enough: float = math.inf) -> list[int]:
+        """See `Tokenizer.encode`: all of it, as the library encodes a text in one go."""
         require_valid_unicode(text, "text")
         token_ids: list[int] = []
         for piece in self._splitter.split(text) if allow_special else [text]:

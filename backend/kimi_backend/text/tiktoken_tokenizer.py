@@ -9,6 +9,7 @@
 
 import base64
 import binascii
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -109,7 +110,7 @@ class TiktokenTokenizer:
         tokenizer.eos_token_ids = read_eos_token_ids(folder, tokenizer.eos_token_id, tokenizer.vocab_size)
         return tokenizer
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, allow_special: bool = False, enough: float = math.inf) -> list[int]:
         require_valid_unicode(text, "text")
         pieces = self._splitter.split(text) if allow_special else [text]
         token_ids: list[int] = []
@@ -118,6 +119,8 @@ class TiktokenTokenizer:
                 token_ids.append(piece)
                 continue
             for part in slice_for_encoding(piece):
+                if len(token_ids) > enough:
+                    return token_ids
                 token_ids.extend(self._encoding.encode_ordinary(part))
         return token_ids
 

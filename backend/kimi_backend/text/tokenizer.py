@@ -1,5 +1,6 @@
 """The engine's view of a tokenizer, and the choice of one from a checkpoint's files."""
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -56,12 +57,13 @@ class Tokenizer(Protocol):
         """`decode` is the concatenation of `token_bytes`, read as UTF-8 with U+FFFD for what is not."""
         ...
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, allow_special: bool = False, enough: float = math.inf) -> list[int]:
         """Token ids of `text`, with nothing added at either end.
 
         Args:
             allow_special: read control tokens written in the text as such. Off, they are encoded as plain text, so
                 that a client cannot forge a turn (prompt injection).
+            enough: the rest of a long text may be left out once there are more ids than this.
 
         Raises:
             InvalidRequestError: the text holds a lone surrogate.

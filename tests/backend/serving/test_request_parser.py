@@ -1,5 +1,6 @@
 """The request surface: what every field becomes, and what each wrong value is told."""
 
+import math
 from typing import ClassVar
 
 import numpy as np
@@ -17,12 +18,12 @@ class CharacterTokenizer:
     longest_token_bytes: int | None = 4
     control_tokens: ClassVar = {"<think>": 1001, "</think>": 1002, "<|im_end|>": 1003}
 
-    def encode(self, text, allow_special=False):
+    def encode(self, text, allow_special=False, enough=math.inf):
         assert not allow_special, "client text must never become control tokens"
-        return [ord(c) for c in text]
+        return [ord(c) for c in text][: enough + 1 if enough < math.inf else None]
 
 
-def encode_chat(messages, *, tools, template_kwargs):
+def encode_chat(messages, *, tools, template_kwargs, enough):
     if not isinstance(messages, list):
         raise InvalidRequestError(f"messages: {messages!r} given, a list is allowed")
     return [len(messages), len(tools or []), len(template_kwargs)]
@@ -261,20 +262,26 @@ def test_too_many_token_ids_are_refused_unread(parser):
         parser.parse("r", {"input_ids": Unread()}, {}, 10)
 
 
+def test_a_chat_is_tokenised_no_further_than_it_may_be_long():
+    parser = RequestParser(CharacterTokenizer(), lambda messages, *, enough, **_: [enough], default_max_tokens=0)
+    parsed = parser.parse("r", {"messages": strings("[]")}, {}, max_prompt_tokens=10)
+    assert parsed.generate.prompt_token_ids == (10,)
+
+
 def test_a_text_of_too_many_tokens_is_refused_unread(parser, monkeypatch):
     def parse(num_chars, **limit):
         return parser.parse("r", {"text_input": strings("x" * num_chars)}, {}, **limit)
 
-    with pytest.raises(InvalidRequestError, match=r"^prompt: 40 tokens given, at most 10 are allowed"):
+    with pytest.raises(InvalidRequestError, match=r"^prompt: 11 or more tokens given, at most 10 are allowed"):
         parse(40, max_prompt_tokens=10)  # it might have been ten
     assert len(parse(40, max_prompt_tokens=40).generate.prompt_token_ids) == 40
     assert len(parse(41).generate.prompt_token_ids) == 41
     with monkeypatch.context() as patch:
-        patch.setattr(CharacterTokenizer, "encode", lambda *_: pytest.fail("it was read"))
+        patch.setattr(CharacterTokenizer, "encode", lambda *_, **__: pytest.fail("it was read"))
         with pytest.raises(
             InvalidRequestError, match="text_input: 41 characters given, which are more than the 10 tok"
         ):
             parse(41, max_prompt_tokens=10)
     monkeypatch.setattr(CharacterTokenizer, "longest_token_bytes", None)
-    with pytest.raises(InvalidRequestError, match=r"^prompt: 41 tokens given"):
+    with pytest.raises(InvalidRequestError, match=r"^prompt: 11 or more tokens given"):
         parse(41, max_prompt_tokens=10)

@@ -63,6 +63,15 @@ def test_turns_and_generation_prompt() -> None:
     assert prompt.token_ids == TOKENIZER.encode(prompt.text, allow_special=True)
 
 
+def test_of_a_chat_that_is_too_long_only_the_beginning_is_encoded() -> None:
+    chat = [user("one two three four")] * 9
+    whole = TEMPLATE.encode(chat)
+    enough = len(whole) // 2
+    beginning = TEMPLATE.render(chat, enough=enough).token_ids
+    assert enough < len(beginning) < len(whole)
+    assert TEMPLATE.render(chat, enough=len(whole)).token_ids == whole
+
+
 def test_thinking_off_and_no_generation_prompt() -> None:
     instant = TEMPLATE.render([user("Hi")], template_kwargs={"thinking": False})
     assert instant.text.endswith("<|im_assistant|>assistant<|im_middle|><think></think>")

@@ -173,6 +173,17 @@ def test_only_texts_with_a_long_run_are_looked_through_for_it(char: str) -> None
         assert _may_have_long_run(words[:place] + char * (most + 1) + words, most)
 
 
+@pytest.mark.parametrize("allow_special", [False, True])
+def test_of_a_text_that_is_too_long_only_the_beginning_is_encoded(allow_special: bool) -> None:
+    tokenizer, text = tempting_tokenizer(), "?!" * 2 * MAX_RUN_CHARS
+    whole = tokenizer.encode(text, allow_special)
+    for enough in (0, 1000, len(whole) - 1):
+        beginning = tokenizer.encode(text, allow_special, enough)
+        assert enough < len(beginning) <= enough + MAX_RUN_CHARS
+        assert beginning == whole[: len(beginning)]
+    assert tokenizer.encode(text, allow_special, len(whole)) == whole
+
+
 @given(text=st.text(alphabet="ab \n", max_size=60), max_slice=st.integers(1, 20), max_run=st.integers(1, 6))
 def test_slices_follow_the_rule(text: str, max_slice: int, max_run: int) -> None:
     parts = [part for part in slice_for_encoding(text, max_slice, max_run) if part]

@@ -134,6 +134,7 @@ def test_what_is_no_http(endpoint):
         (InvalidRequest("messages[0].role is 3; allowed: user"), 400, "messages[0].role", None),
         (InvalidRequest("max_tokens: 0 given"), 400, "max_completion_tokens", None),
         (InvalidRequest("prompt: 9 tokens given, at most 8 are allowed"), 400, "messages", "context_length_exceeded"),
+        (InvalidRequest("prompt: 9 or more tokens given, at most 8"), 400, "messages", "context_length_exceeded"),
         (InvalidRequest("Wrong from its first word"), 400, None, None),
         (ServerBusy(f"1024 {QUEUE_IS_FULL}, at most 1024 may; try later"), 429, None, None),
         (ServerBusy("runner kimi_target is loading"), 503, None, None),
