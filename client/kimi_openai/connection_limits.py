@@ -1,4 +1,5 @@
-"""Bounds that keep clients which send slowly, nothing or too much from taking the endpoint away from the others."""
+"""Bounds that keep clients which send slowly, nothing or too much, or read nothing, from taking the endpoint away from
+the others."""
 
 import resource
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ class ConnectionLimits:
     """The time from a connection's start, or the end of its last reply, to the end of a request's head."""
     body_s: float = 30.0
     """The time from there to the end of its body."""
+    unread_s: float = 60.0
+    """The time in which a client takes nothing of what waits for it, until its connection is cut."""
     max_body_bytes: int = 16 * MIB
     """Some ten times the longest prompt that any Kimi model takes, as token ids."""
     max_bytes_of_all_bodies: int = 128 * MIB

@@ -3,6 +3,7 @@
 import asyncio
 import enum
 import json
+import socket
 from typing import Any
 
 import h11
@@ -41,6 +42,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._cut_off_who_reads_nothing()
         if len(self.connections) > self._limits.max_connections:
             longest = next(iter(self._waiting), None)
             if longest is None:
@@ -48,6 +50,13 @@ class GuardedProtocol(H11Protocol):
                 return
             longest._end(None)
         self._watch()
+
+    def _cut_off_who_reads_nothing(self) -> None:
+        """The kernel does it: what a transport has left to write keeps a connection that was closed, too."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            milliseconds = round(1000 * self._limits.unread_s)
+            own = self.transport.get_extra_info("socket")
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     def data_received(self, data: bytes) -> None:
         self._has_begun = True

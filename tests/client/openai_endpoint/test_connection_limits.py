@@ -1,4 +1,5 @@
-"""Clients that send slowly, nothing, too much, or no more: what they get, and that the others are served meanwhile."""
+"""Clients that send slowly, nothing, too much or no more, or that read nothing: what they get, and that the others are
+served meanwhile."""
 
 import contextlib
 import http.client
@@ -7,6 +8,7 @@ import resource
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +164,26 @@ def test_a_client_that_sends_no_more_gets_its_reply(endpoint):
     *interim, reply = data.split(b"HTTP/1.1 ")[1:]
     assert all(one == b"100 Continue\r\n\r\n" for one in interim)
     assert reply.startswith(b"503"), "nobody is behind the endpoint"
+
+
+def has_kept(endpoint, connection):
+    """Tell whether the endpoint's end of it is there."""
+    ends = [f":{port:04X}" for port in (endpoint.port, connection.getsockname()[1])]
+    rows = [line.split()[1:3] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(address[-5:] == ends[0] and peer[-5:] == ends[1] for address, peer in rows)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not Linux")
+def test_who_reads_nothing_is_cut_off():
+    limits = replace(LIMITS, header_s=PATIENT_S, body_s=PATIENT_S, unread_s=0.3)
+    settings, count = EndpointSettings(url=NOBODY, limits=limits, model_names=("m" * 100_000,)), 200
+    with running_endpoint(settings) as endpoint, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", endpoint.port))
+        deaf.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * count)
+        wait_for(lambda: not has_kept(endpoint, deaf), "the connection stays")
+        assert read_all(deaf).count(b"HTTP/1.1 200") < count
+        assert is_served(endpoint)
 
 
 def test_no_more_connections_than_descriptors():
