@@ -118,7 +118,10 @@ def _typed(name: str, value: Any) -> Any:
 
 def shown(value: Any) -> str:
     """The value as an error quotes it."""
-    text = repr(value)
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -158,6 +161,7 @@ class _Collector:
         if name in REMOVED_FIELDS:
             raise InvalidRequestError(f"{name}: this {place} was removed; {REMOVED_FIELDS[name]}")
         if name not in FIELDS:
+            name = _shortened(name)
             raise InvalidRequestError(f"{name}: unknown {place}{_meant(name)}; docs/protocol.md lists what is known")
         target = ALIASES.get(name, name)
         if target in self._given_as:

@@ -1,5 +1,6 @@
 """The request surface: what every field becomes, and what each wrong value is told."""
 
+import json
 import math
 from typing import ClassVar
 
@@ -242,10 +243,12 @@ def test_a_number_is_what_was_sent_and_not_what_float32_made_of_it(parser, value
     assert parser.parse("r", tensors, {}).generate.sampling.repetition_penalty == value
 
 
-def test_a_long_value_is_shortened_in_the_message(parser):
-    with pytest.raises(InvalidRequestError) as caught:
-        parser.parse("r", PROMPT, {"temperature": "x" * 10_000})
-    assert len(str(caught.value)) < 300
+@pytest.mark.parametrize("fields", [{"temperature": "x" * 10_000}, {"x" * 10_000: 1}])
+def test_what_is_long_is_shortened_in_the_message(parser, fields):
+    for parameters in (fields, {"sampling_parameters": json.dumps(fields)}):
+        with pytest.raises(InvalidRequestError) as caught:
+            parser.parse("r", PROMPT, parameters)
+        assert len(str(caught.value)) < 300
 
 
 def test_names_of_other_servers_are_no_fields_here_and_lead_to_fields():
