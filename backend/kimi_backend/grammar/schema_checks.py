@@ -7,6 +7,7 @@ was seen to enforce.
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -236,7 +237,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 _PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -248,7 +249,7 @@ def _is_of(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     if kind == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value == int(value))
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     return isinstance(value, _PYTHON_TYPES[kind])
 
 
