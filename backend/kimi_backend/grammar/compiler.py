@@ -9,6 +9,7 @@ from kimi_backend.errors import CapacityError, InvalidRequestError
 from kimi_backend.grammar.compiling_process import CompilingProcess, NotCompiledError, TooSlowError
 from kimi_backend.grammar.matcher import CompiledGrammar
 from kimi_backend.grammar.xgrammar_matcher import NO_TEXT, XgrammarVocabulary
+from kimi_backend.processes import LARGE_BYTES, give_freed_memory_back
 from kimi_backend.text.tokenizer import Tokenizer
 from kimi_backend.types.grammar import Form, Grammar, call_token_ids
 
@@ -100,6 +101,8 @@ class GrammarCompiler:
             vocabulary = self._vocabulary_of(job.vocab_size)
             packed = lane.compile(job.form, vocabulary)
             compiled = vocabulary.compiled(packed)
+            if len(packed) > LARGE_BYTES:
+                give_freed_memory_back()  # reading it took ten times as much
         except TooSlowError as error:
             if lane is self._first_tries:
                 self._second_tries.pool.submit(self._compile, job, self._second_tries)

@@ -232,6 +232,31 @@ def test_what_is_compiled_is_kept_until_others_need_the_room() -> None:
         compiler.close()
 
 
+LEFT = """
+import sys
+from pathlib import Path
+from kimi_backend.grammar.compiler import CompileLimits, GrammarCompiler
+from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.types.grammar import Grammar, Regex
+
+compiler = GrammarCompiler(load_tokenizer(sys.argv[1]), CompileLimits(timeout_s=float(sys.argv[2])))
+
+def resident_bytes_with(pattern):
+    compiler.request(Grammar(Regex(pattern), "f"), 4096).result()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+before = resident_bytes_with("a")
+print(resident_bytes_with("(a{1,950}){1,950}") - before)
+compiler.close()
+"""
+
+
+def test_the_memory_that_reading_a_large_one_takes_goes_back() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT, str(NANO), str(PATIENCE_S)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 16 * MIB, "it would be 36 MiB"
+
+
 def test_a_grammar_is_ended_that_takes_too_much() -> None:
     tokenizer = load_tokenizer(NANO)
     compiler = GrammarCompiler(tokenizer, CompileLimits(timeout_s=60, most_bytes=200 * MIB))
