@@ -15,8 +15,16 @@ from kimi_kernels.compositions import (
     composed_silu_down,
 )
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.sampling.plain import mask_logits, verify_draft_tokens
-from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VocabularyMap
+from kimi_kernels.sampling.plain import mask_logits
+from kimi_kernels.sampling_inputs import (
+    PLACEHOLDER_TOKEN_ID,
+    STATUS_OK,
+    SampleOutput,
+    SamplingInputs,
+    SamplingRows,
+    VerifyOutput,
+    VocabularyMap,
+)
 from kimi_kernels.weights import ExpertWeights, PackedExperts, PackedWeight, Weight
 
 Tensor = torch.Tensor
@@ -174,6 +182,24 @@ def _sample_tokens(
     return SampleOutput(token_ids=token_ids, status=torch.zeros_like(token_ids, dtype=torch.int32))
 
 
+def _verify_draft_tokens(
+    token_ids: Tensor, status: Tensor, first_row: Tensor, draft_token_ids: Tensor, num_draft_tokens: Tensor
+) -> VerifyOutput:
+    width = draft_token_ids.shape[1]
+    place = torch.arange(width + 1, device=token_ids.device)
+    row = (first_row[:, None] + place).clamp(max=len(token_ids) - 1)
+    drawn = token_ids[row]
+    is_right = (drawn[:, :width] == draft_token_ids) & (status[row[:, :width]] == STATUS_OK)
+    num_accepted = (is_right & (place[:width] < num_draft_tokens[:, None])).int().cumprod(dim=1).sum(dim=1)
+    last_row = first_row + num_accepted
+    return VerifyOutput(
+        output_token_ids=drawn.masked_fill(place > num_accepted[:, None], PLACEHOLDER_TOKEN_ID),
+        num_accepted_tokens=num_accepted.int(),
+        last_row=last_row,
+        status=status[last_row],
+    )
+
+
 def device_kernel_set() -> KernelSet:
     return KernelSet(
         name="device",
@@ -206,5 +232,5 @@ def device_kernel_set() -> KernelSet:
         sum_terms=plain_sum,
         mask_logits=mask_logits,
         sample_tokens=_sample_tokens,
-        verify_draft_tokens=verify_draft_tokens,
+        verify_draft_tokens=_verify_draft_tokens,
     )

@@ -8,6 +8,7 @@ import torch
 
 from kimi_kernels.sampling import naive
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE, VerifyOutput
+from support.device_kernels import device_kernel_set
 from support.implementations import implementations
 
 every_implementation = implementations("sampling")
@@ -74,6 +75,19 @@ def test_equals_a_loop(ops: ModuleType, seed: int) -> None:
     for name in VerifyOutput.__slots__:
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
         assert getattr(got, name).dtype == getattr(expected, name).dtype, name
+
+
+def test_the_kernels_that_never_wait_accept_as_the_judge_does() -> None:
+    """No value of a tensor without memory can be waited for: reading one raises."""
+    ops, shapes = device_kernel_set(), torch.device("meta")
+    for drawn, draft in (([[5, 6, 7], [1], [8, 9]], [[5, 0], [], [8]]), ([[4], [5]], [[], []])):
+        width = max(map(len, draft))
+        got, expected = verify(ops, drawn, draft, width), verify(naive, drawn, draft, width)  # type: ignore[arg-type]
+        for name in VerifyOutput.__slots__:
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+            assert getattr(got, name).dtype == getattr(expected, name).dtype, name
+    tokens, counts = torch.zeros(4, dtype=torch.int64, device=shapes), torch.zeros(2, dtype=torch.int32, device=shapes)
+    ops.verify_draft_tokens(tokens, tokens.int(), counts.long(), counts[:, None], counts)
 
 
 @every_implementation
