@@ -37,4 +37,10 @@ step "installing ${torch:-your torch} and some 90 packages: one to five minutes;
 "${pip[@]}" install --progress-bar off ${torch:+"$torch"} -e '.[dev]' | sed -unE \
   -e 's,^ *(Downloading|Using cached) ([^ ]*/)?([^/ ]+) \(([0-9.]+ MB)\),  \3 (\4),p' \
   -e 's,^Installing collected packages.*,  unpacking; a minute or two,p'
+# pip puts no command here of a tool that it sees among the system's packages, and make calls it here.
+absent=()
+for tool in pytest ruff mypy import-linter/lint-imports; do
+  [ -x "$venv/bin/${tool#*/}" ] || absent+=("${tool%/*}")
+done
+[ ${#absent[@]} -eq 0 ] || "${pip[@]}" install --quiet --ignore-installed "${absent[@]}"
 step "Ready: $venv (Python $version, torch $("$venv/bin/python" -c 'import torch; print(torch.__version__)')). Next: make test"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_backend.hosting.embedded_server import free_port
-from kimi_backend.hosting.server_installation import find_installation
+from kimi_backend.hosting.server_installation import find_installation, python_folder
 from kimi_client import KimiClient
 from support.waiting import wait_for
 
@@ -61,7 +61,7 @@ def started(folder: Path, variables: dict[str, str], *, as_container: bool = Tru
         as_container: with `tritonserver` on the PATH; else it falls back to the embedded server.
     """
     ports = {name: free_port() for name in ("http", "grpc", "metrics")}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{python_folder(folder)}:{os.environ['PATH']}"
     if as_container:
         _write_tritonserver(folder)
         path = f"{folder}:{path}"

@@ -21,7 +21,7 @@ from kimi_backend.hosting.admin_access import SECRET_VARIABLE, choose_secret, re
 from kimi_backend.hosting.drain import ORCHESTRATOR, drain
 from kimi_backend.hosting.ports import check_host, check_ports
 from kimi_backend.hosting.server_api import ServerApi
-from kimi_backend.hosting.server_installation import find_installation
+from kimi_backend.hosting.server_installation import find_installation, python_folder
 from kimi_backend.hosting.shared_memory import REGION_BYTES, check_shared_memory, sweep_regions
 from kimi_backend.hosting.watchdog import watch_command
 from kimi_backend.serving.drain_file import DRAIN_FILE_VARIABLE, DrainFile
@@ -135,7 +135,7 @@ class EmbeddedServer:
         self._drain_file = DrainFile(drain_file)
         folders = [str(folder) for folder in self._installation.library_folders]
         environment["LD_LIBRARY_PATH"] = ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(":")
-        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+        environment["PATH"] = f"{python_folder(Path(self._secrets.name))}:{os.environ.get('PATH', '')}"
         log = None if self._log_file is None else self._log_file.open("wb")
         self._process = subprocess.Popen(
             self._command(),

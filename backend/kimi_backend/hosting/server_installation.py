@@ -2,7 +2,7 @@
 
 The wheel holds the real tritonserver 2.51. Three things make it run beside a virtual environment: the Python backend
 needs the stub built for this interpreter's version, the stub needs this interpreter's shared libpython, and it finds
-packages through the `python3` that comes first on the PATH.
+packages through the `python3` that comes first on the PATH. From Python 3.11 on that stub reads no PYTHONPATH.
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import venv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,21 @@ def find_installation() -> ServerInstallation:
     tree = package / "tritonserver"
     _place_stub(tree)
     return ServerInstallation(tree, (package.parent / "nvidia_pytriton.libs", _libpython_folder()))
+
+
+def python_folder(scratch: Path) -> Path:
+    """Return the folder of a `python3` that finds this process's packages without a PYTHONPATH.
+
+    That is this interpreter's own folder, unless PYTHONPATH is set: then it is a virtual environment's, made in
+    `scratch`, with every folder that this process imports from.
+    """
+    if not os.environ.get("PYTHONPATH"):
+        return Path(sys.executable).parent
+    environment = scratch / "python"
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    (packages / "packages.pth").write_text("".join(f"{Path(path).resolve()}\n" for path in sys.path if path))
+    return environment / "bin"
 
 
 def _place_stub(tree: Path) -> None:

@@ -1,5 +1,9 @@
 """An interpreter that cannot run the embedded server is told what it lacks."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kimi_backend.errors import ConfigError
@@ -22,3 +26,19 @@ def test_a_static_interpreter_is_told_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr(server_installation.sysconfig, "get_config_var", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=r"libpython3\.\d+\.so\.1\.0"):
         server_installation._libpython_folder()
+
+
+def test_without_a_pythonpath_models_run_on_this_interpreter(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert server_installation.python_folder(tmp_path) == Path(sys.executable).parent
+
+
+def test_packages_of_a_pythonpath_are_found_by_an_interpreter_that_reads_none(tmp_path, monkeypatch):
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "found_by_path.py").touch()
+    monkeypatch.setenv("PYTHONPATH", "modules")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "modules", *sys.path])
+    python = server_installation.python_folder(tmp_path) / "python3"
+    subprocess.run([python, "-I", "-c", "import found_by_path, numpy"], cwd="/", check=True)
