@@ -28,6 +28,7 @@ from kimi_backend.hosting.embedded_server import CALL_THREADS, MODELS
 from kimi_backend.hosting.server_installation import find_installation
 from kimi_backend.serving.metric_table import METRICS
 from kimi_openai.observing import EndpointMetrics
+from support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -70,14 +71,14 @@ def servers(compose):
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
 def test_profile_parses(profile):
     command = ["docker-compose", "-f", "compose.yaml", "--env-file", ".env.example", "--profile", profile, "config"]
-    done = subprocess.run(command, cwd=DOCKER, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=DOCKER, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 
 
 @pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint is not installed")
 def test_dockerfile_passes_hadolint():
-    done = subprocess.run([HADOLINT, DOCKER / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([HADOLINT, DOCKER / "Dockerfile"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -231,7 +232,7 @@ def test_every_flag_is_one_of_the_servers(start_script):
         env={"LD_LIBRARY_PATH": libraries},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     offered = set(re.findall(r"--[a-z][a-z-]+", done.stdout + done.stderr))
     block = start_script.split("command=(")[1].split("is_stopping=")[0]
@@ -282,14 +283,14 @@ def test_every_alert_fires_when_it_should_and_not_before(tmp_path):
             tests.append({"interval": "1m", "input_series": inputs, "alert_rule_test": [asked]})
     file = tmp_path / "cases.yml"
     file.write_text(json.dumps({"rule_files": [str(DOCKER / "alerts.yml")], "tests": tests}))  # JSON is YAML
-    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_promtool
 def test_prometheus_takes_its_configuration_and_the_alert_rules():
     command = ["promtool", "check", "config", "prometheus.yml"]
-    done = subprocess.run(command, cwd=DOCKER, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=DOCKER, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10 rules found" in done.stdout
 

@@ -10,6 +10,7 @@ import pytest
 from support.private_shm import in_private_shm
 from support.server_process import write_checkpoint
 from support.start_script import START
+from support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def environment(tmp_path_factory):
 
 
 def run(command, environment):
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_a_small_shared_memory_is_told_before_anything_is_loaded(environment):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from support.documented_commands import DocumentedCommand, all_commands
+from support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "tests/docs/test_commands.py"
@@ -118,7 +119,7 @@ def run_like(pattern: str, replaced: dict[str, str]) -> None:
     words = shlex.split(command)
     folder = Path(sys.executable).parent
     words[0] = {"kimi": str(folder / "kimi"), "python": sys.executable}[words[0]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 

@@ -8,8 +8,8 @@ import importlib.util
 import pytest
 
 from kimi_client import KimiClient
-from support.raising_target import write_repository
 from support.server_process import running_server, serving_settings, write_checkpoint
+from support.steered_target import SteeredTarget
 from support.streams import wait_for_speculation
 
 HAS_SERVER = importlib.util.find_spec("pytriton") is not None
@@ -28,9 +28,23 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def server(checkpoint, tmp_path_factory):
-    with running_server(serving_settings(checkpoint), tmp_path_factory.mktemp("server")) as running:
+def steered_target(tmp_path_factory):
+    """The target of `server`."""
+    return SteeredTarget(tmp_path_factory.mktemp("steered"))
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint, steered_target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with running_server(serving_settings(checkpoint), folder, steered_target.repository) as running:
         yield running
+
+
+@pytest.fixture
+def slow_steps(steered_target):
+    """The server's steps take long during the test, so that a request is there for as long as the test needs it."""
+    with steered_target.slow():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -39,17 +53,16 @@ def url(server):
 
 
 @pytest.fixture(scope="session")
-def raise_trigger(tmp_path_factory):
-    """The target of `server_to_break` raises while this file is there."""
-    return tmp_path_factory.mktemp("trigger") / "raise"
+def target_to_break(tmp_path_factory):
+    """The target of `server_to_break`."""
+    return SteeredTarget(tmp_path_factory.mktemp("steered_to_break"))
 
 
 @pytest.fixture(scope="session")
-def server_to_break(checkpoint, raise_trigger, tmp_path_factory):
+def server_to_break(checkpoint, target_to_break, tmp_path_factory):
     """A server whose models tests kill, unload and reload; each leaves it serving and drafting."""
-    folder = tmp_path_factory.mktemp("server_to_break")
-    repository = write_repository(folder / "models", raise_trigger)
-    with running_server(serving_settings(checkpoint, drain_timeout_s=2.0), folder, repository) as running:
+    folder, settings = tmp_path_factory.mktemp("server_to_break"), serving_settings(checkpoint, drain_timeout_s=2.0)
+    with running_server(settings, folder, target_to_break.repository) as running:
         yield running
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-import time
 
 import numpy as np
 import pytest
@@ -12,8 +11,10 @@ from kimi_client import InvalidRequest, KimiClient, RequestCancelled, RequestTim
 from kimi_client.aio import AsyncKimiClient
 from support.raw_streams import RawStream, raw_input, text_input
 from support.server_process import MAX_MODEL_LEN, assert_everything_is_free, cut_short
+from support.waiting import PATIENCE_S
 
 LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True, "seed": 1}
+pytestmark = pytest.mark.usefixtures("slow_steps")
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_stop_stream_with_cancel_ends_all_of_a_streams_requests(client, url, ser
 
 
 def test_dropping_an_http_stream_ends_its_request(client, server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=PATIENCE_S)
     body = json.dumps({"text_input": "tell", "stream": True, **LONG})
     with cut_short(server, LONG["max_tokens"]):
         connection.request("POST", "/v2/models/spec_ensemble/generate_stream", body)
@@ -55,11 +56,9 @@ def test_dropping_an_http_stream_ends_its_request(client, server):
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(client, server):
-    start = time.monotonic()
     completion = client.stream(text_input="tell", timeout_s=0.2, **LONG).result()
     assert completion.finish_reason == "cancelled"
     assert "deadline" in completion.stop_reason
-    assert time.monotonic() - start > 0.15
     assert_everything_is_free(server)
 
 

@@ -10,6 +10,7 @@ from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
 from support.openai_endpoint import running_endpoint
 from support.server_process import assert_everything_is_free, gauge, wait_until_running
+from support.waiting import PATIENCE_S
 
 PROMPT = [7 + i % 250 for i in range(300)]
 BLOCKS_OF_PROMPT = 300 // 64
@@ -54,9 +55,9 @@ def test_choices_of_prompts_are_what_single_requests_get(url, client, k, is_stre
     assert ends == [e.finish_reason for e in expected]
 
 
-def test_choices_share_their_prompts_blocks_and_leave_none(server, endpoint):
+def test_choices_share_their_prompts_blocks_and_leave_none(server, slow_steps, endpoint):
     """The gauge counts a shared block once; without sharing sixteen prompts would hold 16 * 4 in each pool."""
-    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=PATIENCE_S)
     fields = {"prompt": PROMPT, "n": 16, "max_tokens": 150, "stream": True, "ignore_eos": True, "cache_salt": "own"}
     connection.request("POST", "/v1/completions", json.dumps(fields))
     reply = connection.getresponse()

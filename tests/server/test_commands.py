@@ -102,7 +102,7 @@ TAKEN = "\x1b[?2004l"
 CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
 
 
-def test_ctrl_c_stops_an_answer_and_neither_chat_nor_server(terminal, url):
+def test_ctrl_c_stops_an_answer_and_neither_chat_nor_server(slow_steps, terminal, url):
     end = terminal.wait_for(READY, terminal.wait_for("/reset"))
     for num_characters in (0, 0, 100):  # of the answer, before Ctrl-C
         terminal.type("tell me everything\r")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.documented_commands import commands_of
+from support.server_process import ended_with_tests
 
 pytest.importorskip("uvicorn")
 
@@ -57,7 +58,7 @@ def served(tmp_path_factory):
     if not all(map(is_free, PORTS)):
         pytest.skip(f"one of the README's ports {PORTS} is taken here")
     with (tmp_path_factory.mktemp("served") / "log").open("w") as log:
-        server = subprocess.Popen(words_of(".venv/bin/kimi serve"), cwd=ROOT, stdout=log, stderr=log)
+        server = subprocess.Popen(ended_with_tests(words_of(".venv/bin/kimi serve")), cwd=ROOT, stdout=log, stderr=log)
         try:
             wait_until_healthy(9000, server)
             yield
@@ -98,7 +99,7 @@ def test_the_endpoint_on_its_own():
     words = [own_port if word == "9000" else word for word in words_of("kimi openai", "docs/openai.md")]
     if not is_free(int(own_port)):
         pytest.skip(f"port {own_port} is taken here")
-    endpoint = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
+    endpoint = subprocess.Popen(ended_with_tests(words), cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         assert wait_until_healthy(own_port, endpoint) == 200
     finally:

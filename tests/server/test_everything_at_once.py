@@ -17,6 +17,7 @@ from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
 from support.openai_endpoint import running_endpoint
 from support.server_process import running_server, serving_settings
+from support.waiting import PATIENCE_S
 
 SCHEMA = {
     "type": "object",
@@ -57,7 +58,7 @@ ASKED_BEYOND_OPENAI = {
     "thinking_token_budget": 9,
     "priority": 1,
     "cache_salt": "mine",
-    "timeout_s": 120.0,
+    "timeout_s": PATIENCE_S,
     "return_token_ids": True,
     "return_token_origins": True,
     "proposer": "lookup+eagle3",
@@ -145,7 +146,7 @@ def over_http(server, asked, k):
     fields = {**asked, **ASKED_BEYOND_OPENAI, "logprobs": NUM_LOGPROBS, "num_speculative_tokens": k, "stream": True}
     body = json.dumps({name: json.dumps(value) if name in AS_JSON else value for name, value in fields.items()})
     address = f"http://localhost:{server.ports.http}/v2/models/spec_ensemble/generate_stream"
-    with urllib.request.urlopen(urllib.request.Request(address, body.encode()), timeout=120) as reply:
+    with urllib.request.urlopen(urllib.request.Request(address, body.encode()), timeout=PATIENCE_S) as reply:
         events = [json.loads(line.removeprefix(b"data: ")) for line in reply if line.startswith(b"data: ")]
     scores = [each for event in events for each in json.loads(event["logprobs"] or "[]")]
     return SimpleNamespace(

@@ -14,6 +14,7 @@ import openai
 from kimi_client import InvalidRequest, KimiClient
 from kimi_openai import EndpointSettings
 from support.openai_endpoint import running_endpoint
+from support.waiting import PATIENCE_S
 
 SCHEMA = {
     "type": "object",
@@ -89,11 +90,13 @@ def test_structured_outputs(direct, structure, texts):
 def test_over_http(server):
     body = {"text_input": "once", "max_tokens": 20, "structured_outputs": json.dumps({"choice": ["left"]})}
     address = f"http://localhost:{server.ports.http}/v2/models/spec_ensemble/generate"
-    with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()), timeout=60) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(address, json.dumps(body).encode()), timeout=PATIENCE_S
+    ) as reply:
         assert json.loads(reply.read())["text_output"] == "left"
     body["structured_outputs"] = json.dumps({"regex": "(a"})
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()), timeout=60)
+        urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode()), timeout=PATIENCE_S)
     assert b"structured_outputs: Regex parsing error" in caught.value.read()
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PATIENCE_S
+
 LISTENING = "0A"
 
 
 @pytest.fixture
 def post(server):
-    def send(path, body, timeout_s=60):
+    def send(path, body, timeout_s=PATIENCE_S):
         address = f"http://127.0.0.1:{server.ports.http}/v2/models/spec_ensemble/{path}"
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(address, data=data, headers={"Content-Type": "application/json"})

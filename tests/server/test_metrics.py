@@ -8,7 +8,7 @@ from kimi_backend.serving.metric_kinds import MetricKind
 from kimi_backend.serving.metric_table import METRICS
 from kimi_client import InvalidRequest, KimiClient, RequestTimedOut
 from support.prometheus_text import parse_samples, scrape, value
-from support.server_process import MAX_MODEL_LEN
+from support.server_process import MAX_MODEL_LEN, assert_everything_is_free, gauge, wait_until_published
 from support.waiting import wait_for
 
 PROMPT = "def fibonacci(n):\n    " + "# a prompt of several blocks, so that its second visit is cached\n" * 3
@@ -18,32 +18,17 @@ class Watch:
     """Differences of the server's metrics since this object was made."""
 
     def __init__(self, server):
-        self.port = server.ports.metrics
-        self._settle()
-        self.before = parse_samples(scrape(self.port))
+        self.server = server
+        self.before = self._look()
 
-    def _settle(self):
-        """Earlier tests' requests are published once two looks agree and nothing runs."""
-        looks = [None]
+    def _look(self):
+        assert_everything_is_free(self.server)
+        return parse_samples(scrape(self.server.ports.metrics))
 
-        def agrees():
-            looks.append(scrape_own(self.port))
-            return looks[-1] == looks[-2]
-
-        wait_for(agrees, "metrics of a server that does nothing change", poll_s=0.6)
-
-    def since(self, name, **labels):
-        return value(parse_samples(scrape(self.port)), name, **labels) - value(self.before, name, **labels)
-
-    def until(self, wanted, name, **labels):
-        """Assert that the metric rises by exactly `wanted`."""
-        wait_for(lambda: self.since(name, **labels) >= wanted, (name, labels), poll_s=0.05)
-        assert self.since(name, **labels) == wanted, (name, labels)
-
-
-def scrape_own(port):
-    names = tuple(m.name for m in METRICS)
-    return [line for line in scrape(port).splitlines() if line.startswith(names)]
+    def rises(self):
+        """The rise of a metric up to this call, by which every request has ended: a function of name and labels."""
+        now = self._look()
+        return lambda name, **labels: value(now, name, **labels) - value(self.before, name, **labels)
 
 
 @pytest.fixture
@@ -93,32 +78,34 @@ def test_counters_equal_the_responses_statistics(watch, client):
     }
     assert sums["kimi_prefix_cache_hit_tokens_total"] > 0
     aliases = {m.name: m.vllm_name for m in METRICS if m.vllm_name}
+    rise = watch.rises()
     for name, wanted in sums.items():
-        watch.until(wanted, name)
-        if name in aliases:
-            watch.until(wanted, aliases[name])
+        for published in filter(None, (name, aliases.get(name))):
+            assert rise(published) == wanted, published
     for position in range(7):
         for metric, field in (("accepted", "accepted_per_position"), ("draft", "drafted_per_position")):
             wanted = sum(s[field][position] for s in speculation if position < len(s[field]))
-            watch.until(wanted, f"spec_decode_num_{metric}_tokens_per_pos_total", position=str(position))
-    watch.until(4, "kimi_requests_finished_total", finish_reason="length")
-    watch.until(4, "vllm:request_success_total", finished_reason="length")
+            name = f"spec_decode_num_{metric}_tokens_per_pos_total"
+            assert rise(name, position=str(position)) == wanted, (name, position)
+    assert rise("kimi_requests_finished_total", finish_reason="length") == 4
+    assert rise("vllm:request_success_total", finished_reason="length") == 4
 
 
 def test_histogram_sums_are_the_responses_times(watch, client):
     stats = client.generate(text_input="hi", max_tokens=9, seed=2, ignore_eos=True).statistics
-    watch.until(1, "kimi_request_seconds_count")
+    rise = watch.rises()
     first, total = stats["first_token_time_s"], stats["total_time_s"]
-    assert watch.since("kimi_time_to_first_token_seconds_sum") == pytest.approx(first, abs=1e-4)
-    assert watch.since("kimi_request_seconds_sum") == pytest.approx(total, abs=1e-4)
-    assert watch.since("kimi_inter_token_seconds_sum") == pytest.approx((total - first) / 8, abs=1e-4)
-    assert watch.since("kimi_decode_seconds_sum") == pytest.approx(total - first, abs=1e-4)
-    assert watch.since("kimi_prefill_seconds_sum") == pytest.approx(first - stats["queue_time_s"], abs=1e-4)
-    assert watch.since("kimi_queue_seconds_sum") == pytest.approx(stats["queue_time_s"], abs=1e-4)
-    assert watch.since("kimi_request_seconds_bucket", le="+Inf") == 1
+    assert rise("kimi_time_to_first_token_seconds_sum") == pytest.approx(first, abs=1e-4)
+    assert rise("kimi_request_seconds_sum") == pytest.approx(total, abs=1e-4)
+    assert rise("kimi_inter_token_seconds_sum") == pytest.approx((total - first) / 8, abs=1e-4)
+    assert rise("kimi_decode_seconds_sum") == pytest.approx(total - first, abs=1e-4)
+    assert rise("kimi_prefill_seconds_sum") == pytest.approx(first - stats["queue_time_s"], abs=1e-4)
+    assert rise("kimi_queue_seconds_sum") == pytest.approx(stats["queue_time_s"], abs=1e-4)
+    assert rise("kimi_request_seconds_count") == 1
+    assert rise("kimi_request_seconds_bucket", le="+Inf") == 1
 
 
-def test_cancellations_and_refusals_are_counted_by_reason(watch, client):
+def test_cancellations_and_refusals_are_counted_by_reason(slow_steps, watch, client):
     stream = client.stream(text_input="tell", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True)
     next(iter(stream))
     stream.cancel()
@@ -126,45 +113,45 @@ def test_cancellations_and_refusals_are_counted_by_reason(watch, client):
         client.generate(text_input="tell", max_tokens=MAX_MODEL_LEN - 32, ignore_eos=True, timeout_s=0.15)
     with pytest.raises(InvalidRequest, match="temperature"):
         client.generate(text_input="hi", temperature=-1.0)
-    watch.until(1, "kimi_requests_cancelled_total", reason="client")
-    watch.until(1, "kimi_requests_cancelled_total", reason="deadline")
-    watch.until(2, "kimi_requests_finished_total", finish_reason="cancelled")
-    watch.until(1, "kimi_requests_refused_total", code="INVALID_ARG")
-    watch.until(0, "kimi_requests_cancelled_total", reason="shutdown")
+    rise = watch.rises()
+    assert [rise("kimi_requests_cancelled_total", reason=why) for why in ("client", "deadline", "shutdown")] == [
+        1,
+        1,
+        0,
+    ]
+    assert rise("kimi_requests_finished_total", finish_reason="cancelled") == 2
+    assert rise("kimi_requests_refused_total", code="INVALID_ARG") == 1
 
 
-def test_gauges_follow_the_load(server, client):
+def test_gauges_follow_the_load(server, slow_steps, client):
     streams = [client.stream(text_input=f"t{i}", max_tokens=MAX_MODEL_LEN - 64, ignore_eos=True) for i in range(3)]
     for stream in streams:
         next(iter(stream))
-
-    def samples_of(num_running):
-        samples = parse_samples(scrape(server.ports.metrics))
-        return samples if value(samples, "kimi_requests_running") == num_running else None
-
-    samples = wait_for(lambda: samples_of(3), poll_s=0.05)
-    assert value(samples, "vllm:num_requests_running") == 3
+    wait_for(lambda: gauge(server, "spec_accept_length") >= 1, "no round is counted")
+    wait_until_published(server)
+    samples = parse_samples(scrape(server.ports.metrics))
+    assert value(samples, "kimi_requests_running") == value(samples, "vllm:num_requests_running") == 3
     for pool in ("target", "draft"):
         assert 3 <= value(samples, "kimi_kv_blocks_used", pool=pool) <= value(samples, "kimi_kv_blocks", pool=pool)
     assert value(samples, "spec_decode_is_on") == 1
     assert 1 <= value(samples, "spec_accept_length") <= 8
     for stream in streams:
-        stream.result()
-    wait_for(lambda: value(samples_of(0) or samples, "kimi_kv_blocks_used", pool="target") == 0, poll_s=0.05)
+        stream.cancel()
+    assert_everything_is_free(server)
 
 
 def test_step_time_is_split_without_loss(watch, client):
     start = time.monotonic()
     client.generate(text_input="hi", max_tokens=30, ignore_eos=True, seed=1)
-    watch.until(1, "kimi_requests_finished_total", finish_reason="length")
-    assert watch.since("kimi_steps_total") > 0
+    rise = watch.rises()
+    assert rise("kimi_steps_total") > 0
     phases = next(m.label_values for m in METRICS if m.name == "kimi_step_seconds_total")
-    split = {phase: watch.since("kimi_step_seconds_total", phase=phase) for phase in phases}
+    split = {phase: rise("kimi_step_seconds_total", phase=phase) for phase in phases}
     assert split["target"] > 0
     assert split["draft"] > 0
     assert sum(split.values()) < time.monotonic() - start
     for runner in ("target", "draft"):
-        assert 0 < watch.since("kimi_runner_seconds_total", runner=runner) < split[runner]
+        assert 0 < rise("kimi_runner_seconds_total", runner=runner) < split[runner]
 
 
 def test_counters_are_named_as_counters_are():

@@ -14,7 +14,7 @@ import pytest
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_client import KimiClient, RequestCancelled, ServerBusy, ServerUnreachable
 from support.openai_endpoint import RunningEndpoint, read_events
-from support.server_process import KV_TOKENS, MAX_MODEL_LEN
+from support.server_process import ENDLESS, ENDLESS_KV_TOKENS, ENDLESS_MODEL_LEN, ended_with_tests
 from support.waiting import PATIENCE_S, wait_for
 
 DRAIN_S = 3
@@ -42,13 +42,15 @@ def serve(checkpoint, tmp_path, request):
         "serve",
         f"--checkpoint={checkpoint}",
         f"--draft={checkpoint / 'draft'}",
-        f"--kv-tokens={KV_TOKENS}",
-        f"--max-model-len={MAX_MODEL_LEN}",
+        f"--kv-tokens={ENDLESS_KV_TOKENS}",
+        f"--max-model-len={ENDLESS_MODEL_LEN}",
         f"--log-file={tmp_path / 'server.log'}",
         *(f"--{name}-port={port}" for name, port in ports.items()),
     ]
     environment = {**os.environ, "KIMI_DRAIN_TIMEOUT_S": str(getattr(request, "param", DRAIN_S))}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
+    process = subprocess.Popen(
+        ended_with_tests(command), stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
     yield process, ports
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -73,12 +75,11 @@ def test_what_runs_at_the_end_of_a_drain_is_cut_off_and_nothing_is_left_behind(s
     client = wait_until_ready(process, ports)
     endpoint = wait_for_endpoint(ports)
     server_group = group_of_server(ports)
-    fields = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
-    streams = [client.stream(text_input=f"tell {i}", **fields) for i in range(12)]
+    streams = [client.stream(text_input=f"tell {i}", **ENDLESS) for i in range(12)]
     for stream in streams:
         next(iter(stream))
     connection = endpoint.connect()
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **fields}))
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **ENDLESS}))
     reply = connection.getresponse()
     process.send_signal(signal.SIGTERM)
     for stream in streams:
@@ -101,7 +102,7 @@ def test_a_drain_lets_streams_end_and_takes_no_more_until_it_is_hurried(serve):
     client = wait_until_ready(process, ports)
     endpoint = wait_for_endpoint(ports)
     whole = [client.stream(text_input=f"tell {i}", max_tokens=60, ignore_eos=True) for i in range(6)]
-    cut = client.stream(text_input="tell", max_tokens=MAX_MODEL_LEN - 16, ignore_eos=True)
+    cut = client.stream(text_input="tell", **ENDLESS)
     for stream in (*whole, cut):
         next(iter(stream))
     process.send_signal(signal.SIGINT)
@@ -124,7 +125,7 @@ def test_a_kill_under_load_leaves_no_process_behind(serve):
     process, ports = serve
     client = wait_until_ready(process, ports)
     server_group = group_of_server(ports)
-    streams = [client.stream(text_input=f"tell {i}", max_tokens=MAX_MODEL_LEN - 16, ignore_eos=True) for i in range(4)]
+    streams = [client.stream(text_input=f"tell {i}", **ENDLESS) for i in range(4)]
     for stream in streams:
         next(iter(stream))
     endpoint = wait_for_endpoint(ports)
@@ -179,7 +180,7 @@ def test_what_cannot_be_served_is_one_clear_message_at_the_end(checkpoint, tmp_p
     """The server's own log says it too, among a hundred other lines."""
     (tmp_path / "tiny").symlink_to(checkpoint)
     command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={tmp_path / folder}", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
     assert done.returncode == 2
     assert re.search(f"error: .*{message}", done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr

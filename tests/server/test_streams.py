@@ -11,6 +11,7 @@ from kimi_backend.types.request import GenerateRequest, SamplingParams
 from kimi_client import KimiClient
 from support.raw_streams import RawStream, raw_input, text_input
 from support.server_process import serving_settings
+from support.waiting import PATIENCE_S
 
 NUM_STREAMS = 64
 MAX_TOKENS = 12
@@ -84,7 +85,7 @@ def test_text_equals_that_of_the_engine_in_process(url, engine, k, seed):
         num_speculative_tokens=k,
     )
     running.submit(request, sink)
-    assert done.wait(60)
+    assert done.wait(PATIENCE_S)
     completion = KimiClient(url).generate(
         text_input=prompt,
         seed=seed,

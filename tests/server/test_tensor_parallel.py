@@ -10,7 +10,7 @@ import signal
 from kimi_client import KimiClient, ServerFailed
 from support.server_process import rank_pids, running_server, serving_settings, stub_pids, wait_until_gone
 from support.streams import control, generate_when_back, reload, wait_for_speculation
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, wait_for
 
 FIELDS = [
     {
@@ -64,8 +64,8 @@ def test_ranks_of_each_model(checkpoint, server, tmp_path):
         generate_when_back(client, **FIELDS[0])
         wait_for_speculation(client)
         assert texts(client) == expected
-        log = (tmp_path / "server.log").read_text()
-        assert log.count("this process ends") == 2, log[-3000:]
+        log = tmp_path / "server.log"
+        wait_for(lambda: log.read_text().count("this process ends") == 2, log.read_text)
 
         # Unloaded in order, and a model's process killed: nothing is left of either's ranks.
         stubs = stub_pids(parallel)

@@ -13,7 +13,8 @@ import tritonclient.http.aio as httpaio
 from tritonclient.utils import InferenceServerException
 
 from kimi_client import InvalidRequest, KimiClient, ServerUnreachable
-from support.server_process import assert_everything_is_free, wait_until_running
+from support.server_process import assert_everything_is_free, cut_short, wait_until_running
+from support.waiting import PATIENCE_S
 
 MODEL = "spec_ensemble_unary"
 FIELDS = {"text_input": "def add(a, b):", "max_tokens": 12, "seed": 7, "temperature": 0.8}
@@ -123,7 +124,7 @@ def test_our_client_over_http(server, url):
         assert ours.statistics["seed"] == 2**63 + 5
         with pytest.raises(InvalidRequest, match=r"^temperature"):
             client.generate(text_input="a", temperature=-1)
-        with client.stream(text_input="a", max_tokens=5, timeout_s=5) as stream:
+        with client.stream(text_input="a", max_tokens=5, timeout_s=PATIENCE_S) as stream:
             assert len(list(stream)) == 1
     with KimiClient("localhost:1", protocol="http") as nobody:
         assert not nobody.is_ready()
@@ -145,15 +146,15 @@ def test_64_at_once_are_each_answered_once(server, grpc, http, expected):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert len(results) == 64
     assert {text_of(results[i]) for i in range(0, 128, 4)} == {expected}
     assert_everything_is_free(server)
 
 
-def test_a_client_that_leaves_is_bounded_by_its_timeout(server, grpc):
-    fields = {"text_input": "a", "max_tokens": 400, "timeout_s": 0.4, "ignore_eos": True}
-    call = grpc.async_infer(MODEL, tensors(grpcclient, fields), callback=lambda result, error: None)
-    wait_until_running(server, 1)
-    call.cancel()
-    assert_everything_is_free(server)
+def test_a_client_that_leaves_is_bounded_by_its_timeout(server, slow_steps, grpc):
+    fields = {"text_input": "a", "max_tokens": 480, "timeout_s": 3.0, "ignore_eos": True}
+    with cut_short(server, fields["max_tokens"]):
+        call = grpc.async_infer(MODEL, tensors(grpcclient, fields), callback=lambda result, error: None)
+        wait_until_running(server, 1)
+        call.cancel()

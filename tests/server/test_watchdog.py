@@ -22,11 +22,12 @@ from kimi_backend.hosting.admin_access import admin_headers
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.stubs import find_stubs
 from kimi_client import KimiClient, KimiClientError, ServerFailed, ServerUnreachable
-from support.server_process import KV_TOKENS, MAX_MODEL_LEN
+from support.server_process import ENDLESS, ENDLESS_KV_TOKENS, ENDLESS_MODEL_LEN, ended_with_tests
 from support.start_script import started
 from support.waiting import PATIENCE_S, wait_for
 
-LONG = {"max_tokens": MAX_MODEL_LEN - 16, "ignore_eos": True}
+WHOLE = {"max_tokens": 480, "ignore_eos": True}
+"""A request that is read to its end."""
 ENDED_BY_WATCHDOG = "watchdog: spec_ensemble: its process .* the server is ended"
 """Now and then 24.10 aborts by itself before (SIGABRT: -6, 134 to a shell), which ends the streams too."""
 SECRET = "of-this-test"
@@ -46,8 +47,8 @@ class Serve:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def streams(self, count):
-        streams = [self.client.stream(text_input=f"tell {i}", **LONG) for i in range(count)]
+    def streams(self, count, fields=ENDLESS):
+        streams = [self.client.stream(text_input=f"tell {i}", **fields) for i in range(count)]
         for stream in streams:
             next(iter(stream))
         return streams
@@ -59,9 +60,9 @@ class Serve:
         return [end.result() for end in ends]
 
     def _http_stream(self, text):
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports["http"], timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["http"], timeout=PATIENCE_S)
         with contextlib.closing(connection):
-            body = json.dumps({"text_input": text, "stream": True, **LONG})
+            body = json.dumps({"text_input": text, "stream": True, **WHOLE})
             connection.request("POST", "/v2/models/spec_ensemble/generate_stream", body)
             events = [line for line in connection.getresponse() if line.startswith(b"data: ")]
         return json.loads(events[-1].removeprefix(b"data: "))["finish_reason"]
@@ -85,12 +86,15 @@ def serve(checkpoint, tmp_path_factory):
     ports = {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
     log = folder / "serve.log"
     command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={checkpoint}"]
-    command += [f"--draft={checkpoint / 'draft'}", f"--kv-tokens={KV_TOKENS}", f"--max-model-len={MAX_MODEL_LEN}"]
+    command += [f"--draft={checkpoint / 'draft'}", f"--kv-tokens={ENDLESS_KV_TOKENS}"]
+    command += [f"--max-model-len={ENDLESS_MODEL_LEN}"]
     command += ["--speculation-policy=fixed", f"--log-file={folder / 'server.log'}"]
     command += [f"--{name}-port={port}" for name, port in ports.items()]
     with log.open("wb") as sink:
         environment = {**os.environ, "KIMI_ADMIN_SECRET": SECRET}
-        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
+        process = subprocess.Popen(
+            ended_with_tests(command), env=environment, stdout=sink, stderr=sink, start_new_session=True
+        )
     one = Serve(process, ports, log)
     try:
         wait_for(lambda: one.endpoint_status() == 200, poll_s=0.1)
@@ -99,7 +103,7 @@ def serve(checkpoint, tmp_path_factory):
         one.client.close()
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(40)
+            process.wait(PATIENCE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -114,7 +118,7 @@ def is_drafting(client):
 def control(serve, model, action):
     url = f"http://127.0.0.1:{serve.ports['http']}/v2/repository/models/{model}/{action}"
     request = urllib.request.Request(url, data=b"{}", method="POST", headers=admin_headers(SECRET))
-    urllib.request.urlopen(request, timeout=60).close()
+    urllib.request.urlopen(request, timeout=PATIENCE_S).close()
 
 
 def test_killed_runners_come_back_by_themselves(serve):
@@ -126,11 +130,11 @@ def test_killed_runners_come_back_by_themselves(serve):
     assert "watchdog" not in serve.log.read_text(), "it was loaded again"
     control(serve, "eagle3_draft", "load")
     wait_for(lambda: is_drafting(serve.client), poll_s=0.1)
-    streams = serve.streams(4)
+    streams = serve.streams(4, WHOLE)
     with ThreadPoolExecutor(1) as thread:
         over_http = thread.submit(serve.http_streams, 8)
         serve.kill("eagle3_draft")
-        assert [stream.result().num_output_tokens for stream in streams] == [LONG["max_tokens"]] * 4
+        assert [stream.result().num_output_tokens for stream in streams] == [WHOLE["max_tokens"]] * 4
         assert over_http.result() == ["length"] * 8
     wait_for(lambda: is_drafting(serve.client), poll_s=0.1)
     streams = serve.streams(4)
@@ -139,9 +143,8 @@ def test_killed_runners_come_back_by_themselves(serve):
         with pytest.raises(ServerFailed, match="has died"):
             stream.result()
     wait_for(lambda: is_drafting(serve.client), poll_s=0.1)
-    said = serve.log.read_text()
     for model in ("eagle3_draft", "kimi_target"):
-        assert f"watchdog: {model}: loaded again" in said
+        wait_for(lambda word=f"watchdog: {model}: loaded again": word in serve.log.read_text(), serve.log.read_text)
     (endpoint,) = (
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -163,8 +166,8 @@ def _command(entry):
 def test_without_the_orchestrator_all_streams_end_and_so_does_the_server(serve):
     """The last test of this server."""
     streams = serve.streams(8)
-    connection = http.client.HTTPConnection("127.0.0.1", serve.ports["openai"], timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **LONG}))
+    connection = http.client.HTTPConnection("127.0.0.1", serve.ports["openai"], timeout=PATIENCE_S)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "tell", "stream": True, **ENDLESS}))
     reply = connection.getresponse()
     reply.readline()
     serve.kill("spec_ensemble")
@@ -184,8 +187,8 @@ def test_the_start_script_has_a_watchdog_too(checkpoint, tmp_path):
         "KIMI_CHECKPOINT": str(checkpoint),
         "KIMI_DRAFT": str(checkpoint / "draft"),
         "KIMI_DEVICE": "cpu",
-        "KIMI_KV_TOKENS": str(KV_TOKENS),
-        "KIMI_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
+        "KIMI_KV_TOKENS": str(ENDLESS_KV_TOKENS),
+        "KIMI_MAX_MODEL_LEN": str(ENDLESS_MODEL_LEN),
     }
     with started(tmp_path, variables) as server:
         server.wait_until_healthy()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from support.waiting import wait_for
+from support.waiting import PATIENCE_S, wait_for
 
 if TYPE_CHECKING:
     from kimi_openai import EndpointSettings
@@ -25,7 +25,7 @@ class RunningEndpoint:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
 
     def send(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None

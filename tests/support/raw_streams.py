@@ -9,8 +9,7 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 
 from kimi_backend.hosting.embedded_server import EmbeddedServer
-
-LONGEST_WAIT_S = 60.0
+from support.waiting import PATIENCE_S
 
 
 def raw_input(name: str, array: Any, datatype: str) -> grpcclient.InferInput:
@@ -48,13 +47,11 @@ class RawStream:
             parameters=dict(parameters or {}),
         )
 
-    def next(self, timeout_s: float = LONGEST_WAIT_S) -> tuple[Any, Any]:
+    def next(self, timeout_s: float = PATIENCE_S) -> tuple[Any, Any]:
         """(result, error) of the next response."""
         return self._arrived.get(timeout=timeout_s)
 
-    def until_final(
-        self, num_requests: int, timeout_s: float = LONGEST_WAIT_S
-    ) -> tuple[dict[str, list[Any]], list[Any]]:
+    def until_final(self, num_requests: int, timeout_s: float = PATIENCE_S) -> tuple[dict[str, list[Any]], list[Any]]:
         """Responses of each request in order of arrival, until so many requests have ended; and errors."""
         results: dict[str, list[Any]] = {}
         errors = []

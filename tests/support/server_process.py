@@ -2,8 +2,8 @@
 
 import os
 import re
-import time
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,15 +11,21 @@ from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset
 from kimi_backend.cli.make_checkpoint import make_checkpoint
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
+from kimi_backend.hosting import with_parent
 from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_backend.hosting.settings_to_server import make_server
 from kimi_backend.processes import is_alive
+from kimi_backend.serving.metric_table import UPDATES
 from support.prometheus_text import scrape
 from support.waiting import PATIENCE_S, wait_for
 
 MAX_MODEL_LEN = 512
 KV_TOKENS = 64 * 128
-METRICS_LAG_S = 0.4
+ENDLESS_MODEL_LEN = 4096
+"""The longest sequence of servers whose requests a test ends, kills or waits for: they take ten seconds otherwise."""
+ENDLESS_KV_TOKENS = 17 * ENDLESS_MODEL_LEN
+ENDLESS = {"max_tokens": ENDLESS_MODEL_LEN - 16, "ignore_eos": True}
+METRICS_INTERVAL_S = 0.05
 
 
 def write_checkpoint(folder: Path) -> Path:
@@ -43,11 +49,17 @@ def serving_settings(checkpoint: Path, **changes: object) -> ServingSettings:
         "device": "cpu",
         "max_model_len": MAX_MODEL_LEN,
         "kv_tokens": KV_TOKENS,
+        "metrics_interval_s": METRICS_INTERVAL_S,
         "probe_at_start": "off",
         "unary": "true",
         "speculation_policy": "fixed",  # a draft of random weights is soon left alone otherwise
     }
     return ServingSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def ended_with_tests(command: Sequence[str | Path]) -> list[str | Path]:
+    """A command that runs another one, which is told to end (SIGTERM) when this process has died, however it died."""
+    return [sys.executable, "-S", with_parent.__file__, str(os.getpid()), *command]
 
 
 @contextmanager
@@ -56,11 +68,12 @@ def running_server(
     folder: Path,
     model_repository: Path | None = None,
 ) -> Iterator[EmbeddedServer]:
-    """A server that is ready; its log is `folder`/server.log."""
+    """A server that is ready, and ends with this process; its log is `folder`/server.log."""
     server = make_server(
         settings,
         log_file=folder / "server.log",
         model_repository=model_repository,
+        ends_with_parent=True,
     )
     server.start()
     try:
@@ -89,8 +102,14 @@ def stub_pids(server: EmbeddedServer) -> dict[str, int]:
 def rank_pids(stub: int) -> list[int]:
     """Process ids of the ranks that a model's process has started."""
     children = " ".join(path.read_text() for path in Path(f"/proc/{stub}/task").glob("*/children")).split()
-    commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    return [child for child, command in commands.items() if b"kimi_backend.rank_worker.worker" in command]
+    return [int(child) for child in children if b"kimi_backend.rank_worker.worker" in _command(child)]
+
+
+def _command(process_id: str) -> bytes:
+    try:
+        return Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def wait_until_gone(process_ids: list[int]) -> None:
@@ -122,6 +141,7 @@ def gauge(server: EmbeddedServer, name: str) -> float:
 @contextmanager
 def cut_short(server: EmbeddedServer, num_tokens: int) -> Iterator[None]:
     """Check that the block ends what it starts: afterwards all is free, and not half of `num_tokens` was generated."""
+    assert_everything_is_free(server)
     before = gauge(server, "kimi_generation_tokens_total")
     yield
     assert_everything_is_free(server)
@@ -134,9 +154,19 @@ def wait_until_running(server: EmbeddedServer, count: int) -> None:
 
 
 def assert_everything_is_free(server: EmbeddedServer) -> None:
-    """Soon nothing runs and no sequence holds a block."""
-    time.sleep(METRICS_LAG_S)  # what is read now was published after the requests were to end
+    """Soon nothing runs and no sequence holds a block; the metrics then know of all that has ended before."""
+    wait_until_published(server)
     wait_for(lambda: is_free(server), "requests still run", poll_s=0.05)
+    wait_until_published(server)
+
+
+def wait_until_published(server: EmbeddedServer) -> None:
+    """Return when the metrics say all that was so before the call.
+
+    An update may be under way then; the one after it began later.
+    """
+    wanted = gauge(server, UPDATES) + 2
+    wait_for(lambda: gauge(server, UPDATES) >= wanted, "the metrics stand still", poll_s=0.02)
 
 
 def is_free(server: EmbeddedServer) -> bool:

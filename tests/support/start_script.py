@@ -11,7 +11,8 @@ from pathlib import Path
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.server_installation import find_installation, python_folder
 from kimi_client import KimiClient
-from support.waiting import wait_for
+from support.server_process import ended_with_tests
+from support.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 START = ROOT / "docker/start.sh"
@@ -28,7 +29,7 @@ class StartedServer:
     def health(self, *options: str) -> "subprocess.CompletedProcess[str]":
         """`kimi health` against it."""
         command = [sys.executable, "-m", "kimi_backend.cli.main", "health", f"--url=localhost:{self.http}", *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
     def wait_until_healthy(self) -> None:
         """Return when `kimi health`, a process each time, says so; until the models are there a client asks."""
@@ -70,14 +71,16 @@ def started(folder: Path, variables: dict[str, str], *, as_container: bool = Tru
     environment |= {"PATH": path, **variables}
     log = folder / "start.log"
     with log.open("wb") as sink:
-        process = subprocess.Popen([START], env=environment, stdout=sink, stderr=sink, start_new_session=True)
+        process = subprocess.Popen(
+            ended_with_tests([START]), env=environment, stdout=sink, stderr=sink, start_new_session=True
+        )
     try:
         yield StartedServer(process, log=log, **ports)
     finally:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(40)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
         process.wait()

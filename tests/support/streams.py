@@ -8,7 +8,7 @@ from typing import Any
 from kimi_backend.hosting.admin_access import admin_headers
 from kimi_backend.hosting.embedded_server import EmbeddedServer
 from kimi_client import Completion, KimiClient, KimiClientError
-from support.waiting import wait_for
+from support.waiting import PATIENCE_S, wait_for
 
 POLL_S = 0.1
 
@@ -18,7 +18,7 @@ def control(server: EmbeddedServer, model: str, action: str) -> None:
     url = f"http://127.0.0.1:{server.ports.http}/v2/repository/models/{model}/{action}"
     headers = admin_headers(server.admin_secret)
     request = urllib.request.Request(url, data=json.dumps({}).encode(), method="POST", headers=headers)
-    urllib.request.urlopen(request, timeout=60).close()
+    urllib.request.urlopen(request, timeout=PATIENCE_S).close()
 
 
 def is_ready(server: EmbeddedServer, model: str) -> bool:

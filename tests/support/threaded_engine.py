@@ -33,6 +33,8 @@ class SlowTarget(ScriptedTarget):
 
     step_s = 0.0
     gate: threading.Event | None = None
+    num_free_steps = 0
+    """The steps that pass without a gate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,7 +46,7 @@ class SlowTarget(ScriptedTarget):
 
     def _pause(self) -> None:
         time.sleep(self.step_s)
-        if self.gate is not None:
+        if self.gate is not None and self.num_steps >= self.num_free_steps:
             self.is_held.set()
             self.gate.wait(PATIENCE_S)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kimi_backend.engine.statistics import EngineState, EngineStatistics
 from kimi_backend.serving.metric_kinds import UNLABELLED, Metric, MetricKind
-from kimi_backend.serving.metric_table import ACCEPT_LENGTH, METRICS, REFUSED, RESPONSE_LAG
+from kimi_backend.serving.metric_table import ACCEPT_LENGTH, METRICS, REFUSED, RESPONSE_LAG, UPDATES
 from kimi_backend.types.request import RequestStats
 
 logger = logging.getLogger("kimi_backend.serving")
@@ -109,6 +109,7 @@ class MetricsPublisher:
         self._finished: deque[RequestStats] = deque(maxlen=MOST_UNOBSERVED)
         self._refused: dict[str, int] = {}
         self._refused_lock = threading.Lock()
+        self._num_updates = 0
         self._acceptance = _RecentAcceptance()
         self._pb = pb_utils
         self._families: dict[str, _Family] = {}
@@ -154,6 +155,8 @@ class MetricsPublisher:
         self._publish_acceptance(statistics)
         while self._finished:
             self._observe(self._finished.popleft())
+        self._num_updates += 1
+        self._families[UPDATES].publish({UNLABELLED: self._num_updates})
 
     def _publish_acceptance(self, statistics: EngineStatistics) -> None:
         speculation = statistics.totals.speculation

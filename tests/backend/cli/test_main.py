@@ -15,13 +15,14 @@ from kimi_backend.cli import main
 from kimi_backend.cli.setting_options import NO_OPTIONS
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
+from support.waiting import PATIENCE_S
 
 HEAVY_MODULES = ("torch", "transformers", "safetensors", "numpy", "triton")
 
 
 def run_kimi(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kimi_backend.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 @pytest.mark.parametrize("module", ["main", "serve"])
@@ -53,7 +54,7 @@ def test_commands_that_need_no_torch_import_none() -> None:
         "    except SystemExit as end: print(end.code, file=sys.stderr)\n"
         "    assert 'torch' not in sys.modules, arguments\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     codes = [line for line in done.stderr.splitlines() if line.isdecimal()]
     assert len(codes) == len(TORCHLESS)

@@ -184,15 +184,14 @@ def test_cancellation_ends_a_running_request(start: Callable[..., Engine]) -> No
     target = make_target()
     engine = ready(start(target, make_draft()))
     client = Client()
-    target.step_s = 0.01
+    target.gate, target.num_free_steps = threading.Event(), 6
     handle = engine.submit(request(max_tokens=100), client)
-    wait_for(lambda: bool(client.deltas))
-    target.gate = threading.Event()
+    assert target.is_held.wait(PATIENCE_S)
     num_steps = target.num_steps
     handle.cancel()
     target.gate.set()
     final = client.wait()
-    assert target.num_steps <= num_steps + 2, "the step in flight, and one that began just before"
+    assert target.num_steps <= num_steps + 2, "the one that was held, and one more"
     assert final.finish_reason is FinishReason.CANCELLED
     assert final.error == "cancelled by the client"
     assert len(client.token_ids) < 100
@@ -215,13 +214,14 @@ def test_cancellation_is_noticed_while_the_target_is_away(start: Callable[..., E
 
 def test_cancellation_ends_a_waiting_request(start: Callable[..., Engine]) -> None:
     target = make_target()
-    target.step_s = 0.005
+    target.gate = threading.Event()
     engine = ready(start(target, settings=SchedulerSettings(max_num_seqs=1)))
     first, second, third = Client(), Client(), Client()
     engine.submit(request(max_tokens=30), first)
     handle = engine.submit(request(), second)
     engine.submit(request(), third)
     handle.cancel()
+    target.gate.set()
     assert second.wait().finish_reason is FinishReason.CANCELLED
     assert second.token_ids == []
     assert first.wait().finish_reason is FinishReason.LENGTH
@@ -258,7 +258,7 @@ def test_drain_lets_live_requests_end_and_takes_no_more(start: Callable[..., Eng
 
 def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
     target = make_target()
-    target.step_s = 0.01
+    target.step_s = 0.05
     engine = ready(start(target, settings=SchedulerSettings(max_num_seqs=1)))
     running, waiting = Client(), Client()
     engine.submit(request(max_tokens=100), running)
@@ -266,7 +266,7 @@ def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
     wait_for(lambda: bool(running.deltas))
     engine.stop()
     for client in (running, waiting):
-        final = client.wait(0.1)
+        final = client.wait(0)
         assert final.finish_reason is FinishReason.CANCELLED
         assert final.error == "the server is shutting down; send the request again"
     engine.stop()
@@ -275,7 +275,7 @@ def test_stop_cancels_what_is_live(start: Callable[..., Engine]) -> None:
 def test_stop_gives_out_what_a_round_held_back(start: Callable[..., Engine]) -> None:
     """Outputs of a round whose draft overlaps wait for the next step, which never comes."""
     target = make_target()
-    target.step_s = 0.01
+    target.step_s = 0.05
     engine = ready(start(target, make_draft()))
     client = Client()
     engine.submit(replace(request(max_tokens=400, ignore_eos=True), num_speculative_tokens=3), client)
@@ -283,7 +283,7 @@ def test_stop_gives_out_what_a_round_held_back(start: Callable[..., Engine]) -> 
     assert engine._loop.core is not None
     (sequence,) = engine._loop.core.scheduler.running
     engine.stop()
-    assert client.wait(0.1).finish_reason is FinishReason.CANCELLED
+    assert client.wait(0).finish_reason is FinishReason.CANCELLED
     assert len(client.token_ids) == sequence.num_tokens - len(request().prompt_token_ids)
 
 

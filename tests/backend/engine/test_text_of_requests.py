@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kimi_backend.engine import emitter
 from kimi_backend.engine.engine import Engine
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.text.text_stream import TextStream, TextUpdate
@@ -20,7 +21,7 @@ from support.threaded_engine import (
     request,
     started_engines,
 )
-from support.waiting import wait_for
+from support.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture
@@ -70,6 +71,7 @@ def test_a_stop_string_costs_at_most_one_step_however_slow_the_text_is(
         return push(self, token_ids)
 
     monkeypatch.setattr(TextStream, "push", slow)
+    monkeypatch.setattr(emitter, "LONGEST_LAG_WAIT_S", PATIENCE_S)
     num_steps_before = target.num_steps
     stop = plain.text[18:21]
     client = Client()

@@ -259,7 +259,7 @@ def test_the_memory_that_reading_a_large_one_takes_goes_back() -> None:
 
 def test_a_grammar_is_ended_that_takes_too_much() -> None:
     tokenizer = load_tokenizer(NANO)
-    compiler = GrammarCompiler(tokenizer, CompileLimits(timeout_s=60, most_bytes=200 * MIB))
+    compiler = GrammarCompiler(tokenizer, CompileLimits(timeout_s=PATIENCE_S, most_bytes=200 * MIB))
     try:
         with pytest.raises(InvalidRequestError, match=r"^f: compiling it takes more than the 200 MiB of memory"):
             compiler.request(Grammar(VAST, "f"), tokenizer.vocab_size).result(PATIENCE_S)
@@ -299,7 +299,7 @@ def test_a_grammar_is_ended_that_takes_too_long() -> None:
 def test_grammars_that_take_long_make_room_for_others() -> None:
     """There are more of them than processes, and a quick one waits for their first tries only."""
     tokenizer = load_tokenizer(NANO)
-    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.5, timeout_s=120))
+    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.5, timeout_s=2 * PATIENCE_S))
     try:
         slow = [ask(compiler, endless(letter), tokenizer) for letter in "xyz"]
         ask(compiler, Choice(("a",)), tokenizer).result(PATIENCE_S)
@@ -311,7 +311,7 @@ def test_grammars_that_take_long_make_room_for_others() -> None:
 
 def test_what_takes_longer_than_a_first_try_is_compiled() -> None:
     tokenizer = load_tokenizer(NANO)
-    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.01, timeout_s=60))
+    compiler = GrammarCompiler(tokenizer, CompileLimits(first_try_s=0.01, timeout_s=PATIENCE_S))
     try:
         words = Choice(tuple(f"k{i}" for i in range(2000)))
         assert ask(compiler, words, tokenizer).result(PATIENCE_S) is ask(compiler, words, tokenizer).result(0)

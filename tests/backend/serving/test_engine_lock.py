@@ -12,6 +12,7 @@ import pytest
 
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.serving.engine_lock import EngineLock, lock_of_this_server
+from support.waiting import PATIENCE_S
 
 
 def test_a_newcomer_gets_the_lock_when_its_holder_has_left(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_a_newcomer_gets_the_lock_when_its_holder_has_left(tmp_path: Path) -> No
     assert first.is_wanted
     assert not second.is_wanted
     threading.Timer(0.1, first.release).start()
-    second.acquire(5)
+    second.acquire(PATIENCE_S)
     assert not second.is_wanted
     assert not first.is_wanted
     second.release()
@@ -54,7 +55,7 @@ def test_a_process_that_dies_releases_the_lock(tmp_path: Path) -> None:
         with pytest.raises(ModelUnavailableError, match="another"):
             lock.acquire(0.05)
         holder.kill()
-    lock.acquire(5)
+    lock.acquire(PATIENCE_S)
     lock.release()
 
 

@@ -23,6 +23,7 @@ class FakeServer:
     def __init__(self):
         self.values = {}
         self.num_calls = 0
+        self.last_key = None
         server = self
 
         class Series:
@@ -32,14 +33,17 @@ class FakeServer:
 
             def increment(self, value):
                 assert value > 0, "a counter never falls"
+                server.last_key = self.key
                 server.num_calls += 1
                 server.values[self.key] += value
 
             def set(self, value):
+                server.last_key = self.key
                 server.num_calls += 1
                 server.values[self.key] = value
 
             def observe(self, value):
+                server.last_key = self.key
                 server.num_calls += 1
                 server.values[self.key] += value
 
@@ -125,11 +129,17 @@ def test_differences_add_up_to_the_totals(server, scripted, publisher):
     assert values["vllm:num_requests_running", ()] == 9
 
 
-def test_nothing_new_costs_nothing(server, scripted, publisher):
+def test_nothing_new_costs_one_call_which_comes_last(server, scripted, publisher):
+    """Whoever sees the update counted sees all of it."""
     publisher.flush()
     before = server.num_calls
     publisher.flush()
-    assert server.num_calls == before
+    assert server.num_calls == before + 1
+    assert server.values["kimi_metrics_updates_total", ()] == 2
+    scripted.change(num_running=3)
+    publisher.refused("UNAVAILABLE")
+    publisher.flush()
+    assert server.last_key == ("kimi_metrics_updates_total", ())
 
 
 def test_a_finished_request_is_observed_once_at_the_next_flush(server, publisher):

@@ -16,6 +16,7 @@ from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.spec_decode.row_choice import Batch
 from kimi_backend.spec_decode.step_times import StepShape
 from support.made_up_costs import linear_costs
+from support.waiting import PATIENCE_S
 
 TEXT = np.arange(20, dtype=np.int32)
 LONG, SHORT = Match(40, 5), Match(4, 5)
@@ -105,7 +106,7 @@ def test_a_collector_that_runs_while_memory_is_counted_waits_for_nobody() -> Non
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert memory.num_bytes == 0
 

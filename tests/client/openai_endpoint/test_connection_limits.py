@@ -20,7 +20,7 @@ from support.waiting import PATIENCE_S, wait_for
 
 NOBODY = "localhost:1"
 LIMITS = ConnectionLimits(
-    max_connections=6, header_s=0.4, body_s=0.6, max_body_bytes=2**20, max_bytes_of_all_bodies=2**21
+    max_connections=6, header_s=1.0, body_s=1.2, max_body_bytes=2**20, max_bytes_of_all_bodies=2**21
 )
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 BODY = b'{"prompt": "a"}'
@@ -76,12 +76,12 @@ def is_served(endpoint):
     ("sent", "status"), [(b"", b""), (HEAD, b"HTTP/1.1 408"), (HEAD + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408")]
 )
 def test_a_request_that_never_ends_is_ended(endpoint, sent, status):
+    start = time.monotonic()
     with connections(endpoint) as (connection,):
-        start = time.monotonic()
         connection.sendall(sent)
         data = read_all(connection)
         assert data.startswith(status) and bool(data) == bool(status)
-        assert 0.3 < time.monotonic() - start < PATIENCE_S
+    assert time.monotonic() - start > 0.9 * LIMITS.header_s, "it had its time"
 
 
 def test_more_bytes_win_no_time(endpoint):
@@ -150,14 +150,14 @@ def test_a_body_that_is_too_long_gets_413_and_no_reset(patient, header):
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
-def test_who_asks_before_sending_is_told_at_once(endpoint):
-    with connections(endpoint) as (connection,):
+def test_who_asks_before_sending_is_told_at_once(patient):
+    with connections(patient) as (connection,):
         connection.sendall(HEAD + b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % (2 * LIMITS.max_body_bytes))
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
-def test_a_client_that_sends_no_more_gets_its_reply(endpoint):
-    with connections(endpoint) as (connection,):
+def test_a_client_that_sends_no_more_gets_its_reply(patient):
+    with connections(patient) as (connection,):
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         connection.shutdown(socket.SHUT_WR)
         data = read_all(connection)

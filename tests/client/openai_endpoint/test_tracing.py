@@ -7,6 +7,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kimi_openai.tracing import RequestTracer
+from support.waiting import PATIENCE_S
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STATISTICS = {
@@ -79,5 +80,7 @@ def test_a_refused_request_has_no_phases_and_is_an_error():
 
 def test_without_a_collector_nothing_of_it_is_imported():
     program = "import sys, kimi_openai; print([name for name in sys.modules if name.startswith('opentelemetry')])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert done.stdout == "[]\n"

@@ -167,7 +167,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told():
     assert "a, b" in line
     assert f"nobody answers at {NOBODY}" in process.stderr.readline()
     port = line.split("/v1")[0].rsplit(":", 1)[1]
-    taken = subprocess.run([*KIMI, f"--port={port}"], capture_output=True, text=True, timeout=60)
+    taken = subprocess.run([*KIMI, f"--port={port}"], capture_output=True, text=True, timeout=PATIENCE_S)
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
     process.stderr.close()
@@ -184,7 +184,7 @@ def test_the_command_says_where_it_listens_and_ends_when_told():
     ],
 )
 def test_the_command_refuses_what_cannot_work(options, message):
-    done = subprocess.run([*KIMI, "--port=0", *options], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*KIMI, "--port=0", *options], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -195,7 +195,7 @@ def test_it_imports_neither_torch_nor_the_engine():
         "import sys, kimi_openai, kimi_backend.cli.main, kimi_backend.cli.openai_endpoint;"
         "assert not {'torch', 'triton', 'kimi_backend.engine', 'tokenizers', 'tiktoken', 'jinja2'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ}, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ}, timeout=PATIENCE_S)
 
 
 def test_small_writes_do_not_wait_for_one_another():

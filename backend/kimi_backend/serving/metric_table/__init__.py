@@ -5,11 +5,11 @@ docs/metrics.md repeats the table (`make generated`). Counters add up the very n
 """
 
 from kimi_backend.serving.metric_kinds import Metric
-from kimi_backend.serving.metric_table.load import LOAD, RESPONSE_LAG
+from kimi_backend.serving.metric_table.load import LOAD, RESPONSE_LAG, UPDATES
 from kimi_backend.serving.metric_table.requests import REFUSED, REQUESTS
 from kimi_backend.serving.metric_table.speculation import ACCEPT_LENGTH, SPECULATION
 from kimi_backend.serving.metric_table.times import TIMES
 
-__all__ = ["ACCEPT_LENGTH", "METRICS", "REFUSED", "RESPONSE_LAG"]
+__all__ = ["ACCEPT_LENGTH", "METRICS", "REFUSED", "RESPONSE_LAG", "UPDATES"]
 
 METRICS: tuple[Metric, ...] = (*SPECULATION, *LOAD, *REQUESTS, *TIMES)

@@ -4,6 +4,7 @@ from kimi_backend.engine.statistics import EngineStatistics
 from kimi_backend.serving.metric_kinds import Metric, MetricKind, counter, gauge, labelled
 
 RESPONSE_LAG = "kimi_response_lag_seconds"
+UPDATES = "kimi_metrics_updates_total"
 PHASES = ("schedule", "target", "commit", "draft", "publish")
 MODELS = ("target", "draft")
 
@@ -22,6 +23,12 @@ def _cache_usage(statistics: EngineStatistics) -> float:
 
 
 LOAD: tuple[Metric, ...] = (
+    Metric(
+        name=UPDATES,
+        kind=MetricKind.COUNTER,
+        meaning="Updates of these metrics, each counted when it is whole: while it stands still the others are old.",
+        read=lambda _: {},
+    ),
     Metric(
         name=RESPONSE_LAG,
         kind=MetricKind.GAUGE,
