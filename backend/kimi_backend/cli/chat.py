@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kimi_backend.cli.read_beside import read_beside
 from kimi_backend.cli.talk import client_errors, describe_completion, printable, take_ctrl_c
 from kimi_client import KimiClient
 from kimi_client.replies import ContentDelta, Event, ReasoningDelta, ReplyReader
@@ -63,14 +64,14 @@ class Conversation:
         fields = {**self.fields, "return_control_offsets": True}
         reader: ReplyReader | None = None
         said: list[Event] = []
-        with self.client.stream(messages=[*opening, *before, asked], **fields) as stream:
-            for chunk in stream:
+        messages = [*opening, *before, asked]
+        with read_beside(lambda: self.client.stream(messages=messages, **fields)) as reply:
+            for chunk in reply:
                 reader = reader or ReplyReader(None, begins_thinking=chunk.begins_thinking)
                 is_last = chunk.finish_reason is not None
                 said += self._show(reader.feed(chunk.text, chunk.control_offsets, is_last=is_last))
-            done = stream.result()
         _answers.print()
-        _notes.print(f"[dim]{describe_completion(done)}[/dim]")
+        _notes.print(f"[dim]{describe_completion(reply.completion)}[/dim]")
         answer = "".join(event.text for event in said if isinstance(event, ContentDelta)).strip()
         thoughts = "".join(event.text for event in said if isinstance(event, ReasoningDelta)).strip()
         self.ends_thoughts = bool(answer) or not thoughts

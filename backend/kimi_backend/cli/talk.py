@@ -4,12 +4,13 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 
+from kimi_backend.cli.read_beside import read_beside
 from kimi_backend.errors import KimiError
 from kimi_client import Chunk, Completion, KimiClient, KimiClientError, Stream
 
@@ -37,18 +38,18 @@ def take_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _print_stream(stream: Stream) -> Completion | None:
+def _print_reply(start: Callable[[], Stream]) -> Completion | None:
     """Write text as it arrives; Ctrl-C cancels the request and returns None."""
     try:
-        for chunk in stream:
-            _write(chunk)
+        with read_beside(start) as reply:
+            for chunk in reply:
+                _write(chunk)
     except KeyboardInterrupt:
-        stream.cancel()
         sys.stdout.write("\n")
         _notes.print("[yellow]cancelled[/yellow]")
         return None
     sys.stdout.write("\n")
-    return stream.result()
+    return reply.completion
 
 
 def _write(chunk: Chunk) -> None:
@@ -87,7 +88,7 @@ def generate(url: str, prompt: str, fields: dict[str, Any], as_json: bool) -> No
             }
         )
         return
-    done = _print_stream(client.stream(text_input=prompt, **fields))
+    done = _print_reply(lambda: client.stream(text_input=prompt, **fields))
     if done is not None:
         _notes.print(f"[dim]{describe_completion(done)}[/dim]")
 
