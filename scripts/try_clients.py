@@ -206,7 +206,7 @@ LM_EVAL = (
 PROGRAMS = {
     "perf_analyzer": (
         "tritonclient 2.51.0's",
-        "perf_analyzer -m spec_ensemble -u GRPC -i grpc --async --streaming"
+        "perf_analyzer -m spec_ensemble -x 1 -u GRPC -i grpc --async --streaming"
         " --input-data benchmarks/prompts.json --concurrency-range 2 --request-count 8",
     ),
     "AIPerf, chat": (

@@ -19,7 +19,7 @@ def command_of(program: str, url: str, case: Case, data: Path, export: Path) -> 
     """perf_analyzer's command line; everything in it but the two files is kept in the report."""
     return [
         program,
-        *("-m", "spec_ensemble", "-u", url, "-i", "grpc", "--async", "--streaming"),
+        *("-m", "spec_ensemble", "-x", "1", "-u", url, "-i", "grpc", "--async", "--streaming"),
         *case.arguments,
         f"--request-count={len(case.requests)}",
         f"--input-data={data}",

@@ -43,7 +43,9 @@ def run_perf_analyzer(program: str, url: str, requests: list[dict[str, Any]], co
     with tempfile.TemporaryDirectory(prefix="kimi_bench_") as folder:
         data, export = Path(folder, "input.json"), Path(folder, "export.json")
         data.write_text(json.dumps(input_data(requests)))
-        command = [program, "-m", "spec_ensemble", "-u", url, "-i", "grpc", "--async", "--streaming"]
+        # Without a version it looks for one that got requests between two looks at the statistics, and fails where a
+        # few requests have all arrived before the first.
+        command = [program, "-m", "spec_ensemble", "-x", "1", "-u", url, "-i", "grpc", "--async", "--streaming"]
         command += [f"--input-data={data}", f"--concurrency-range={concurrency}", f"--request-count={len(requests)}"]
         command += [f"--profile-export-file={export}"]
         done = subprocess.run(command, capture_output=True, text=True)
