@@ -4,15 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
+from kimi_kernels.argument_checks import refuse, require_dtype, require_shape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """The keys that each thread block attends; written on the device once a step and reused by every layer.
+    """How a step's keys are divided; made once a step and reused by every layer.
 
     Opaque to callers: `KernelSet.plan_mla_decode` makes it, `KernelSet.mla_decode` reads it.
     """
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +59,13 @@ class AttentionMetadata:
     @property
     def num_decode_tokens(self) -> int:
         return 0 if self.decode is None else self.decode.num_tokens
+
+
+def check_block_table(batch: AttentionBatch) -> None:
+    """Raise unless the block table is one row of int32 a sequence, columns contiguous."""
+    table = batch.block_table
+    if table.dim() != 2 or table.shape[0] != batch.seq_lens.shape[0]:
+        require_shape("batch.block_table", table, batch.seq_lens.shape[0], None)
+    require_dtype("batch.block_table", table, torch.int32)
+    if table.stride(1) != 1:
+        refuse("batch.block_table", f"column stride {table.stride(1)}", "1")

@@ -8,11 +8,12 @@ from torch import Tensor
 from kimi_kernels import signatures as op
 from kimi_kernels.argument_checks import require_shape
 from kimi_kernels.attention_batch import AttentionBatch
+from kimi_kernels.mla_prefill.op import check_prefill
 from kimi_kernels.weights import PackedWeight
 
 
 def composed_logits(linear: op.Linear) -> op.Logits:
-    """`signatures.Logits` of a set whose `pack_linear` keeps every weight in float32."""
+    """`Logits` of a set whose `pack_linear` keeps every weight in float32."""
 
     def logits(x: Tensor, weight: PackedWeight) -> Tensor:
         return linear(x.float(), weight)
@@ -21,7 +22,7 @@ def composed_logits(linear: op.Linear) -> op.Logits:
 
 
 def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.MlaQuery:
-    """`signatures.MlaQuery`."""
+    """`MlaQuery`."""
 
     def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
         q_nope, q_pe = torch.split(q, [w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=2)
@@ -31,7 +32,7 @@ def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.M
 
 
 def composed_silu_down(silu_mul: op.SiluMul, linear: op.Linear) -> op.SiluDown:
-    """`signatures.SiluDown`."""
+    """`SiluDown`."""
 
     def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         return linear(silu_mul(gate_up.to(dtype)), weight)
@@ -40,7 +41,7 @@ def composed_silu_down(silu_mul: op.SiluMul, linear: op.Linear) -> op.SiluDown:
 
 
 def composed_norm_store_latent(rms_norm: op.RmsNorm, store_latent: op.StoreLatent) -> op.NormStoreLatent:
-    """`signatures.NormStoreLatent`."""
+    """`NormStoreLatent`."""
 
     def norm_store_latent(
         query: Tensor,
@@ -64,7 +65,7 @@ def composed_norm_store_latent(rms_norm: op.RmsNorm, store_latent: op.StoreLaten
 
 
 def composed_route_silu_down(route_experts: op.RouteExperts, silu_down: op.SiluDown) -> op.RouteSiluDown:
-    """`signatures.RouteSiluDown`."""
+    """`RouteSiluDown`."""
 
     def route_silu_down(
         router_logits: Tensor,
@@ -81,7 +82,7 @@ def composed_route_silu_down(route_experts: op.RouteExperts, silu_down: op.SiluD
 
 
 def composed_mla_values(mla_decode: op.MlaDecode, per_head_linear: op.PerHeadLinear) -> op.MlaValues:
-    """`signatures.MlaValues`."""
+    """`MlaValues`."""
 
     def mla_values(
         q: Tensor,
@@ -95,3 +96,23 @@ def composed_mla_values(mla_decode: op.MlaDecode, per_head_linear: op.PerHeadLin
         return per_head_linear(latents, w_uv)
 
     return mla_values
+
+
+def composed_mla_prefill(per_head_linear: op.PerHeadLinear, mla_values: op.MlaValues) -> op.MlaPrefill:
+    """`MlaPrefill` in the absorbed form, of a set that absorbs every row."""
+
+    def mla_prefill(
+        q: Tensor,
+        latent_cache: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        batch: AttentionBatch,
+        softmax_scale: float,
+        kv_scale: float = 1.0,
+    ) -> Tensor:
+        check_prefill(q, latent_cache, w_uk, w_uv, batch, softmax_scale, kv_scale)
+        q_nope, q_pe = torch.split(q, [w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=2)
+        q_latent = torch.cat([per_head_linear(q_nope, w_uk), q_pe], dim=2)
+        return mla_values(q_latent, latent_cache, batch, w_uv, softmax_scale, kv_scale)
+
+    return mla_prefill

@@ -8,6 +8,7 @@ from dataclasses import replace
 from kimi_kernels.choice_products import plain_sum
 from kimi_kernels.compositions import (
     composed_logits,
+    composed_mla_prefill,
     composed_mla_query,
     composed_mla_values,
     composed_norm_store_latent,
@@ -16,8 +17,7 @@ from kimi_kernels.compositions import (
 )
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.cpu import linear, pack_linear, per_head_linear
-from kimi_kernels.mha_attention.cpu import mha_attention, store_kv
-from kimi_kernels.mla_decode.cpu import mla_decode
+from kimi_kernels.mla_decode.plain import mla_decode
 from kimi_kernels.moe_experts.cpu import moe_experts, pack_experts
 from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.reference import reference_kernel_set
@@ -30,13 +30,12 @@ from kimi_kernels.store_latent.plain import store_latent
 
 def cpu_kernel_set() -> KernelSet:
     """`KernelSet.cpu()`."""
+    mla_values = composed_mla_values(mla_decode, per_head_linear)
     return replace(
         reference_kernel_set(),
         name="cpu",
-        mla_decode=mla_decode,
-        mla_values=composed_mla_values(mla_decode, per_head_linear),
-        mha_attention=mha_attention,
-        store_kv=store_kv,
+        mla_values=mla_values,
+        mla_prefill=composed_mla_prefill(per_head_linear, mla_values),
         store_latent=store_latent,
         norm_store_latent=composed_norm_store_latent(rms_norm, store_latent),
         rope=rope,

@@ -1,12 +1,14 @@
-"""How attention ops in torch read and write paged caches: by slot, by sequence."""
+"""Reads and writes of paged caches in torch: by slot, by block, by the rows of sequences."""
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require_shape
-from kimi_kernels.attention_batch import AttentionBatch
+from kimi_kernels.argument_checks import refuse, require_shape
+from kimi_kernels.attention_batch import AttentionBatch, check_block_table
 from kimi_kernels.quantization.reference import FP8_MAX
 
 
@@ -51,22 +53,40 @@ def read_slots(blocks: Tensor, block_ids: Tensor, scale: float = 1.0) -> Tensor:
     return rows if scale == 1.0 else rows * scale
 
 
-def sequences_with_queries(batch: AttentionBatch, block_size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (sequence, first query row, query rows, length) of every sequence that has keys and queries.
+@dataclass(frozen=True, slots=True)
+class SeeingRows:
+    """Query rows of one sequence, one after another, that see keys."""
+
+    sequence: int
+    first: int
+    num_keys: Sequence[int]
+    """How many keys each sees: rising, or staying."""
+
+
+def seeing_rows(batch: AttentionBatch, block_size: int, row_keys: Tensor | None = None) -> Iterator[SeeingRows]:
+    """Yield the rows of every sequence that see keys: as many as the batch says, or `row_keys` [T].
 
     Raises:
-        ValueError: the batch contradicts itself, or a block table is too short for its sequence.
+        ValueError: the batch contradicts itself, a block table is too short for its sequence, or `row_keys` fall within
+            a sequence or exceed its length.
     """
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     require_shape("batch.cu_seqlens_q", batch.cu_seqlens_q, len(lengths) + 1)
-    require_shape("batch.block_table", batch.block_table, len(lengths), None)
+    check_block_table(batch)
     capacity = batch.block_table.shape[1] * block_size
     if starts != sorted(starts) or starts[0] != 0 or starts[-1] > batch.num_tokens:
-        raise ValueError(f"batch.cu_seqlens_q: got {starts}, expected to rise from 0 to at most {batch.num_tokens}")
+        refuse("batch.cu_seqlens_q", starts, f"to rise from 0 to at most {batch.num_tokens}")
+    told = None if row_keys is None else row_keys.tolist()
     for sequence, length in enumerate(lengths):
         if not 0 <= length <= capacity:
             held = f"{batch.block_table.shape[1]} blocks of {block_size}"
-            raise ValueError(f"batch.seq_lens[{sequence}]: got {length}, expected 0 to {capacity}, what {held} hold")
-        first, num_rows = starts[sequence], starts[sequence + 1] - starts[sequence]
-        if num_rows > 0 and length > 0:
-            yield sequence, first, num_rows, length
+            refuse(f"batch.seq_lens[{sequence}]", length, f"0 to {capacity}, what {held} hold")
+        first, stop = starts[sequence], starts[sequence + 1]
+        num_keys: Sequence[int] = range(length - (stop - first) + 1, length + 1)
+        if told is not None:
+            num_keys = told[first:stop]
+            if num_keys != sorted(num_keys) or not all(0 <= number <= length for number in num_keys):
+                refuse(f"row_keys of sequence {sequence}", num_keys, f"to rise from 0 to at most {length}")
+        num_blind = bisect_right(num_keys, 0)
+        if num_blind < len(num_keys):
+            yield SeeingRows(sequence, first + num_blind, num_keys[num_blind:])

@@ -3,6 +3,7 @@
 from kimi_kernels.choice_products import plain_sum
 from kimi_kernels.compositions import (
     composed_logits,
+    composed_mla_prefill,
     composed_mla_query,
     composed_mla_values,
     composed_norm_store_latent,
@@ -11,9 +12,8 @@ from kimi_kernels.compositions import (
 )
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.reference import linear, pack_linear, per_head_linear
-from kimi_kernels.mha_attention.reference import mha_attention, store_kv
-from kimi_kernels.mla_decode.reference import mla_decode, plan_mla_decode
-from kimi_kernels.mla_prefill.reference import mla_prefill
+from kimi_kernels.mha_attention.plain import mha_attention, store_kv
+from kimi_kernels.mla_decode.plain import mla_decode, plan_mla_decode
 from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
 from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
@@ -25,6 +25,7 @@ from kimi_kernels.store_latent.plain import store_latent
 
 def reference_kernel_set() -> KernelSet:
     """`KernelSet.reference()`."""
+    mla_values = composed_mla_values(mla_decode, per_head_linear)
     return KernelSet(
         name="reference",
         row_invariant=True,
@@ -45,8 +46,8 @@ def reference_kernel_set() -> KernelSet:
         norm_store_latent=composed_norm_store_latent(rms_norm, store_latent),
         plan_mla_decode=plan_mla_decode,
         mla_decode=mla_decode,
-        mla_values=composed_mla_values(mla_decode, per_head_linear),
-        mla_prefill=mla_prefill,
+        mla_values=mla_values,
+        mla_prefill=composed_mla_prefill(per_head_linear, mla_values),
         store_kv=store_kv,
         mha_attention=mha_attention,
         route_experts=route_experts,

@@ -26,7 +26,7 @@ LONG = (
     "backend/engine/test_distribution.py",
     "backend/spec_decode/test_adaptive_policy.py",
     "backend/runners/graphs/test_token_table.py",
-    "kernels/mla_decode/test_kernel.py",
+    "kernels/mla_decode/test_mla_decode.py",
     "kernels/test_compile_gate_sampling.py",
 )
 """The longest of the other files, by processor time."""

@@ -1,4 +1,4 @@
-"""`mha_attention` and `store_kv` in Triton-language: checks, scratch and launches around the kernels."""
+"""`mha_attention` and `store_kv` in Triton-language: scratch and launches around the kernels."""
 
 import functools
 import math
@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_shape
-from kimi_kernels.attention_batch import AttentionBatch
+from kimi_kernels.argument_checks import require, require_dtype
+from kimi_kernels.attention_batch import AttentionBatch, check_block_table
 from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.mha_attention.kernel_attend import attend_kernel, merge_kernel, store_kv_kernel
+from kimi_kernels.mha_attention.op import check_mha, check_store_kv
 from kimi_kernels.quantization.reference import FP8_MAX
 
+FLOAT8 = torch.float8_e4m3fn
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 TILE_KEYS = 64
 MAX_SPLITS = 64
@@ -21,24 +23,13 @@ INTERPRETER_PROCESSORS = 4
 
 
 def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
-    """`signatures.StoreKv`; a slot of -1 writes nothing.
-
-    Raises:
-        ValueError: k, v and kv_cache differ in heads, width or dtype (but for a float8 cache), or have a layout the
-            kernel does not take.
-    """
-    is_float8 = _check_scale(kv_cache, kv_scale)
-    require_shape("kv_cache", kv_cache, 2, None, None, None, None)
+    """`StoreKv`, of the cache's dtype but for a float8 cache."""
+    check_store_kv(k, v, kv_cache, slot_mapping, kv_scale)
+    is_float8 = kv_cache.dtype == FLOAT8
+    if not is_float8:
+        require_dtype("k", k, kv_cache.dtype)
+        require_dtype("v", v, kv_cache.dtype)
     num_kv_heads, head_dim = kv_cache.shape[3:]
-    require_shape("k", k, None, num_kv_heads, head_dim)
-    require_shape("v", v, *k.shape)
-    require_shape("slot_mapping", slot_mapping, k.shape[0])
-    require_dtype("slot_mapping", slot_mapping, torch.int64)
-    require(kv_cache[0].is_contiguous(), "kv_cache", f"strides {kv_cache.stride()}", "contiguous keys and values")
-    for name, rows in (("k", k), ("v", v)):
-        if not is_float8:
-            require_dtype(name, rows, kv_cache.dtype)
-        require(rows.stride(2) == 1, name, f"last stride {rows.stride(2)}", "1")
     if not k.numel():
         return
     early = has_dependent_launch(k.device)
@@ -58,12 +49,10 @@ def mha_attention(
     sliding_window: int | None,
     kv_scale: float = 1.0,
 ) -> Tensor:
-    """`signatures.MhaAttention`; 0 for rows of empty sequences and of none.
-
-    Raises:
-        ValueError: a shape, dtype or layout that the kernels do not take.
-    """
-    _check(q, kv_cache, batch, softmax_scale, sliding_window, kv_scale)
+    """`MhaAttention`, of bf16 and float16, for heads and blocks whose sizes are powers of two."""
+    check_mha(q, kv_cache, batch, softmax_scale, sliding_window, kv_scale)
+    check_block_table(batch)
+    _check_limits(q, kv_cache)
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs = batch.seq_lens.shape[0]
@@ -118,34 +107,9 @@ def _math_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
-def _check_scale(kv_cache: Tensor, kv_scale: float) -> bool:
-    """Tell whether the cache is float8, and refuse a scale of another: that holds values as they are."""
-    is_float8 = kv_cache.dtype == torch.float8_e4m3fn
-    require(kv_scale > 0 and (is_float8 or kv_scale == 1.0), "kv_scale", kv_scale, "1, or of a float8 cache above 0")
-    return is_float8
-
-
-def _check(
-    q: Tensor,
-    kv_cache: Tensor,
-    batch: AttentionBatch,
-    softmax_scale: float,
-    sliding_window: int | None,
-    kv_scale: float,
-) -> None:
-    require(q.is_cuda or INTERPRETED, "q", f"on {q.device}", "a CUDA device")
-    require_shape("kv_cache", kv_cache, 2, None, None, None, None)
-    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    require_shape("q", q, batch.num_tokens, None, head_dim)
+def _check_limits(q: Tensor, kv_cache: Tensor) -> None:
+    """Raise at what the kernels do not take."""
     require_dtype("q", q, torch.bfloat16, torch.float16, *([torch.float32] if INTERPRETED else []))
-    if not _check_scale(kv_cache, kv_scale):
-        require_dtype("kv_cache", kv_cache, q.dtype)
-    require_dtype("batch.block_table", batch.block_table, torch.int32)
-    require(q.shape[1] % num_kv_heads == 0, "q", f"{q.shape[1]} heads", f"a multiple of num_kv_heads {num_kv_heads}")
-    require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")
-    require(batch.block_table.stride(1) == 1, "batch.block_table", f"last stride {batch.block_table.stride(1)}", "1")
-    require(kv_cache[0].is_contiguous(), "kv_cache", f"strides {kv_cache.stride()}", "contiguous keys and values")
-    require(sliding_window is None or sliding_window > 0, "sliding_window", sliding_window, "None or at least 1")
-    require(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number")
-    for name, width in (("q", head_dim), ("kv_cache", block_size)):
+    require_dtype("kv_cache", kv_cache, q.dtype, FLOAT8)
+    for name, width in (("q", q.shape[2]), ("kv_cache", kv_cache.shape[2])):
         require(width >= 16 and width & (width - 1) == 0, name, f"width {width}", "a power of two from 16 up")

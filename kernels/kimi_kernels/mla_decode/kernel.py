@@ -1,4 +1,4 @@
-"""`plan_mla_decode` and `mla_decode` in Triton-language: checks, scratch and launches around the kernels."""
+"""`plan_mla_decode` and `mla_decode` in Triton-language: scratch and launches around the kernels."""
 
 import functools
 import math
@@ -8,14 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_shape
-from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
+from kimi_kernels.argument_checks import refuse, require, require_dtype
+from kimi_kernels.attention_batch import AttentionBatch, DecodePlan, check_block_table
 from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.mla_decode.attend_call import AttendCall
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, TritonDecodePlan, decode_geometry
 from kimi_kernels.mla_decode.kernel_attend import attend_kernel, merge_kernel
 from kimi_kernels.mla_decode.kernel_hopper_launch import fits_hopper, launch_hopper
 from kimi_kernels.mla_decode.kernel_plan import ENTRY, RECORD, plan_balanced_kernel, plan_fixed_kernel
+from kimi_kernels.mla_decode.op import check_decode
 
 SEGMENT_COST = 3
 """A segment costs about as much as this many key tiles besides its own: start, query rows, result."""
@@ -52,13 +53,14 @@ def _math_dtype(q_dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
 
 
 def plan_mla_decode(batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0) -> DecodePlan | None:
-    """`signatures.PlanMlaDecode`: one small kernel, its grid from host values, so that a CUDA graph may hold it.
+    """`PlanMlaDecode`: one small kernel, its grid from host values, so that a CUDA graph may hold it.
 
     With `split_tokens` the scratch of `mla_decode` grows with `batch.max_seq_len`; balanced plans need a fixed amount.
 
     Raises:
         ValueError: `split_tokens` is not a multiple of 64.
     """
+    check_block_table(batch)
     num_seqs = batch.seq_lens.shape[0]
     if num_seqs == 0 or batch.num_tokens == 0:
         return None
@@ -100,11 +102,7 @@ def mla_decode(
     return_lse: bool = False,
     row_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`signatures.MlaDecode`. Plans by itself if `batch.decode_plan` is None.
-
-    Raises:
-        ValueError: a shape, dtype or layout that the kernels do not take, or a plan made for another problem.
-    """
+    """`MlaDecode`, of bf16 and float16, for widths that are powers of two."""
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     call = attend_pieces(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, lse, row_keys)
     if call is None:
@@ -123,22 +121,16 @@ def attend_pieces(
     lse: Tensor | None = None,
     row_keys: Tensor | None = None,
 ) -> AttendCall | None:
-    """`mla_decode` but for `merge_pieces`; None where there is nothing to attend.
-
-    Raises:
-        ValueError: as `mla_decode`.
-    """
-    _check(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale)
-    if row_keys is not None:
-        require_shape("row_keys", row_keys, batch.num_tokens)
-        require_dtype("row_keys", row_keys, torch.int32)
+    """`mla_decode` but for `merge_pieces`; None where there is nothing to attend."""
+    check_decode(q, latent_cache, batch, kv_lora_rank, softmax_scale, kv_scale, row_keys)
+    _check_limits(q, latent_cache, kv_lora_rank)
     num_tokens, num_heads, _ = q.shape
     out = torch.empty(num_tokens, num_heads, kv_lora_rank, dtype=q.dtype, device=q.device)
     plan = batch.decode_plan or plan_mla_decode(batch, num_heads, latent_cache.shape[1])
     if plan is None:
         return None
     if not isinstance(plan, TritonDecodePlan):
-        raise ValueError(f"batch.decode_plan is a {type(plan).__name__}; allowed: a plan made by this kernel set")
+        refuse("batch.decode_plan", f"a {type(plan).__name__}", "one that this kernel set made")
     geometry = plan.geometry
     require(
         (geometry.num_heads, geometry.block_size) == (num_heads, latent_cache.shape[1]),
@@ -212,23 +204,13 @@ def merge_pieces(call: AttendCall) -> None:
     )  # fmt: skip
 
 
-def _check(
-    q: Tensor, latent_cache: Tensor, batch: AttentionBatch, kv_lora_rank: int, softmax_scale: float, kv_scale: float
-) -> None:
-    require(q.is_cuda or INTERPRETED, "q", f"on {q.device}", "a CUDA device")
-    require_shape("q", q, batch.num_tokens, None, None)
-    require_shape("latent_cache", latent_cache, None, None, q.shape[2])
-    require(latent_cache.is_contiguous(), "latent_cache", f"strides {latent_cache.stride()}", "a contiguous tensor")
-    require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")
-    require(batch.block_table.stride(1) == 1, "batch.block_table", f"last stride {batch.block_table.stride(1)}", "1")
+def _check_limits(q: Tensor, latent_cache: Tensor, kv_lora_rank: int) -> None:
+    """Raise at what the kernels do not take."""
     require_dtype("q", q, torch.bfloat16, torch.float16, *([torch.float32] if INTERPRETED else []))
     require_dtype("latent_cache", latent_cache, q.dtype, FLOAT8)
-    require_dtype("batch.block_table", batch.block_table, torch.int32)
     for name, width in (
         ("kv_lora_rank", kv_lora_rank),
         ("q", q.shape[2] - kv_lora_rank),
         ("latent_cache", latent_cache.shape[1]),
     ):
         require(width >= 16 and width & (width - 1) == 0, name, f"width {width}", "a power of two from 16 up")
-    require(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number")
-    require(kv_scale > 0, "kv_scale", kv_scale, "a positive number")

@@ -101,11 +101,7 @@ def mla_values(
     softmax_scale: float,
     kv_scale: float = 1.0,
 ) -> Tensor:
-    """`signatures.MlaValues`. Few rows are merged and multiplied in one launch.
-
-    Raises:
-        ValueError: as `mla_decode` and `per_head_linear`.
-    """
+    """`MlaValues`. Few rows are merged and multiplied in one launch."""
     call = attend_pieces(q, latent_cache, batch, w_uv.shape[1], softmax_scale, kv_scale)
     if call is None:
         return q.new_zeros(q.shape[0], w_uv.shape[0], w_uv.shape[2])

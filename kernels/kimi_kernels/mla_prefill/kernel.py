@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_shape
+from kimi_kernels.argument_checks import require, require_dtype
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.mla_prefill.kernel_attend import attend_kernel
 from kimi_kernels.mla_prefill.kernel_gather import gather_latents_kernel
 from kimi_kernels.mla_prefill.kernel_hopper_launch import Part, attend_hopper, fits_hopper
+from kimi_kernels.mla_prefill.op import check_prefill
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_ROWS = 1 << 19 if not INTERPRETED else 1024
@@ -37,12 +38,10 @@ def mla_prefill(
     softmax_scale: float,
     kv_scale: float = 1.0,
 ) -> Tensor:
-    """`signatures.MlaPrefill`. Chunks are as long for every sequence, so a batch of like lengths wastes least.
-
-    Raises:
-        ValueError: a shape, dtype or layout that the kernels do not take.
-    """
-    _check(q, latent_cache, w_uk, w_uv, batch, softmax_scale, kv_scale)
+    """`MlaPrefill`, of bf16 and float16, for widths that are powers of two. Chunks are as long for every sequence, so a
+    batch of like lengths wastes least."""
+    check_prefill(q, latent_cache, w_uk, w_uv, batch, softmax_scale, kv_scale)
+    _check_limits(q, latent_cache, w_uk, w_uv)
     num_tokens, num_heads, _ = q.shape
     out = torch.empty(num_tokens, num_heads, w_uv.shape[2], dtype=q.dtype, device=q.device)
     num_seqs = batch.seq_lens.shape[0]
@@ -142,32 +141,14 @@ def _math_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
-def _check(
-    q: Tensor,
-    latent_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    batch: AttentionBatch,
-    softmax_scale: float,
-    kv_scale: float,
-) -> None:
-    require(q.is_cuda or INTERPRETED, "q", f"on {q.device}", "a CUDA device")
-    require_shape("latent_cache", latent_cache, None, None, None)
-    require_shape("w_uk", w_uk, None, None, None)
-    num_heads, nope_dim, kv_lora_rank = w_uk.shape
-    rope_dim = latent_cache.shape[2] - kv_lora_rank
-    require_shape("w_uv", w_uv, num_heads, kv_lora_rank, None)
-    require_shape("q", q, batch.num_tokens, num_heads, nope_dim + rope_dim)
+def _check_limits(q: Tensor, latent_cache: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
+    """Raise at what the kernels do not take."""
     require_dtype("q", q, torch.bfloat16, torch.float16, *([torch.float32] if INTERPRETED else []))
     require_dtype("latent_cache", latent_cache, q.dtype, torch.float8_e4m3fn)
     require_dtype("w_uk", w_uk, q.dtype)
     require_dtype("w_uv", w_uv, q.dtype)
-    require_dtype("batch.block_table", batch.block_table, torch.int32)
-    require(q.stride(2) == 1, "q", f"last stride {q.stride(2)}", "1")
-    require(latent_cache.is_contiguous(), "latent_cache", f"strides {latent_cache.stride()}", "a contiguous tensor")
-    require(batch.block_table.stride(1) == 1, "batch.block_table", f"last stride {batch.block_table.stride(1)}", "1")
-    widths = {"w_uk": nope_dim, "kv_lora_rank": kv_lora_rank, "rope width": rope_dim, "w_uv": w_uv.shape[2]}
+    _, nope_dim, kv_lora_rank = w_uk.shape
+    rope_dim, v_dim = latent_cache.shape[2] - kv_lora_rank, w_uv.shape[2]
+    widths = {"w_uk": nope_dim, "kv_lora_rank": kv_lora_rank, "rope width": rope_dim, "w_uv": v_dim}
     for name, width in {**widths, "block_size": latent_cache.shape[1]}.items():
         require(width >= 16 and width & (width - 1) == 0, name, f"width {width}", "a power of two from 16 up")
-    require(softmax_scale > 0, "softmax_scale", softmax_scale, "a positive number")
-    require(kv_scale > 0, "kv_scale", kv_scale, "a positive number")

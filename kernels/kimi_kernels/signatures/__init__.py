@@ -4,19 +4,14 @@ Each module says what the letters of its shapes stand for. Ops return new tensor
 Accumulation is float32 or wider; results have the dtype of the first argument unless stated.
 """
 
+from kimi_kernels.mha_attention.op import MhaAttention, StoreKv
+from kimi_kernels.mla_decode.op import MlaDecode, MlaValues, PlanMlaDecode
+from kimi_kernels.mla_prefill.op import MlaPrefill
 from kimi_kernels.mla_query.op import MlaQuery
 from kimi_kernels.moe_route.op import RouteExperts, RouteSiluDown
 from kimi_kernels.rms_norm.op import AddRmsNorm, ChunkedRmsNorm, ConcatRmsNorm, RmsNorm
 from kimi_kernels.rope.op import Rope
 from kimi_kernels.sampling.op import MaskLogits, SampleTokens, VerifyDraftTokens
-from kimi_kernels.signatures.attention import (
-    MhaAttention,
-    MlaDecode,
-    MlaPrefill,
-    MlaValues,
-    PlanMlaDecode,
-    StoreKv,
-)
 from kimi_kernels.signatures.dense import (
     Linear,
     Logits,

@@ -10,7 +10,7 @@ from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import RowPlan
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.mla_decode import kernel_values
-from kimi_kernels.mla_prefill import reference
+from kimi_kernels.mla_prefill import naive
 from support.attention_cases import PagedCase, paged_case, random_contents
 from support.interpreted import INTERPRETED
 from support.row_errors import worst_row_error
@@ -121,7 +121,7 @@ def test_parts_attend_as_whole_chunks(case: PagedCase) -> None:
     cache = case.cache(random_contents([len(slots) for slots in case.slots], RANK + ROPE))
     q = torch.randn(case.batch.num_tokens, HEADS, NOPE + ROPE)
     w_uk, w_uv = torch.randn(HEADS, NOPE, RANK) / RANK**0.5, torch.randn(HEADS, RANK, VALUE) / RANK**0.5
-    expected = reference.mla_prefill(q, cache, w_uk, w_uv, case.batch, SCALE)
+    expected = naive.mla_prefill(q, cache, w_uk, w_uv, case.batch, SCALE)
     found = attend_in_parts(case, q, cache, w_uk, w_uv)
     assert worst_row_error(found[: len(q)], expected) < 5e-6
     assert not found[len(q) :].any()
