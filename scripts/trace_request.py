@@ -26,7 +26,7 @@ from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenDel
 ROOT = Path(__file__).resolve().parents[1]
 NANO = ROOT / "demo/kimi-nano"
 PACKAGES = ("backend/kimi_backend/", "kernels/kimi_kernels/")
-KERNELS = ("kimi_kernels/mla_decode/", "kimi_kernels/mla_prefill/")
+KERNELS = ("mla_decode", "mla_prefill")
 TARGET = "runners/target_runner.py"
 
 
@@ -50,7 +50,7 @@ class Trace:
             self._since_call = list(_stack(frame.f_back))
         if self._since_call:
             self._since_call.append(name)
-            if any(part in name for part in KERNELS) and "plan" not in frame.f_code.co_name:
+            if name.startswith("kernels/") and frame.f_code.co_name in KERNELS:
                 self.to_attention = list(dict.fromkeys(self._since_call))
 
 
