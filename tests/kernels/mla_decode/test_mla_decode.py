@@ -30,7 +30,7 @@ Ops = ModuleType | SimpleNamespace
 
 
 def plan_products(batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0) -> DecodePlan:
-    """What `plain.plan_mla_decode` plans on a GPU."""
+    """Plan what `plain.plan_mla_decode` plans on a GPU."""
     products = plain_on_cuda.products(batch, seeing_rows(batch, block_size), block_size)
     return plain.PlainDecodePlan(block_size=block_size, products=products)
 
@@ -45,7 +45,7 @@ plain_and_kernel = pytest.mark.parametrize("ops", [PLAIN, KERNEL])
 
 @pytest.fixture(autouse=True)
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: several numbers of keys, and several products of each."""
+    """Let rows have several numbers of keys, and several products of each, as on a GPU."""
     monkeypatch.setattr(plain_on_cuda, "KEYS", 32)
     monkeypatch.setattr(plain_on_cuda, "ROWS_TIMES_KEYS", 128)
 
@@ -197,7 +197,7 @@ def test_large_scores_do_not_overflow(ops: Ops) -> None:
 
 
 def test_as_on_a_gpu_a_row_has_the_same_bits_beside_other_rows() -> None:
-    """Of the other forms test_attention_row_invariance.py says so."""
+    """The other forms: test_attention_row_invariance.py."""
     seq_lens = [40, 7, 90, 64]
     together = paged_case([1, 1, 1, 1], seq_lens)
     q, cache = inputs(together, 8)
