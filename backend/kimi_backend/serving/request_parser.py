@@ -59,7 +59,7 @@ class RequestParser:
 
         Args:
             max_prompt_tokens: what cannot be so short is refused unread, and of what is longer only the beginning is
-                tokenised: 6 MB take more than a second and 100 MB of memory.
+                tokenised: 6 MB take more than a second and 80 MB of memory.
         """
         if max_prompt_tokens is not None and "input_ids" in tensors:
             check_prompt_length(tensors["input_ids"].size, max_prompt_tokens)

@@ -1,11 +1,14 @@
 """Schemas that can be enforced pass; others are refused by their place."""
 
+import contextlib
+import itertools
+import json
 import re
 
 import pytest
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.grammar.schema_checks import check_schema, schema_text
+from kimi_backend.grammar.schema_checks import KEYWORDS, check_schema, schema_text
 
 PASSING = [
     True,
@@ -111,3 +114,34 @@ def test_a_deep_schema_is_refused_and_its_place_is_cut() -> None:
     with pytest.raises(InvalidRequestError, match=re.escape("more than 64 levels deep")) as caught:
         check_schema(schema, "f")
     assert len(str(caught.value)) < 300
+
+
+HOSTILE = (
+    0,
+    -1,
+    10**400,
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    None,
+    True,
+    "",
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"": 1},
+    "#/$defs",
+)
+
+
+@pytest.mark.parametrize("kind", KEYWORDS)
+def test_any_value_of_any_keyword_is_taken_or_refused(kind: str) -> None:
+    names = (*KEYWORDS[kind], "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "type", "title")
+    for name, value, is_listed in itertools.product(names, HOSTILE, (False, True)):
+        schema = {"type": kind, name: [value] if is_listed else value}
+        for around in (schema, {"type": "array", "items": schema}, {"oneOf": [schema, {"type": "null"}]}):
+            with contextlib.suppress(InvalidRequestError):
+                check_schema(around, "f")
+                json.loads(schema_text(around))
