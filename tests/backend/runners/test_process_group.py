@@ -8,6 +8,7 @@ import torch
 import torch.multiprocessing as mp
 
 from kimi_backend.errors import ConfigError
+from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.ranks.process_group import RankError, join_ranks, leave
 from support.ranks import run_on_a_cpu
@@ -16,8 +17,7 @@ CPU = torch.device("cpu")
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def test_one_rank_needs_nobody() -> None:

@@ -49,7 +49,13 @@ def readers() -> Iterator[Readers]:
     made = Readers()
     yield made
     made.gate.set()
-    made.lanes.close("closed", 10)
+    made.lanes.close("closed", PATIENCE_S)
+
+
+def open_when_closed(readers: Readers) -> None:
+    """Let what is being read end, once nothing more is taken."""
+    wait_for(lambda: readers.lanes._long._problem is not None)
+    readers.gate.set()
 
 
 def fill_the_long_lane(readers: Readers) -> None:
@@ -66,7 +72,7 @@ def test_short_requests_pass_long_ones_and_each_lane_keeps_its_order(readers: Re
         readers.put(f"short {number}", SHORT_BYTES)
         wait_for(lambda: readers.lanes._short.num_waiting < MOST_WAITING)
     wait_for(lambda: readers.read == [f"short {number}" for number in range(200)])
-    assert readers.lanes.num_waiting == 1 + MOST_WAITING
+    wait_for(lambda: readers.lanes.num_waiting == 1 + MOST_WAITING)
     readers.gate.set()
     wait_for(lambda: readers.read[200:] == ["first", *(f"long {number}" for number in range(MOST_WAITING))])
     wait_for(lambda: readers.lanes.num_waiting == 0)
@@ -115,8 +121,8 @@ def test_a_bad_request_is_refused_and_the_next_one_is_read(readers: Readers) -> 
 
 def test_what_waits_when_the_lanes_close_is_refused_and_what_is_read_is_finished(readers: Readers) -> None:
     fill_the_long_lane(readers)
-    threading.Timer(0.05, readers.gate.set).start()
-    readers.lanes.close("the server is shutting down", 10)
+    threading.Thread(target=open_when_closed, args=(readers,)).start()
+    readers.lanes.close("the server is shutting down", PATIENCE_S)
     assert readers.read == ["first"]
     assert [str(error) for error in readers.refused.values()] == ["the server is shutting down"] * MOST_WAITING
     with pytest.raises(CapacityError, match="shutting down"):

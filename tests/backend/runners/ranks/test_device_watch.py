@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kimi_backend.runners.ranks import device_watch
+from support.waiting import PATIENCE_S
 
-END_S = 60.0
+END_S = PATIENCE_S
 NOBODY_WAITS = """
 import os, time, torch
 from kimi_backend.runners.ranks.device_watch import watch_device

@@ -153,7 +153,7 @@ def test_a_process_that_closes_nothing_ends_all_the_same(tiny: Path) -> None:
     process, rank = start(tiny, "return")
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
-    assert not is_alive(rank)
+    wait_for(lambda: not is_alive(rank))
 
 
 def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
