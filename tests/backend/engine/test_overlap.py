@@ -66,7 +66,14 @@ def texts_of(requests: list[GenerateRequest]) -> list[list[int]]:
     return decode_plainly(SCRIPT, requests, eos_token_ids=EOS, max_model_len=128)
 
 
-EXPECTED = {id(requests): texts_of(requests) for requests in (*KINDS.values(), LONG)}
+_texts = dict[int, list[list[int]]]()
+
+
+def expected_of(requests: list[GenerateRequest]) -> list[list[int]]:
+    """The texts of requests that this module holds, decoded when a test first asks for them."""
+    return _texts.get(id(requests)) or _texts.setdefault(id(requests), texts_of(requests))
+
+
 ALL_KINDS = pytest.mark.parametrize("requests", KINDS.values(), ids=KINDS)
 OVERLAPPED = pytest.mark.parametrize("requests", [DRAFTING, ALONE], ids=["drafting", "alone"])
 
@@ -121,7 +128,7 @@ def num_overlapped(one: EngineHarness) -> int:
 
 
 def check(one: EngineHarness, requests: list[GenerateRequest], least_overlapped: int = 5) -> None:
-    assert texts(one) == EXPECTED[id(requests)][: len(one.outcomes)]
+    assert texts(one) == expected_of(requests)[: len(one.outcomes)]
     assert num_overlapped(one) >= least_overlapped
     kv = one.core.kv
     assert kv.target_pool.num_held == 0
@@ -195,7 +202,7 @@ def test_what_the_draft_fails_to_propose_counts_as_in_lockstep(requests: list[Ge
         one.core._draft.nan_token_id = 7  # type: ignore[union-attr]
         one.run()
     lockstep, ahead = both
-    assert texts(ahead) == texts(lockstep) == EXPECTED[id(requests)]
+    assert texts(ahead) == texts(lockstep) == expected_of(requests)
     assert rounds(ahead) == rounds(lockstep)
     stopped = [o.sequence.wants_draft for o in ahead.outcomes]
     assert stopped == [o.sequence.wants_draft for o in lockstep.outcomes]
@@ -223,7 +230,7 @@ def test_host_given_proposals_stand_beside_those_of_the_draft() -> None:
         for sequence in one.core.scheduler.running[::2]:
             if sequence.num_draft_tokens and table.is_in_table[sequence.row]:
                 num_given += 1
-                expected = EXPECTED[id(DRAFTING)][sequence.uid]
+                expected = expected_of(DRAFTING)[sequence.uid]
                 begin = sequence.num_output_tokens
                 guess = (expected[begin : begin + sequence.num_draft_tokens] + [1] * 8)[: sequence.num_draft_tokens]
                 table.pending_token_ids[sequence.row, 1 : 1 + len(guess)] = guess
@@ -275,7 +282,7 @@ def test_sequences_cancelled_with_a_step_in_flight(at_step: int, requests: list[
                 assert one.core.end(sequence, CANCELLED)
 
     one.run(each_step=cancel)
-    for outcome, tokens in zip(one.outcomes, EXPECTED[id(requests)], strict=True):
+    for outcome, tokens in zip(one.outcomes, expected_of(requests), strict=True):
         assert outcome.token_ids == tokens[: len(outcome.token_ids)]
         assert outcome.token_ids == tokens or outcome.sequence.finish.reason is FinishReason.CANCELLED  # type: ignore[union-attr]
     assert one.core.kv.target_pool.num_held == 0
@@ -291,7 +298,7 @@ def test_everyone_cancelled_with_a_step_in_flight(requests: list[GenerateRequest
         one.core.end(sequence, CANCELLED)
     later = [one.add(request) for request in requests[3:6]]
     one.run()
-    assert [outcome.token_ids for outcome in later] == EXPECTED[id(LONG)][3:6]
+    assert [outcome.token_ids for outcome in later] == expected_of(LONG)[3:6]
     assert one.core.kv.target_pool.num_held == 0
 
 
@@ -426,7 +433,7 @@ def test_whatever_the_runners_can_do_the_texts_are_the_same(
     one = harness(requests, depth=target_depth, max_num_seqs=200)
     one.core._draft._in_table = in_table  # type: ignore[union-attr]
     one.run()
-    assert texts(one) == EXPECTED[id(requests)]
+    assert texts(one) == expected_of(requests)
     num_behind, num_drafts = one.core._target.num_behind, one.core._draft.num_overlapped  # type: ignore[attr-defined, union-attr]
     assert (num_behind > 0) == (target_depth == 2 and requests is not MIXED), "two steps in flight"
     assert (num_drafts > 0) == (target_depth > 0 and in_table and requests is DRAFTING)
@@ -509,7 +516,7 @@ def test_a_policy_that_lets_nobody_draft_for_a_while() -> None:
         began_late.update(s.uid for s in one.core.scheduler.running if s.draft_start)
 
     one.run(each_step=look)
-    assert texts(one) == EXPECTED[id(LONG)]
+    assert texts(one) == expected_of(LONG)
     assert len(began_late) == len(LONG)
     assert one.core._target.num_behind > 10  # type: ignore[attr-defined]
     assert sum(done.is_overlapped for done in policy.done) > 0.7 * policy.num_rounds
@@ -536,7 +543,7 @@ def test_a_step_waits_where_somebody_may_start() -> None:
     one.step()
     assert len(newcomer.token_ids) == 1
     one.run()
-    assert texts(one) == EXPECTED[id(LONG)][:3]
+    assert texts(one) == expected_of(LONG)[:3]
 
 
 def test_nobody_waits_for_somebody_who_cannot_start() -> None:
@@ -569,7 +576,7 @@ def test_without_room_for_the_next_token_a_step_waits() -> None:
     assert not one.core._flight
     pool.release(taken)
     one.run()
-    assert texts(one) == EXPECTED[id(LONG)][:1]
+    assert texts(one) == expected_of(LONG)[:1]
 
 
 def test_one_that_wants_more_of_its_draws_makes_the_others_wait() -> None:

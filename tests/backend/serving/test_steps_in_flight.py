@@ -1,6 +1,7 @@
 """Steps without speculation through the runner's server, one call a round: the same tokens as one step a call."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -34,7 +35,11 @@ REQUESTS = [
     )
     for index in range(6)
 ]
-EXPECTED = decode_plainly(SCRIPT, REQUESTS, eos_token_ids=EOS, max_model_len=128)
+
+
+@cache
+def expected() -> list[list[int]]:
+    return decode_plainly(SCRIPT, REQUESTS, eos_token_ids=EOS, max_model_len=128)
 
 
 class TargetAlone(ScriptedTarget):
@@ -78,7 +83,7 @@ def served(*, depth: int = 2, async_scheduling: bool = True, **settings: int) ->
 def test_one_call_a_round_brings_the_next_step_and_takes_the_last_reply() -> None:
     one = served()
     one.harness.run()
-    assert one.texts() == EXPECTED
+    assert one.texts() == expected()
     assert one.calls[0] == [names.PLAN, names.STEP], "the prompts"
     assert one.calls[1] == [names.PLAN, names.NEXT_PLAN, names.STEP]
     assert one.calls.count([names.PLAN, names.STEP]) > 30
@@ -91,7 +96,7 @@ def test_one_call_a_round_brings_the_next_step_and_takes_the_last_reply() -> Non
 def test_newcomers_and_ends(settings: dict[str, int]) -> None:
     one = served(**settings)
     one.harness.run()
-    assert one.texts() == EXPECTED
+    assert one.texts() == expected()
     assert one.target.num_behind > 5
     assert one.harness.core.kv.target_pool.num_held == 0
 
@@ -99,7 +104,7 @@ def test_newcomers_and_ends(settings: dict[str, int]) -> None:
 def test_a_target_that_cannot_queue_gets_no_step_ahead() -> None:
     for one in (served(depth=0), served(async_scheduling=False)):
         one.harness.run()
-        assert one.texts() == EXPECTED
+        assert one.texts() == expected()
         assert set(map(tuple, one.calls)) == {(names.PLAN, names.STEP)}
 
 
@@ -114,7 +119,7 @@ def test_another_target_knows_nothing_of_the_step_in_flight(at_step: int) -> Non
             one.server.servers["kimi_target"] = TargetServer(one.target, one.server.pb_utils, secret=SECRET)
 
     one.harness.run(each_step=restart)
-    assert one.texts() == EXPECTED
+    assert one.texts() == expected()
     assert one.harness.core.scheduler.num_preemptions > 0
 
 
@@ -142,5 +147,5 @@ def test_a_step_that_nobody_asks_for_is_let_go() -> None:
     lost = {-2: None, -1: None}
     server._in_flight |= lost  # type: ignore[attr-defined]
     one.harness.run()
-    assert one.texts() == EXPECTED
+    assert one.texts() == expected()
     assert not set(lost) & set(server._in_flight)  # type: ignore[attr-defined]
