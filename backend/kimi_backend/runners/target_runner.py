@@ -67,7 +67,9 @@ class TargetRunner(StepRunner):
     @property
     def depth(self) -> int:
         """See `Target.depth`."""
-        return 0 if self._graphs is None else 2
+        if self.table is None:
+            return 0
+        return 1 if self._graphs is None else 2
 
     @torch.inference_mode()
     def launch(self, plan: TargetPlan) -> Launched[TargetReply]:

@@ -69,9 +69,10 @@ class HostOrder:
 
     def __init__(self, semaphores: SharedSemaphores) -> None:
         self._semaphores = semaphores
+        self._is_closed = False
 
     def wait(self, semaphore: int, value: int) -> None:
-        while self._semaphores.value(semaphore) < value:
+        while self._semaphores.value(semaphore) < value and not self._is_closed:
             time.sleep(_SLEEP_S)
 
     def write(self, semaphore: int, value: int) -> None:
@@ -81,7 +82,7 @@ class HostOrder:
         target.copy_(source)
 
     def close(self) -> None:
-        return None
+        self._is_closed = True
 
 
 def order_of(
