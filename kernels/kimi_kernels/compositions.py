@@ -12,15 +12,6 @@ from kimi_kernels.mla_prefill.op import check_prefill
 from kimi_kernels.weights import PackedWeight
 
 
-def composed_logits(linear: op.Linear) -> op.Logits:
-    """`Logits` of a set whose `pack_linear` keeps every weight in float32."""
-
-    def logits(x: Tensor, weight: PackedWeight) -> Tensor:
-        return linear(x.float(), weight)
-
-    return logits
-
-
 def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.MlaQuery:
     """`MlaQuery`."""
 

@@ -48,7 +48,7 @@ def cpu_kernel_set() -> KernelSet:
         pack_linear=pack_linear,
         linear=linear,
         per_head_linear=per_head_linear,
-        logits=composed_logits(linear),
+        logits=logits,
         mla_query=composed_mla_query(per_head_linear, rope),
         route_experts=route_experts,
         route_silu_down=composed_route_silu_down(route_experts, composed_silu_down(silu_mul, linear)),

@@ -36,14 +36,15 @@ def is_available() -> bool:
 
 
 def pack_half(weight: Tensor) -> Tensor | None:
-    """Lay a weight out for `multiply_half`; None where that is not available or would lose more than `ROUNDING`.
+    """Lay a weight out for `multiply_half`; None where that is not available, as on a GPU, or would lose more than
+    `ROUNDING`.
 
     Args:
         weight: [out_features, in_features] float32.
     Returns:
         An opaque handle in a tensor's clothes.
     """
-    if not is_available() or not _fits_half(weight):
+    if not weight.is_cpu or not is_available() or not _fits_half(weight):
         return None
     packed: Tensor = torch.fbgemm_pack_gemm_matrix_fp16(weight.contiguous())
     return packed

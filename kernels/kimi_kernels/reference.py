@@ -33,7 +33,7 @@ def reference_kernel_set() -> KernelSet:
         pack_linear=pack_linear,
         linear=linear,
         per_head_linear=per_head_linear,
-        logits=composed_logits(linear),
+        logits=logits,
         mla_query=composed_mla_query(per_head_linear, rope),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,

@@ -43,8 +43,8 @@ def tile_weight(weight: Tensor) -> Tensor:
     return padded
 
 
-def tile_rows(x: Tensor, width: int) -> Tensor:
-    """Zero-pad rows to whole tiles.
+def tile_rows(x: Tensor, width: int, height: int) -> Tensor:
+    """Zero-pad rows to whole tiles of `height` rows.
 
     Args:
         x: [T, columns], any float dtype and strides, columns <= width.
@@ -52,7 +52,7 @@ def tile_rows(x: Tensor, width: int) -> Tensor:
         [T rounded up to whole tiles, width] float32, contiguous, aligned; x itself if it is all that.
     """
     num_rows, columns = x.shape
-    padded_rows = ceil_to(TILE_ROWS[x.device.type], num_rows)
+    padded_rows = ceil_to(height, num_rows)
     if columns == width and num_rows == padded_rows and _is_ready(x):
         return x
     tiles = torch.zeros(padded_rows, width, dtype=torch.float32, device=x.device)
@@ -63,14 +63,14 @@ def tile_rows(x: Tensor, width: int) -> Tensor:
     return tiles
 
 
-def multiply_tiles(tiles: Tensor, weight_t: Tensor) -> Tensor:
-    """tiles @ weight_t, a tile at a time.
+def multiply_tiles(tiles: Tensor, weight_t: Tensor, height: int) -> Tensor:
+    """tiles @ weight_t, a tile of `height` rows at a time.
 
     Args:
         tiles: [whole tiles, in_features], as `tile_rows` makes it.
         weight_t: [in_features, out_features], the transpose of what `tile_weight` makes.
     """
-    num_rows, height = tiles.shape[0], TILE_ROWS[tiles.device.type]
+    num_rows = tiles.shape[0]
     if num_rows == height:
         return torch.mm(tiles, weight_t)
     out = torch.empty(num_rows, weight_t.shape[1], dtype=torch.float32, device=tiles.device)

@@ -10,6 +10,7 @@ from kimi_kernels.argument_checks import require_dtype, require_float, require_s
 from kimi_kernels.linear.kernel_dequantize import dequantized_linear
 from kimi_kernels.linear.kernel_heads import head_linear, takes_heads
 from kimi_kernels.linear.kernel_stream import stream_linear
+from kimi_kernels.linear.op import check_heads, check_linear
 from kimi_kernels.linear.stream_launch import can_stream, new_arrivals, stream_launch
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, multiply_steps
 from kimi_kernels.quantization.tiles import cut_tiles, identity_rows, step_columns
@@ -17,6 +18,7 @@ from kimi_kernels.weights import Fp8Weight, Int4Weight, LinearWeight, PackedWeig
 
 PACKED_KINDS = {"triton.int4": "int4", "triton.fp8": "fp8"}
 PLAIN_KIND = "triton.plain"
+KINDS = {PLAIN_KIND, *PACKED_KINDS}
 PROCESSORS = 132
 MAX_SPLITS = 8
 SPLIT_ROWS = 64
@@ -105,11 +107,7 @@ def tiled_linear_kernel(
 
 
 def pack_linear(weight: LinearWeight) -> PackedWeight:
-    """Cut a quantised weight into tiles; keep a plain one (`signatures.PackLinear`).
-
-    Raises:
-        ValueError: the weight is not a matrix, or `cut_tiles` refuses it.
-    """
+    """`PackLinear`: a quantised weight is cut into tiles, a plain one kept."""
     if isinstance(weight, Tensor):
         require_shape("weight", weight, None, None)
         require_float("weight", weight)
@@ -131,12 +129,8 @@ def pack_linear(weight: LinearWeight) -> PackedWeight:
 
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x @ weight.T (`signatures.Linear`). One stream at a time may use a weight: it may hold scratch of its own.
-
-    Raises:
-        ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
-    """
-    require_shape("x", x, None, weight.in_features)
+    """`Linear`. One stream at a time may use a weight: it may hold scratch of its own."""
+    check_linear(x, weight, KINDS)
     if weight.kind != PLAIN_KIND:
         return _quantised_product(x, weight, x.dtype)
     streamed = _streamed(x, weight, x.dtype)
@@ -144,13 +138,9 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def logits(x: Tensor, weight: PackedWeight) -> Tensor:
-    """`signatures.Logits`. A weight stored in bf16 is multiplied in bf16: products of two bf16 numbers are exact in
-    float32, which they are summed in, so that widening both first would change nothing but the time.
-
-    Raises:
-        ValueError: x is not [T, in_features], or the weight was packed by another kernel set.
-    """
-    require_shape("x", x, None, weight.in_features)
+    """`Logits`. A weight stored in bf16 is multiplied in bf16: products of two bf16 numbers are exact in float32, which
+    they are summed in, so that widening both first would change nothing but the time."""
+    check_linear(x, weight, KINDS)
     if weight.kind != PLAIN_KIND:
         return _quantised_product(x, weight, torch.float32)
     streamed = _streamed(x, weight, torch.float32)
@@ -164,12 +154,7 @@ def logits(x: Tensor, weight: PackedWeight) -> Tensor:
 
 def _quantised_product(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """x @ weight.T, summed in float32; dtype: of the result, x's or float32."""
-    kind = PACKED_KINDS.get(weight.kind)
-    if kind is None:
-        raise ValueError(
-            f"weight: got a weight packed as {weight.kind!r}, expected one of {[PLAIN_KIND, *sorted(PACKED_KINDS)]}"
-        )
-    require_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
+    kind = PACKED_KINDS[weight.kind]
     if x.shape[0] == 0:
         return x.new_empty(0, weight.out_features, dtype=dtype)
     if x.shape[0] >= DEQUANTIZED_ROWS and dtype == x.dtype:
@@ -186,19 +171,13 @@ def _streamed(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor | N
 
 
 def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """One batched product over the heads, of many rows by cuBLAS, written in the order of the result
-    (`signatures.PerHeadLinear`).
-
-    Raises:
-        ValueError: x is not [T, N, in_features] for a weight [N, in_features, out_features] of its dtype.
-    """
-    require_shape("weight", weight, None, None, None)
-    num_heads, in_features, out_features = weight.shape
-    require_shape("x", x, None, num_heads, in_features)
+    """`PerHeadLinear`, for a weight of x's dtype: one batched product over the heads, of many rows by cuBLAS, written
+    in the order of the result."""
+    check_heads(x, weight)
     require_dtype("weight", weight, x.dtype)
     if takes_heads(x, weight):
         return head_linear(x, weight)
-    out = x.new_empty(x.shape[0], num_heads, out_features)
+    out = x.new_empty(*x.shape[:2], weight.shape[2])
     if out.numel():
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out

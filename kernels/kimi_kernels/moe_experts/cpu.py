@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
-from kimi_kernels.half_products import pack_half
-from kimi_kernels.linear.cpu import FLOAT_KIND, HALF_KIND, float_matrix, multiply
+from kimi_kernels.linear.plain import FLOAT_KIND, HALF_KIND, TILED_KIND, multiply, pack_matrices
 from kimi_kernels.moe_experts import reference
 from kimi_kernels.quantization.reference import dequantize
 from kimi_kernels.silu_mul.plain import activate
@@ -13,7 +12,7 @@ from kimi_kernels.weights import ExpertWeights, PackedExperts
 
 
 def pack_experts(weights: ExpertWeights) -> PackedExperts:
-    """All experts in one kind of matrix (`signatures.PackExperts`, `linear.cpu.pack_matrix`): E of gate_up, E of down.
+    """All experts in one kind of matrix (`signatures.PackExperts`): E of gate_up, E of down.
 
     Raises:
         ValueError: the shapes of gate_up and down do not fit, or a quantised weight's scales do not.
@@ -22,18 +21,16 @@ def pack_experts(weights: ExpertWeights) -> PackedExperts:
     require_shape("down", down, None, None, None)
     num_experts, hidden_size, intermediate_size = down.shape
     require_shape("gate_up", gate_up, num_experts, 2 * intermediate_size, hidden_size)
-    for kind, pack in ((HALF_KIND, pack_half), (FLOAT_KIND, float_matrix)):
-        matrices = [pack(matrix) for matrix in (*gate_up, *down)]
-        packed = [matrix for matrix in matrices if matrix is not None]
-        if len(packed) == len(matrices):
-            return PackedExperts(
-                kind=kind,
-                tensors=tuple(packed),
-                num_experts=num_experts,
-                hidden_size=hidden_size,
-                intermediate_size=intermediate_size,
-            )
-    return reference.pack_experts(weights)
+    kind, tensors = pack_matrices([*gate_up, *down])
+    if kind == TILED_KIND:
+        return reference.pack_experts(weights)
+    return PackedExperts(
+        kind=kind,
+        tensors=tensors,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+    )
 
 
 FEW_TOKENS = 4

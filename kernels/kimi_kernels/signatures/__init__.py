@@ -4,6 +4,7 @@ Each module says what the letters of its shapes stand for. Ops return new tensor
 Accumulation is float32 or wider; results have the dtype of the first argument unless stated.
 """
 
+from kimi_kernels.linear.op import Linear, Logits, PackLinear, PerHeadLinear
 from kimi_kernels.mha_attention.op import MhaAttention, StoreKv
 from kimi_kernels.mla_decode.op import MlaDecode, MlaValues, PlanMlaDecode
 from kimi_kernels.mla_prefill.op import MlaPrefill
@@ -12,12 +13,6 @@ from kimi_kernels.moe_route.op import RouteExperts, RouteSiluDown
 from kimi_kernels.rms_norm.op import AddRmsNorm, ChunkedRmsNorm, ConcatRmsNorm, RmsNorm
 from kimi_kernels.rope.op import Rope
 from kimi_kernels.sampling.op import MaskLogits, SampleTokens, VerifyDraftTokens
-from kimi_kernels.signatures.dense import (
-    Linear,
-    Logits,
-    PackLinear,
-    PerHeadLinear,
-)
 from kimi_kernels.signatures.experts import (
     MoeExperts,
     PackExperts,

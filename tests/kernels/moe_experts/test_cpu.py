@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from kimi_kernels.linear.plain import FLOAT_KIND, HALF_KIND
 
 from kimi_kernels.half_products import is_available
-from kimi_kernels.linear.cpu import FLOAT_KIND, HALF_KIND
 from kimi_kernels.moe_experts import reference
 from kimi_kernels.moe_experts.cpu import moe_experts, pack_experts
 from support.expert_layers import expected_experts, random_choices, random_experts

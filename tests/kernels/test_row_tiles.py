@@ -1,4 +1,5 @@
-"""The reference's products with higher tiles, as on a GPU: the same results, the same bits beside other rows."""
+"""Products on tiles, which a GPU takes and a CPU for odd widths: with higher tiles, as on a GPU, the same results, and
+the same bits beside other rows."""
 
 from collections.abc import Callable
 
@@ -12,12 +13,12 @@ from kimi_kernels.weights import ExpertWeights
 from support.bit_equality import assert_same_bits, normals
 
 KERNELS = KernelSet.reference()
-ROWS = 150
+ROWS, WIDTH = 150, 31
 TOLERANCE = 1e-5
 
-X, HEADS, CHOICES = normals(ROWS, 32), normals(ROWS, 4, 16), normals(ROWS, 6).argsort(-1)[:, :2].to(torch.int32)
-WEIGHT, W_UK = KERNELS.pack_linear(normals(48, 32)), normals(4, 16, 32)
-EXPERTS = KERNELS.pack_experts(ExpertWeights(gate_up=normals(6, 64, 32) / 6, down=normals(6, 32, 32) / 6))
+X, HEADS, CHOICES = normals(ROWS, WIDTH), normals(ROWS, 4, WIDTH), normals(ROWS, 6).argsort(-1)[:, :2].to(torch.int32)
+WEIGHT, W_UK = KERNELS.pack_linear(normals(48, WIDTH)), normals(4, WIDTH, 32)
+EXPERTS = KERNELS.pack_experts(ExpertWeights(gate_up=normals(6, 64, WIDTH) / 6, down=normals(6, WIDTH, 32) / 6))
 CALLS: dict[str, Callable[[int], Tensor]] = {
     "linear": lambda count: KERNELS.linear(X[:count], WEIGHT),
     "per_head_linear": lambda count: KERNELS.per_head_linear(HEADS[:count], W_UK),
