@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from kimi_kernels.choice_products import Terms
+from kimi_kernels.moe_experts.op import Terms
 
 # torch 2.13 renames it, and warns of the old name.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

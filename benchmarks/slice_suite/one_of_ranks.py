@@ -29,7 +29,7 @@ from kimi_backend.runners.receive_buffers import (
     EitherSumNorm,
 )
 from kimi_backend.runners.target_runner import TargetRunner
-from kimi_kernels.choice_products import Terms
+from kimi_kernels.moe_experts.op import Terms
 
 MOST_UNEVEN_BYTES = 1 << 20
 """Sums of blocks that the ranks cannot share evenly are sent whole up to here: a rank that sums none sends no terms,

@@ -1,6 +1,6 @@
 """Checks of op arguments: a wrong one raises ValueError that names it, what came and what was expected."""
 
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -8,7 +8,14 @@ from torch import Tensor
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
-def require_shape(name: str, tensor: Tensor, *expected: int | None) -> None:
+class Shaped(Protocol):
+    """A tensor, or a quantised weight."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+def require_shape(name: str, tensor: Shaped, *expected: int | None) -> None:
     """Raise unless `tensor` has the expected shape; None stands for any size."""
     shape = tensor.shape
     if len(shape) == len(expected):

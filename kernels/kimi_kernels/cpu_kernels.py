@@ -5,9 +5,7 @@ Ops that a step of few rows never spends time in, and arguments of awkward width
 
 from dataclasses import replace
 
-from kimi_kernels.choice_products import plain_sum
 from kimi_kernels.compositions import (
-    composed_logits,
     composed_mla_prefill,
     composed_mla_query,
     composed_mla_values,
@@ -16,9 +14,9 @@ from kimi_kernels.compositions import (
     composed_silu_down,
 )
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.linear.cpu import linear, pack_linear, per_head_linear
+from kimi_kernels.linear.plain import linear, logits, pack_linear, per_head_linear
 from kimi_kernels.mla_decode.plain import mla_decode
-from kimi_kernels.moe_experts.cpu import moe_experts, pack_experts
+from kimi_kernels.moe_experts.plain import moe_experts, pack_experts, sum_terms
 from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
@@ -54,7 +52,7 @@ def cpu_kernel_set() -> KernelSet:
         route_silu_down=composed_route_silu_down(route_experts, composed_silu_down(silu_mul, linear)),
         pack_experts=pack_experts,
         moe_experts=moe_experts,
-        sum_terms=plain_sum,
+        sum_terms=sum_terms,
         sample_tokens=sample_tokens,
         verify_draft_tokens=verify_draft_tokens,
     )

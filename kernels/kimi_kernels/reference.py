@@ -1,8 +1,6 @@
 """The reference kernel set, assembled: plain torch, float32, row-invariant."""
 
-from kimi_kernels.choice_products import plain_sum
 from kimi_kernels.compositions import (
-    composed_logits,
     composed_mla_prefill,
     composed_mla_query,
     composed_mla_values,
@@ -11,10 +9,10 @@ from kimi_kernels.compositions import (
     composed_silu_down,
 )
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.linear.reference import linear, pack_linear, per_head_linear
+from kimi_kernels.linear.plain import linear, logits, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.plain import mha_attention, store_kv
 from kimi_kernels.mla_decode.plain import mla_decode, plan_mla_decode
-from kimi_kernels.moe_experts.reference import moe_experts, pack_experts
+from kimi_kernels.moe_experts.plain import moe_experts, pack_experts, sum_terms
 from kimi_kernels.moe_route.plain import route_experts
 from kimi_kernels.rms_norm.plain import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.plain import rope
@@ -54,7 +52,7 @@ def reference_kernel_set() -> KernelSet:
         route_silu_down=composed_route_silu_down(route_experts, composed_silu_down(silu_mul, linear)),
         pack_experts=pack_experts,
         moe_experts=moe_experts,
-        sum_terms=plain_sum,
+        sum_terms=sum_terms,
         mask_logits=mask_logits,
         sample_tokens=sample_tokens,
         verify_draft_tokens=verify_draft_tokens,

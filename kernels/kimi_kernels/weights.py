@@ -22,6 +22,11 @@ class Int4Weight:
     """[..., out_features, in_features / group_size] bf16 or wider."""
     group_size: int = INT4_GROUP_SIZE
 
+    @property
+    def shape(self) -> torch.Size:
+        """[..., out_features, in_features]."""
+        return torch.Size((*self.packed.shape[:-1], 8 * self.packed.shape[-1]))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weight:
@@ -32,6 +37,11 @@ class Fp8Weight:
     scales: torch.Tensor
     """[..., ceil(out_features / block), ceil(in_features / block)] float32 (`weight_scale_inv` in the file)."""
     block_size: int = FP8_BLOCK_SIZE
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., out_features, in_features]."""
+        return self.values.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,11 @@ class Mxfp4Weight:
     """[..., out_features, in_features / 2] uint8."""
     scales: torch.Tensor
     """[..., out_features, in_features / 32] uint8, the bits of e8m0."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., out_features, in_features]."""
+        return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
 
 
 LinearWeight = torch.Tensor | Int4Weight | Fp8Weight

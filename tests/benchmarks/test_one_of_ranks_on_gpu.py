@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from kimi_backend.parallel import SumNorm
 from kimi_backend.runners.graphs.recorder import GraphRecorder
-from kimi_kernels.choice_products import ChoiceProducts
 from kimi_kernels.moe_experts.kernel_sum import sum_terms
+from kimi_kernels.moe_experts.op import ExpertOutputs
 from kimi_kernels.rank_exchange.kernel_norm import columns_of_a_program
 from kimi_kernels.rank_exchange.kernel_parts import BLOCK
 from kimi_kernels.rms_norm.kernel import add_rms_norm
@@ -65,14 +65,14 @@ def test_products_of_choices_are_summed_before_they_are_sent(rows: int) -> None:
     group = one_of_ranks(8, device, 0.0)  # holds the receive buffers, which kernels know by their addresses only
     sum_norm: SumNorm | None = group.sum_norm
     assert sum_norm is not None
-    choices = ChoiceProducts(
-        products=torch.randn(8 * rows, WIDTH, device=device).bfloat16(),
+    choices = ExpertOutputs(
+        outputs=torch.randn(8 * rows, WIDTH, device=device).bfloat16(),
         topk_ids=torch.randint(-1, 384, (rows, 8), dtype=torch.int32, device=device),
         topk_weights=torch.rand(rows, 8, device=device),
         first_expert=0,
         num_experts=384,
     )
-    choices.products[(choices.topk_ids < 0).flatten()] = torch.nan
+    choices.outputs[(choices.topk_ids < 0).flatten()] = torch.nan
     second, residual = torch.randn(2, rows, WIDTH, device=device).bfloat16()
     weight = torch.randn(WIDTH, device=device).bfloat16()
     found = sum_norm(choices, residual, weight, EPS, second)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kimi_kernels import KernelSet
 from kimi_kernels.attention_batch import AttentionBatch
-from kimi_kernels.choice_products import ChoiceProducts, plain_sum
 from kimi_kernels.compositions import composed_mla_values
+from kimi_kernels.moe_experts.op import ExpertOutputs
+from kimi_kernels.moe_experts.plain import sum_terms
 from support.attention_cases import PagedCase, paged_case, random_contents, see_more_keys, with_a_key_to_spare
 from support.row_errors import worst_row_error
 
@@ -122,18 +123,18 @@ def test_router_and_a_narrow_layers_second_half(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 300])
 def test_sums_of_choices(rows: int) -> None:
     kernels = KernelSet.triton()
-    terms = ChoiceProducts(
-        products=randn(rows * 8, 7168).cuda(),
+    terms = ExpertOutputs(
+        outputs=randn(rows * 8, 7168).cuda(),
         topk_ids=torch.randint(-1, 12, (rows, 8), dtype=torch.int32, device="cuda"),
         topk_weights=torch.rand(rows, 8, device="cuda"),
         first_expert=2,
         num_experts=7,
     )
     held = (terms.topk_ids >= 2) & (terms.topk_ids < 9)
-    terms.products[~held.flatten()] = torch.nan
+    terms.outputs[~held.flatten()] = torch.nan
     second, residual, weight = randn(rows, 7168).cuda(), randn(rows, 7168).cuda(), randn(7168).cuda()
     summed = kernels.sum_terms(terms)
-    assert worst_row_error(summed, plain_sum(terms)) <= ERROR_LIMIT
+    assert worst_row_error(summed, sum_terms(terms)) <= ERROR_LIMIT
     assert torch.equal(kernels.sum_terms(terms, second), summed + second)
     found = kernels.add_rms_norm(terms, residual, weight, EPS, second)
     for out, want in zip(found, kernels.add_rms_norm(summed, residual, weight, EPS, second), strict=True):

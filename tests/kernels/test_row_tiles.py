@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels import KernelSet, row_tiles
-from kimi_kernels.moe_experts import reference as moe_reference
+from kimi_kernels.moe_experts import plain as plain_experts
 from kimi_kernels.weights import ExpertWeights
 from support.bit_equality import assert_same_bits, normals
 
@@ -31,7 +31,7 @@ def test_higher_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = CALLS[name]
     expected = call(ROWS)
     monkeypatch.setitem(row_tiles.TILE_ROWS, "cpu", 64)
-    monkeypatch.setitem(moe_reference.TILE_ROWS, "cpu", 32)
+    monkeypatch.setitem(plain_experts.TILE_ROWS, "cpu", 32)
     got = call(ROWS)
     torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
     for count in (1, 63, 65, 130):

@@ -6,7 +6,6 @@ For tests of what stands around the kernels.
 import torch
 
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
-from kimi_kernels.choice_products import Terms, plain_sum
 from kimi_kernels.compositions import (
     composed_mla_query,
     composed_mla_values,
@@ -15,6 +14,9 @@ from kimi_kernels.compositions import (
     composed_silu_down,
 )
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.moe_experts.op import Terms
+from kimi_kernels.moe_experts.plain import sum_terms
+from kimi_kernels.quantization.reference import dequantize
 from kimi_kernels.sampling.plain import mask_logits
 from kimi_kernels.sampling_inputs import (
     PLACEHOLDER_TOKEN_ID,
@@ -25,14 +27,14 @@ from kimi_kernels.sampling_inputs import (
     VerifyOutput,
     VocabularyMap,
 )
-from kimi_kernels.weights import ExpertWeights, PackedExperts, PackedWeight, Weight
+from kimi_kernels.weights import ExpertWeights, LinearWeight, PackedExperts, PackedWeight
 
 Tensor = torch.Tensor
 
 
-def _pack_linear(weight: Weight) -> PackedWeight:
-    assert isinstance(weight, Tensor)
-    return PackedWeight(kind="dense", tensors=(weight,), out_features=weight.shape[0], in_features=weight.shape[1])
+def _pack_linear(weight: LinearWeight) -> PackedWeight:
+    out_features, in_features = weight.shape
+    return PackedWeight(kind="dense", tensors=(dequantize(weight),), out_features=out_features, in_features=in_features)
 
 
 def _linear(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -54,7 +56,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _add_rms_norm(
     x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    total = plain_sum(x, second) + residual
+    total = sum_terms(x, second) + residual
     return _rms_norm(total, weight, eps), total
 
 
@@ -153,11 +155,10 @@ def _route_experts(
 
 
 def _pack_experts(weights: ExpertWeights) -> PackedExperts:
-    assert isinstance(weights.gate_up, Tensor) and isinstance(weights.down, Tensor)
     num_experts, hidden_size, intermediate_size = weights.down.shape
     return PackedExperts(
         kind="dense",
-        tensors=(weights.gate_up, weights.down),
+        tensors=(dequantize(weights.gate_up), dequantize(weights.down)),
         num_experts=num_experts,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -229,7 +230,7 @@ def device_kernel_set() -> KernelSet:
         route_silu_down=composed_route_silu_down(_route_experts, composed_silu_down(_silu_mul, _linear)),
         pack_experts=_pack_experts,
         moe_experts=_moe_experts,
-        sum_terms=plain_sum,
+        sum_terms=sum_terms,
         mask_logits=mask_logits,
         sample_tokens=_sample_tokens,
         verify_draft_tokens=_verify_draft_tokens,

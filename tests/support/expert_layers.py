@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from kimi_kernels.moe_experts import reference
 from kimi_kernels.quantization.mxfp4 import quantize_mxfp4
 from kimi_kernels.quantization.reference import quantize_fp8, quantize_int4
-from kimi_kernels.weights import ExpertWeights, PackedExperts, Weight
+from kimi_kernels.weights import ExpertWeights, Weight
 
 
 def random_weight(kind: str, *shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Weight:
@@ -34,8 +33,3 @@ def random_choices(num_tokens: int, num_experts: int, top_k: int, device: str = 
     """Distinct experts a token, and their weights."""
     ids = torch.rand(num_tokens, num_experts, device=device).topk(top_k, dim=1).indices.to(torch.int32)
     return ids, torch.rand(num_tokens, top_k, device=device)
-
-
-def expected_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: PackedExperts, first_expert: int = 0) -> Tensor:
-    """The reference's result in float32. `experts` are packed by the reference."""
-    return reference.moe_experts(x.float(), ids, weights, experts, first_expert)

@@ -21,7 +21,7 @@ LONG = (
     "backend/engine/test_overlap.py",
     "kernels/sampling/test_kernel.py",
     "kernels/test_compile_gate_moe.py",
-    "kernels/moe_experts/test_kernel.py",
+    "kernels/moe_experts/test_moe_experts.py",
     "backend/engine/test_exactness.py",
     "backend/engine/test_distribution.py",
     "backend/spec_decode/test_adaptive_policy.py",

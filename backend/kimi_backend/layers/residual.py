@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from kimi_backend.parallel import TensorParallelGroup
-from kimi_kernels.choice_products import Terms
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.moe_experts.op import Terms
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kimi_backend.parallel import DistributedRanks, FastCollective, SumNorm
 from kimi_backend.runners.cuda_ipc import CudaIpcError, OpenedMemory, export_memory
-from kimi_kernels.choice_products import Terms
+from kimi_kernels.moe_experts.op import Terms
 
 _LOG = logging.getLogger(__name__)
 MOST_SENT_WHOLE: Final = {2: 1 << 20, 4: 128 << 10, 8: 32 << 10}

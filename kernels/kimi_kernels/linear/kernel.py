@@ -108,24 +108,16 @@ def tiled_linear_kernel(
 
 def pack_linear(weight: LinearWeight) -> PackedWeight:
     """`PackLinear`: a quantised weight is cut into tiles, a plain one kept."""
+    require_shape("weight", weight, None, None)
+    out_features, in_features = weight.shape
     if isinstance(weight, Tensor):
-        require_shape("weight", weight, None, None)
         require_float("weight", weight)
-        out_features, in_features = weight.shape
-        tensors = (weight, *new_arrivals(weight))
-        return PackedWeight(kind=PLAIN_KIND, tensors=tensors, out_features=out_features, in_features=in_features)
-    values = weight.packed if isinstance(weight, Int4Weight) else weight.values
-    require_shape("weight", values, None, None)
-    out_features = values.shape[0]
-    in_features = values.shape[1] * (8 if isinstance(weight, Int4Weight) else 1)
-    tiles = cut_tiles(_stacked(weight), identity_rows(out_features, values.device))
-    arrivals = torch.zeros(tiles.tiles.shape[1], dtype=torch.int32, device=values.device)
-    return PackedWeight(
-        kind=f"triton.{tiles.kind}",
-        tensors=(tiles.tiles, tiles.scales, arrivals),
-        out_features=out_features,
-        in_features=in_features,
-    )
+        kind, tensors = PLAIN_KIND, (weight, *new_arrivals(weight))
+    else:
+        tiles = cut_tiles(_stacked(weight), identity_rows(out_features, weight.scales.device))
+        arrivals = torch.zeros(tiles.tiles.shape[1], dtype=torch.int32, device=weight.scales.device)
+        kind, tensors = f"triton.{tiles.kind}", (tiles.tiles, tiles.scales, arrivals)
+    return PackedWeight(kind=kind, tensors=tensors, out_features=out_features, in_features=in_features)
 
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:

@@ -52,12 +52,10 @@ def check_linear(x: Tensor, weight: PackedWeight, kinds: Collection[str]) -> Non
 
 
 def check_heads(x: Tensor, weight: Tensor) -> None:
-    """Raise unless x is [T, N, in_features] of floats, for a weight [N, in_features, out_features] on its device."""
+    """Raise unless x is [T, N, in_features] of floats, for a weight [N, in_features, out_features] of floats."""
     if weight.dim() != 3:
         require_shape("weight", weight, None, None, None)
-    if x.dim() != 3 or x.shape[1:] != weight.shape[:2]:
+    if x.shape[1:] != weight.shape[:2]:
         require_shape("x", x, None, *weight.shape[:2])
     require_float("x", x)
     require_float("weight", weight)
-    if x.device != weight.device:
-        refuse("weight", weight.device, f"the device of x, {x.device}")

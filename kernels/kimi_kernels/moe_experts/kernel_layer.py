@@ -7,7 +7,6 @@ import torch
 import triton
 from torch import Tensor
 
-from kimi_kernels.choice_products import ChoiceProducts
 from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
@@ -22,6 +21,7 @@ from kimi_kernels.moe_experts.launch import (
     max_tiles,
     may_start_early,
 )
+from kimi_kernels.moe_experts.op import ExpertOutputs
 from kimi_kernels.quantization.tiles import TILE_ROWS, step_columns
 from kimi_kernels.weights import PackedExperts
 
@@ -266,10 +266,10 @@ def _down_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor,
     return products
 
 
-def choice_products(layer: Layer, products: Tensor) -> ChoiceProducts:
+def expert_outputs(layer: Layer, outputs: Tensor) -> ExpertOutputs:
     """The layer's result, which is not summed yet."""
-    return ChoiceProducts(
-        products=products,
+    return ExpertOutputs(
+        outputs=outputs,
         topk_ids=layer.topk_ids,
         topk_weights=layer.topk_weights,
         first_expert=layer.first_expert,

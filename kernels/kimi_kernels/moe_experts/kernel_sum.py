@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require_dtype, require_shape
-from kimi_kernels.choice_products import ChoiceProducts, Terms
 from kimi_kernels.dependent_launch import pdl_options
+from kimi_kernels.moe_experts.op import ExpertOutputs, Terms, check_second
 
 BLOCK = 1024
 
@@ -78,22 +77,17 @@ def choice_arguments(terms: Terms) -> tuple[Tensor, Tensor, Tensor, int, int, in
     if isinstance(terms, Tensor):
         return terms, terms, terms, 0, 0, 0
     top_k = terms.topk_ids.shape[1]
-    return terms.products, terms.topk_ids, terms.topk_weights, terms.first_expert, terms.num_experts, top_k
+    return terms.outputs, terms.topk_ids, terms.topk_weights, terms.first_expert, terms.num_experts, top_k
 
 
 def sum_terms(terms: Terms, second: Tensor | None = None) -> Tensor:
-    """`signatures.SumTerms`.
-
-    Raises:
-        ValueError: `second` is not of the sum's shape and dtype.
-    """
+    """`SumTerms`."""
     if second is not None:
-        require_shape("second", second, *terms.shape)
-        require_dtype("second", second, terms.dtype)
-    if not isinstance(terms, ChoiceProducts):
+        check_second(terms, second)
+    if not isinstance(terms, ExpertOutputs):
         return terms if second is None else terms + second
     num_tokens, width = terms.shape
-    out = torch.empty(num_tokens, width, dtype=terms.dtype, device=terms.products.device)
+    out = torch.empty(num_tokens, width, dtype=terms.dtype, device=terms.outputs.device)
     products, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(terms)
     if num_tokens:
         sum_choices_kernel[(num_tokens, triton.cdiv(width, BLOCK))](

@@ -15,9 +15,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.argument_checks import require, require_dtype, require_shape
-from kimi_kernels.choice_products import Terms
 from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
+from kimi_kernels.moe_experts.op import Terms
 from kimi_kernels.rank_exchange.kernel import (
     BLOCK_BYTES,
     EMPTY_HALF,

@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.choice_products import Terms
 from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
+from kimi_kernels.moe_experts.op import Terms
 from kimi_kernels.rms_norm.op import check_add, check_chunks, check_concat, check_norm
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kimi_kernels.argument_checks import refuse, require_columns, require_dtype, require_float, require_shape
-from kimi_kernels.choice_products import ChoiceProducts, Terms
+from kimi_kernels.moe_experts.op import ExpertOutputs, Terms
 
 
 class RmsNorm(Protocol):
@@ -57,7 +57,7 @@ def check_norm(x: Tensor, weight: Tensor, name: str = "x", weight_name: str = "w
 
 def check_add(x: Terms, residual: Tensor, weight: Tensor, second: Tensor | None) -> None:
     """Raise unless x, residual and second are [T, H], columns contiguous, for a weight [H], second of x's dtype."""
-    check_norm(x.products if isinstance(x, ChoiceProducts) else x, weight)
+    check_norm(x.outputs if isinstance(x, ExpertOutputs) else x, weight)
     if residual.shape != x.shape:
         require_shape("residual", residual, *x.shape)
     require_float("residual", residual)

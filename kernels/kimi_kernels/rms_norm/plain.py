@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from kimi_kernels.choice_products import Terms, plain_sum
 from kimi_kernels.constants import constant
+from kimi_kernels.moe_experts.op import Terms
+from kimi_kernels.moe_experts.plain import sum_terms
 from kimi_kernels.rms_norm.op import check_add, check_chunks, check_concat, check_norm
 
 
@@ -31,7 +32,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`AddRmsNorm`."""
     if second is not None or not isinstance(x, Tensor):
-        x = plain_sum(x, second)
+        x = sum_terms(x, second)
     check_add(x, residual, weight, None)
     total = _rounded(x + residual, residual.dtype)
     return _rounded(normalize(total, weight, eps), x.dtype), total

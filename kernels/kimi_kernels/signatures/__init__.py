@@ -9,15 +9,11 @@ from kimi_kernels.mha_attention.op import MhaAttention, StoreKv
 from kimi_kernels.mla_decode.op import MlaDecode, MlaValues, PlanMlaDecode
 from kimi_kernels.mla_prefill.op import MlaPrefill
 from kimi_kernels.mla_query.op import MlaQuery
+from kimi_kernels.moe_experts.op import MoeExperts, PackExperts, SumTerms
 from kimi_kernels.moe_route.op import RouteExperts, RouteSiluDown
 from kimi_kernels.rms_norm.op import AddRmsNorm, ChunkedRmsNorm, ConcatRmsNorm, RmsNorm
 from kimi_kernels.rope.op import Rope
 from kimi_kernels.sampling.op import MaskLogits, SampleTokens, VerifyDraftTokens
-from kimi_kernels.signatures.experts import (
-    MoeExperts,
-    PackExperts,
-    SumTerms,
-)
 from kimi_kernels.silu_mul.op import SiluDown, SiluMul
 from kimi_kernels.store_latent.op import NormStoreLatent, StoreLatent
 

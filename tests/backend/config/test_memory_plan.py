@@ -28,13 +28,13 @@ from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
-from kimi_kernels.kernel_set import KernelSet
 from support.checkpoint_folders import make_tiny
+from support.device_kernels import device_kernel_set
 from support.family_configs import DRAFT_FAMILIES, kimi_k25, mha_draft, text_config
 from support.reachable import storage_bytes
 
 CPU = torch.device("cpu")
-KERNELS = KernelSet.reference()
+KERNELS = device_kernel_set()
 K25 = KimiModelConfig.from_hf_json(kimi_k25())
 MLA_DRAFT = Eagle3DraftConfig.from_hf_json(DRAFT_FAMILIES["k2.5-eagle3-mla"], K25)
 MHA_DRAFT = Eagle3DraftConfig.from_hf_json(mha_draft([2, 30, 58]), K25)

@@ -143,10 +143,10 @@ def test_a_plain_weight_is_not_dequantized_for_rows_of_another_type() -> None:
         kernel.linear(torch.ones(2, 16), packed)
 
 
-interpreted = pytest.mark.parametrize("ops", [pytest.param(kernel, id="kernel", marks=INTERPRETED)])
+kernel_alone = pytest.mark.parametrize("ops", [pytest.param(kernel, id="kernel", marks=INTERPRETED)])
 
 
-@interpreted
+@kernel_alone
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 @pytest.mark.parametrize(("out_features", "in_features"), [(300, 160), (128, 256), (512, 96)])
 def test_many_rows_multiply_a_dequantized_weight(
@@ -157,7 +157,7 @@ def test_many_rows_multiply_a_dequantized_weight(
     check(ops, torch.randn(21, in_features), random_weight(kind, out_features, in_features))
 
 
-@interpreted
+@kernel_alone
 def test_dequantized_weights_are_the_rounded_ones(ops: ModuleType) -> None:
     for kind in ("int4", "fp8"):
         weight, identity = random_weight(kind, 200, 160), torch.eye(160)

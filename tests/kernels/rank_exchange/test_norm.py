@@ -4,7 +4,8 @@ the other programs of a row would tell, is there before."""
 import pytest
 import torch
 
-from kimi_kernels.choice_products import ChoiceProducts, plain_sum
+from kimi_kernels.moe_experts.op import ExpertOutputs
+from kimi_kernels.moe_experts.plain import sum_terms
 from kimi_kernels.rank_exchange.kernel import EMPTY_HALF, EMPTY_WORD
 from kimi_kernels.rank_exchange.kernel_norm import (
     BLOCK,
@@ -102,17 +103,17 @@ def test_two_addends_are_rounded_before_they_are_sent() -> None:
 
 def test_products_of_choices_are_summed_before_they_are_sent() -> None:
     torch.manual_seed(0)
-    choices = ChoiceProducts(
-        products=torch.randn(6, 1000).half(),
+    choices = ExpertOutputs(
+        outputs=torch.randn(6, 1000).half(),
         topk_ids=torch.tensor([[0, 5, 2], [-1, -1, -1]], dtype=torch.int32),
         topk_weights=torch.rand(2, 3),
         first_expert=0,
         num_experts=4,
     )
-    choices.products[[1, 3, 4, 5]] = torch.nan  # of an expert held elsewhere, and of padding
+    choices.outputs[[1, 3, 4, 5]] = torch.nan  # of an expert held elsewhere, and of padding
     second, residual, weight = torch.randn(2, 1000).half(), torch.randn(2, 1000).half(), torch.rand(1000).half()
     results = []
-    for term in (choices, plain_sum(choices)):
+    for term in (choices, sum_terms(choices)):
         ranks = Ranks(2, in_parts=False)
         for program in range(8):
             ranks._deliver(0, program, [torch.ones(500).half()] * 2, torch.ones(500).half())
