@@ -111,7 +111,6 @@ def server_settings(args: argparse.Namespace) -> dict[str, ServingSettings]:
     common = ServingSettings(
         checkpoint=str(args.checkpoint),
         device="cpu",
-        kernels=args.kernels,
         cpu_threads=args.cpu_threads,
         max_model_len=1024,
         metrics_interval_s=METRICS_INTERVAL_S,
@@ -173,7 +172,6 @@ def write_readme(path: Path, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
-    parser.add_argument("--kernels", default="cpu", choices=("cpu", "reference"))
     parser.add_argument("--cpu-threads", type=int, default=1)
     parser.add_argument("--held-out", type=Path, help="what `kimi_nano prepare` wrote: continue its held-out prompts")
     parser.add_argument("--num-prompts", type=int, default=20, help="of the held-out ones")
@@ -181,7 +179,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, help="write the table between the marks of this file")
     args = parser.parse_args()
     prompts = prompts_of(args)
-    report: dict[str, Any] = {**provenance(), "kernels": args.kernels, "num_prompts": len(prompts), "runs": []}
+    report: dict[str, Any] = {**provenance(), "num_prompts": len(prompts), "runs": []}
     with servers_side_by_side(server_settings(args)) as servers:
         for temperature in args.temperatures:
             cases = [

@@ -168,7 +168,7 @@ def measure(
     variant: Variant, draft: DraftCheckpoint, counts: list[int], bytes_per_us: float, device: torch.device
 ) -> Iterator[Row]:
     """Load one variant and time everything."""
-    kernels = KernelSet.triton() if device.type == "cuda" else KernelSet.reference()
+    kernels = KernelSet.triton() if device.type == "cuda" else KernelSet.plain()
     steps = Steps(load(draft, variant, kernels, device), kernels, device, max(counts))
     weights = WeightFormat(draft_format=variant.linear_format, draft_head_format=variant.head_format)
     config = steps.model.config

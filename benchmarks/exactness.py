@@ -65,7 +65,7 @@ def settings_of(args: argparse.Namespace, kernels: str, batch: int) -> ServingSe
 
 def float32(args: argparse.Namespace) -> Report:
     """Measurement a."""
-    settings = settings_of(args, "reference", args.shard)
+    settings = settings_of(args, "plain", args.shard)
     cases = _cases(args)
     found: dict[Case, dict[int, Text]] = {case: {} for case in cases}
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
@@ -118,7 +118,8 @@ def _cases(args: argparse.Namespace) -> dict[Case, list[int]]:
 
 def teacher_forced(args: argparse.Namespace) -> Report:
     """Measurement b."""
-    kernels, dtype = (KernelSet.triton(), torch.bfloat16) if args.device == "cuda" else (KernelSet.cpu(), torch.float32)
+    on_gpu = args.device == "cuda"
+    kernels, dtype = (KernelSet.triton(), torch.bfloat16) if on_gpu else (KernelSet.plain(), torch.float32)
     longest = max(map(len, args.token_ids)) + args.num_tokens + MAX_SPECULATIVE_TOKENS + 1
     target = ForcedTarget(args.checkpoint.resolve(), kernels, dtype, args.device, longest)
     report: Report = {}

@@ -101,7 +101,7 @@ def memory_gib() -> tuple[float, float]:
 
 def read_layers(checkpoint: TargetCheckpoint, order: list[str], layers: range, tp_size: int) -> Iterator[str]:
     """A line for each layer that the loader has read; its weights are dropped then, as a GPU takes them."""
-    raw = replace(KernelSet.reference(), pack_linear=lambda weight: weight, pack_experts=lambda weights: weights)
+    raw = replace(KernelSet.plain(), pack_linear=lambda weight: weight, pack_experts=lambda weights: weights)
     place = {name: index for index, name in enumerate(order)}
     cos_sin = torch.zeros(1)
     for layer in layers:

@@ -27,7 +27,7 @@ def run(num_ranks: int, *, is_cpu: bool, out: Path) -> Verdict:
     command = ["benchmarks/slice.py", "--preset", preset.value, "--layers", ",".join(map(str, depths))]
     command += ["--ks", ",".join(map(str, KS)), "--set", f"tensor_parallel_size={num_ranks}"]
     if is_cpu:
-        command += ["--set", "device=cpu", "--set", "kernels=reference"]
+        command += ["--set", "device=cpu", "--set", "kernels=plain"]
     short = ["--prompts", "64" if is_cpu else "1024", "--batches", "1,4" if is_cpu else ",".join(map(str, BATCHES))]
     folder = out / f"depth-{num_ranks}"
     status = run_command([*command, *short, "--tokens", "48", "--out", str(folder)])

@@ -35,7 +35,6 @@ def run(num_ranks: int, *, is_cpu: bool, out: Path) -> Verdict:
             max_num_seqs=BATCH_SIZE,
             max_num_batched_tokens=8192,
             device="cpu" if is_cpu else "auto",
-            kernels="reference" if is_cpu else "auto",
         )
         _measure(settings, f"{preset.value}, {layers} layers", verdict, prompt_len=64 if is_cpu else PROMPT_LEN)
     return verdict

@@ -1,4 +1,4 @@
-"""Device code of the Kimi-K2.x server, each op with a plain-torch reference of the same signature."""
+"""Device code of the Kimi-K2.x server: ops in Triton-language and in torch, of the same signatures."""
 
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata, DecodePlan
 from kimi_kernels.kernel_set import KernelSet

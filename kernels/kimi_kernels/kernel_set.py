@@ -45,21 +45,11 @@ class KernelSet:
     verify_draft_tokens: op.VerifyDraftTokens
 
     @staticmethod
-    def reference() -> "KernelSet":
-        """Plain torch, float32, row-invariant: what every other set is compared with. Needs no Triton-language."""
-        from kimi_kernels.reference import reference_kernel_set
+    def plain() -> "KernelSet":
+        """Plain torch, float32, row-invariant, on a CPU and on a GPU. Needs no Triton-language."""
+        from kimi_kernels.plain_kernels import plain_kernel_set
 
-        return reference_kernel_set()
-
-    @staticmethod
-    def cpu() -> "KernelSet":
-        """Plain torch, float32, row-invariant, and faster than the reference for the few rows of a decode step.
-
-        Its last bits differ from the reference's: products sum in another order, norms and softmax stay in float32.
-        """
-        from kimi_kernels.cpu_kernels import cpu_kernel_set
-
-        return cpu_kernel_set()
+        return plain_kernel_set()
 
     @staticmethod
     def triton() -> "KernelSet":

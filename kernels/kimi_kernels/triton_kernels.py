@@ -1,7 +1,5 @@
 """`triton_kernel_set`: the ops in Triton-language."""
 
-from dataclasses import replace
-
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.kernel import linear, logits, pack_linear, per_head_linear
 from kimi_kernels.mha_attention.kernel import mha_attention, store_kv
@@ -13,7 +11,6 @@ from kimi_kernels.moe_experts.kernel import moe_experts, pack_experts
 from kimi_kernels.moe_experts.kernel_sum import sum_terms
 from kimi_kernels.moe_route.kernel import route_experts
 from kimi_kernels.moe_route.kernel_shared import route_silu_down
-from kimi_kernels.reference import reference_kernel_set
 from kimi_kernels.rms_norm.kernel import add_rms_norm, chunked_rms_norm, concat_rms_norm, rms_norm
 from kimi_kernels.rope.kernel import rope
 from kimi_kernels.sampling.kernel import mask_logits, sample_tokens, verify_draft_tokens
@@ -25,8 +22,7 @@ from kimi_kernels.store_latent.kernel_query import norm_store_latent
 
 def triton_kernel_set() -> KernelSet:
     """Kernels for a CUDA device."""
-    return replace(
-        reference_kernel_set(),
+    return KernelSet(
         name="triton",
         row_invariant=False,
         absorb_prefill=False,

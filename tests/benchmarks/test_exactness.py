@@ -33,7 +33,7 @@ def suite() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def target(suite):
-    kernels = KernelSet.reference()
+    kernels = KernelSet.plain()
     return suite.teacher_forced.ForcedTarget(ROOT / "demo/kimi-nano", kernels, torch.float32, "cpu", longest=64)
 
 

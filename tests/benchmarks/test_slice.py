@@ -253,7 +253,7 @@ def test_prompt_steps_are_measured_both_ways() -> None:
     """The eager way finds no captured step, and leaves the graphs as they were."""
     step = PromptStep.parse("40:2:24")
     assert step.rows(96, 24, 16).seq_lens.tolist() == [25, 25, 62]
-    target, draft = runner_pair(Setting(kernels=KernelSet.reference()), "mla31", PlainRecorder())
+    target, draft = runner_pair(Setting(kernels=KernelSet.plain()), "mla31", PlainRecorder())
     eager = []
     launch = target._launch_eagerly
     target._launch_eagerly = lambda plan: eager.append(len(plan.rows.token_ids)) or launch(plan)  # type: ignore[method-assign, func-returns-value]

@@ -71,12 +71,8 @@ def attention_ops(kernels: KernelSet) -> dict[str, AttentionOp]:
     }
 
 
-ATTENTION_OPS = {
-    f"{kernels.name}: {name}": op
-    for kernels in (KernelSet.reference(), KernelSet.cpu())
-    for name, op in attention_ops(kernels).items()
-}
-PLAIN_OPS = [name for name in ATTENTION_OPS if name.endswith(("mla_decode", "mla_prefill", "mha_attention"))]
+ATTENTION_OPS = attention_ops(KernelSet.plain())
+PLAIN_OPS = ["mla_decode", "mla_prefill", "mha_attention"]
 QUERY_LENS = (1, 1, 4, 17, 1, 8, 0, 3, 20, 9)
 SEQ_LENS = (1, 70, 63, 33, 200, 8, 40, 65, 130, 16)
 

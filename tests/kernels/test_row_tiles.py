@@ -12,7 +12,7 @@ from kimi_kernels.moe_experts import plain as plain_experts
 from kimi_kernels.weights import ExpertWeights
 from support.bit_equality import assert_same_bits, normals
 
-KERNELS = KernelSet.reference()
+KERNELS = KernelSet.plain()
 ROWS, WIDTH = 150, 31
 TOLERANCE = 1e-5
 

@@ -29,7 +29,7 @@ FIELDS = request_fields((3, 7, 1, 5))
 
 
 def settings(**changes):
-    return nano_settings(**{"kernels": "reference", "kv_tokens": KV_TOKENS, **changes})
+    return nano_settings(**{"kernels": "plain", "kv_tokens": KV_TOKENS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_poisoned_pools_with_cancelled_neighbours(tmp_path, expected, num_blocks
 def test_the_start_script_serves_on_a_gpu_and_ends(tmp_path):
     names = ("checkpoint", "draft", "device", "max_model_len", "block_size")
     variables = {f"KIMI_{name.upper()}": str(getattr(settings(), name)) for name in names}
-    variables |= {"KIMI_KV_TOKENS": str(KV_TOKENS), "KIMI_KERNELS": "reference"}
+    variables |= {"KIMI_KV_TOKENS": str(KV_TOKENS), "KIMI_KERNELS": "plain"}
     with started(tmp_path, variables) as server:
         server.wait_until_healthy()
         assert KimiClient(f"localhost:{server.grpc}").generate(text_input="x", max_tokens=4).num_output_tokens > 0

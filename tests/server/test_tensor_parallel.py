@@ -36,7 +36,7 @@ def texts(client):
 def test_ranks_of_each_model(checkpoint, server, tmp_path):
     with KimiClient(f"localhost:{server.ports.grpc}") as client:
         expected = texts(client)
-    settings = serving_settings(checkpoint, tensor_parallel_size=NUM_RANKS, kernels="reference")
+    settings = serving_settings(checkpoint, tensor_parallel_size=NUM_RANKS, kernels="plain")
     with (
         running_server(settings, tmp_path) as parallel,
         KimiClient(f"localhost:{parallel.ports.grpc}") as client,

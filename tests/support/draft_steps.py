@@ -28,7 +28,7 @@ def build_draft(
     linear_format: LinearFormat = LinearFormat.NONE,
     head_format: LinearFormat | None = None,
 ) -> Eagle3Draft:
-    kernels = kernels or KernelSet.reference()
+    kernels = kernels or KernelSet.plain()
     return _build(config, InMemoryTensors(tensors), kernels, device, dtype, linear_format, head_format)
 
 
@@ -53,7 +53,7 @@ def build_stored_draft(
     source = InMemoryTensors(tensors)
     canonical = CanonicalTensors.of_draft(source, draft_tensor_specs(config), "draft", ties_head=config.ties_head)
     validate_draft(config, canonical, "draft")
-    return _build(config, canonical, kernels or KernelSet.reference())
+    return _build(config, canonical, kernels or KernelSet.plain())
 
 
 class DraftSteps:
@@ -74,7 +74,7 @@ class DraftSteps:
         """dtype: of the cache."""
         self.draft = draft
         self.kv_scale = kv_scale
-        self.kernels = kernels or KernelSet.reference()
+        self.kernels = kernels or KernelSet.plain()
         self.sequences = PagedSequences(capacities, block_size=block_size, seed=seed, device=device)
         self.cache = self.sequences.cache(draft.kv_pool_shape(self.sequences.num_blocks, block_size), dtype)
 

@@ -41,7 +41,7 @@ def run_models(group: TensorParallelGroup) -> tuple[Outputs, Reads]:
     for quantization in ("none", "int4", "fp8"):
         config = target_config(quantization, num_hidden_layers=3, moe_intermediate_size=64)
         source = CountingTensors(random_target(config))
-        target = KimiTarget(config, source, KernelSet.reference(), group, CPU, torch.float32)
+        target = KimiTarget(config, source, KernelSet.plain(), group, CPU, torch.float32)
         hidden, aux = _step_target(target)
         assert aux is not None
         outputs |= {f"{quantization} logits": target.compute_logits(hidden), f"{quantization} aux": aux}
@@ -68,7 +68,7 @@ def run_single_rank() -> tuple[Outputs, Reads]:
 
 def _run_speculation(group: TensorParallelGroup) -> Outputs:
     """Both runners in a loop; every rank makes the same plans, since every rank gets the same replies."""
-    kernels, config = KernelSet.reference(), target_config(num_hidden_layers=3)
+    kernels, config = KernelSet.plain(), target_config(num_hidden_layers=3)
     target = KimiTarget(config, CountingTensors(markov_target(config)), kernels, group, CPU, torch.float32)
     settings = markov_draft_config(config, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS))
     tensors = CountingTensors(markov_draft(settings, markov_target(config), 0.3))
@@ -95,7 +95,7 @@ def _step_target(target: KimiTarget) -> tuple[torch.Tensor, torch.Tensor | None]
     sequences = PagedSequences([NUM_TOKENS])
     cache = sequences.cache(target.kv_pool_shape(sequences.num_blocks, sequences.block_size))
     rows = sequences.rows([(0, _tokens())])
-    metadata = sequences.metadata(rows, KernelSet.reference(), target.num_heads)
+    metadata = sequences.metadata(rows, KernelSet.plain(), target.num_heads)
     return target.forward(torch.from_numpy(rows.token_ids), metadata, cache, aux_layer_ids=AUX_LAYER_IDS)
 
 
@@ -107,11 +107,11 @@ def _run_draft(
     config = draft_config(kind, target, DraftOverrides(aux_layer_ids=AUX_LAYER_IDS), draft_vocab_size=48, **fields)
     source = CountingTensors(with_biases(random_draft(config)) if biased else random_draft(config))
     draft_class: type[Eagle3Draft] = Eagle3MhaDraft if kind == "mha" else Eagle3MlaDraft
-    draft = draft_class(config, source, KernelSet.reference(), group, CPU, torch.float32)
+    draft = draft_class(config, source, KernelSet.plain(), group, CPU, torch.float32)
     sequences = PagedSequences([NUM_TOKENS])
     cache = sequences.cache(draft.kv_pool_shape(sequences.num_blocks, sequences.block_size))
     rows = sequences.rows([(0, _tokens())])
-    metadata = sequences.metadata(rows, KernelSet.reference(), draft.num_mla_heads)
+    metadata = sequences.metadata(rows, KernelSet.plain(), draft.num_mla_heads)
     normed, feedback = draft.forward(torch.from_numpy(rows.token_ids), draft.combine_aux(aux), metadata, cache)
     values, token_ids = draft.argmax(normed)
     reads[kind] = dict(source.elements_read)

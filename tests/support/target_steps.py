@@ -20,7 +20,7 @@ def build_target(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> KimiTarget:
-    kernels = kernels or KernelSet.reference()
+    kernels = kernels or KernelSet.plain()
     return KimiTarget(config, InMemoryTensors(tensors), kernels, SingleRank(), device, dtype)
 
 

@@ -41,7 +41,7 @@ def tiny_settings(folder: Path, **changes: Any) -> ServingSettings:
         "kv_tokens": 2048,
         "max_num_seqs": 8,
         "device": "cpu",
-        "kernels": "reference",
+        "kernels": "plain",
     }
     return ServingSettings(**(values | changes))
 

@@ -45,7 +45,7 @@ def target_runner(
     kernels: KernelSet | None = None,
 ) -> OwnedRunner:
     """A runner whose pool is full of NaN."""
-    kernels = kernels or KernelSet.reference()
+    kernels = kernels or KernelSet.plain()
     model = build_target(config, random_target(config) if tensors is None else tensors, kernels)
     pool = pool_of(model.kv_pool_shape, float("nan"))
     return OwnedRunner(TargetRunner(model, kernels, pool, LIMITS, aux_layer_ids), pool)
@@ -67,7 +67,7 @@ def draft_runner(
     kernels: KernelSet | None = None,
 ) -> OwnedDraftRunner:
     """A runner whose pool is full of NaN."""
-    kernels = kernels or KernelSet.reference()
+    kernels = kernels or KernelSet.plain()
     model = build_draft(config, random_draft(config) if tensors is None else tensors, kernels)
     pool = pool_of(model.kv_pool_shape, float("nan"))
     return OwnedDraftRunner(DraftRunner(model, kernels, pool, LIMITS, torch.float32), model, pool)

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS
+from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS, REMOVED_VALUES
 from kimi_backend.errors import ConfigError
 from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
@@ -61,8 +61,8 @@ class ServingSettings:
     )
     kernels: str = _setting(
         "auto",
-        "Kernel set: `reference` and `cpu` are row-invariant, `cpu` is the faster there, `triton` is for a GPU.",
-        choices=("auto", "reference", "cpu", "triton"),
+        "Kernel set: `plain` is row-invariant, on a CPU and on a GPU; `triton` is for a GPU, and faster there.",
+        choices=("auto", "plain", "triton"),
     )
     tensor_parallel_size: int = _setting(
         1, "GPUs that share both models, each GPU in a process of its own. On a CPU: processes.", minimum=1
@@ -330,6 +330,8 @@ def _parse(name: str, text: str, kind: type | types.UnionType) -> Any:
 
 def _check(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     choices, minimum, maximum = bounds.get("choices"), bounds.get("minimum"), bounds.get("maximum")
+    if (name, value) in REMOVED_VALUES:
+        raise ConfigError(f"setting {name}: {value!r} was removed: {REMOVED_VALUES[name, value]}")
     if choices is not None and value not in choices:
         allowed = ", ".join(repr(c) for c in choices)
         raise ConfigError(f"setting {name}: {value!r} given, one of {allowed} is allowed")

@@ -28,7 +28,7 @@ from support.draft_steps import DraftSteps
 from support.target_steps import TargetSteps
 
 CPU = torch.device("cpu")
-KERNELS = KernelSet.reference()
+KERNELS = KernelSet.plain()
 TOKENS = [3, 1500, 77, 2047, 256, 9]
 
 

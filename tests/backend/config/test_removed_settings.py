@@ -7,7 +7,7 @@ import typing
 import pytest
 
 from kimi_backend.config.known_variables import warnings_of_unknown
-from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS
+from kimi_backend.config.removed_settings import FORMER_NAMES, REMOVED_SETTINGS, REMOVED_VALUES
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 
@@ -38,6 +38,16 @@ def test_a_former_name_is_read_behind_the_present_one(name: str, former: str) ->
         assert getattr(ServingSettings.from_parameters(parameters, environment), name) == other
     assert getattr(ServingSettings.from_parameters({former: other, name: default}, {}), name) == default
     assert warnings_of_unknown([variable]) == []
+
+
+@pytest.mark.parametrize(("name", "value"), REMOVED_VALUES)
+def test_a_value_is_named_with_what_to_write_instead(name: str, value: str) -> None:
+    message = f"^setting {name}: '{value}' was removed: write 'plain'"
+    with pytest.raises(ConfigError, match=message):
+        ServingSettings.from_parameters({name: value}, {})
+    with pytest.raises(ConfigError, match=message):
+        ServingSettings.from_parameters({}, {f"KIMI_{name.upper()}": value})
+    ServingSettings.from_parameters({name: "plain"}, {})
 
 
 def test_none_is_a_setting_still() -> None:

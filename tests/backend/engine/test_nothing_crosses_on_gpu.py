@@ -60,7 +60,7 @@ class Loaded:
             self.pair[1].runner = draft
 
 
-@pytest.fixture(scope="module", params=["reference", "triton"])
+@pytest.fixture(scope="module", params=["plain", "triton"])
 def loaded(request: pytest.FixtureRequest) -> Loaded:
     pairs = [nano_pair(kernels=request.param, num_blocks=NUM_BLOCKS) for _ in range(2)]
     return Loaded(request.param, pairs[0], [(target.runner, draft.runner) for target, draft in pairs])
@@ -74,7 +74,7 @@ def requests() -> list[GenerateRequest]:
 @pytest.fixture(scope="module")
 def expected(loaded: Loaded, requests: list[GenerateRequest]) -> list[list[int]] | None:
     """Each request alone, without speculation, in a clean pool; None where tokens depend on the batch."""
-    if loaded.kernels != "reference":
+    if loaded.kernels != "plain":
         return None
     found = []
     for request in without_speculation(requests):

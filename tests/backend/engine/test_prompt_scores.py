@@ -13,7 +13,6 @@ from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from kimi_backend.types.scoring import TokenScores
-from kimi_kernels import KernelSet
 from support.engine_runs import EngineHarness, Outcome, generate
 from support.tiny_checkpoints import random_target
 from support.tiny_configs import draft_config, target_json
@@ -29,9 +28,9 @@ TOLERANCE = 2e-5
 """The rounding of float32 log-probabilities of some -5."""
 
 
-@pytest.fixture(scope="module", params=[KernelSet.reference(), KernelSet.cpu()], ids=lambda kernels: kernels.name)
-def target(request: pytest.FixtureRequest) -> OwnedRunner:
-    return target_runner(TARGET, TENSORS, aux_layer_ids=(1, 2, 3), kernels=request.param)
+@pytest.fixture(scope="module")
+def target() -> OwnedRunner:
+    return target_runner(TARGET, TENSORS, aux_layer_ids=(1, 2, 3))
 
 
 @pytest.fixture(scope="module")

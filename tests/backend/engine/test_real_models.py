@@ -9,7 +9,6 @@ from kimi_backend.config.draft_config import DraftOverrides
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import GenerateRequest
-from kimi_kernels import KernelSet
 from support.engine_runs import generate
 from support.markov_models import markov_draft, markov_draft_config, markov_target
 from support.random_requests import random_requests
@@ -23,15 +22,9 @@ EOS = {3}
 MANY = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=64)
 
 
-@pytest.fixture(scope="module", params=[KernelSet.reference(), KernelSet.cpu()], ids=lambda kernels: kernels.name)
-def kernels(request: pytest.FixtureRequest) -> KernelSet:
-    chosen: KernelSet = request.param
-    return chosen
-
-
 @pytest.fixture(scope="module")
-def target(kernels: KernelSet) -> OwnedRunner:
-    return target_runner(TARGET, markov_target(TARGET), aux_layer_ids=AUX_LAYER_IDS, kernels=kernels)
+def target() -> OwnedRunner:
+    return target_runner(TARGET, markov_target(TARGET), aux_layer_ids=AUX_LAYER_IDS)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +41,11 @@ def expected(target: OwnedRunner, requests: list[GenerateRequest]) -> list[list[
     return [outcome.token_ids for outcome in generate(target.runner, None, plain, settings, EOS)]
 
 
-def make_draft(kind: str, kernels: KernelSet) -> DraftRunner:
+def make_draft(kind: str) -> DraftRunner:
     if kind == "good":
         config = markov_draft_config(TARGET, AUX, draft_vocab_size=48)
-        return draft_runner(config, markov_draft(config, markov_target(TARGET), 0.1), kernels=kernels).runner
-    return draft_runner(draft_config(kind, TARGET, AUX), kernels=kernels).runner
+        return draft_runner(config, markov_draft(config, markov_target(TARGET), 0.1)).runner
+    return draft_runner(draft_config(kind, TARGET, AUX)).runner
 
 
 def tokens_with(
@@ -66,37 +59,30 @@ def tokens_with(
 
 
 @pytest.mark.parametrize("k", [1, 3, 4, 7])
-def test_any_k(
-    target: OwnedRunner, kernels: KernelSet, requests: list[GenerateRequest], expected: list[list[int]], k: int
-) -> None:
-    assert tokens_with(target, make_draft("good", kernels), requests, MANY, k) == expected
+def test_any_k(target: OwnedRunner, requests: list[GenerateRequest], expected: list[list[int]], k: int) -> None:
+    assert tokens_with(target, make_draft("good"), requests, MANY, k) == expected
 
 
 @pytest.mark.parametrize("kind", ["mla", "mla31", "mha"])
-def test_any_draft(
-    target: OwnedRunner, kernels: KernelSet, requests: list[GenerateRequest], expected: list[list[int]], kind: str
-) -> None:
-    assert tokens_with(target, make_draft(kind, kernels), requests, MANY, 3) == expected
+def test_any_draft(target: OwnedRunner, requests: list[GenerateRequest], expected: list[list[int]], kind: str) -> None:
+    assert tokens_with(target, make_draft(kind), requests, MANY, 3) == expected
 
 
 @pytest.mark.parametrize(("rows", "num_seqs"), [(8, 3), (23, 8), (128, 8)])
 def test_any_batch_and_chunk(
     target: OwnedRunner,
-    kernels: KernelSet,
     requests: list[GenerateRequest],
     expected: list[list[int]],
     rows: int,
     num_seqs: int,
 ) -> None:
     settings = SchedulerSettings(max_num_seqs=num_seqs, max_num_batched_tokens=rows)
-    assert tokens_with(target, make_draft("good", kernels) if rows != 23 else None, requests, settings, 3) == expected
+    assert tokens_with(target, make_draft("good") if rows != 23 else None, requests, settings, 3) == expected
 
 
-def test_a_draft_that_is_the_target_is_always_accepted(
-    target: OwnedRunner, kernels: KernelSet, requests: list[GenerateRequest]
-) -> None:
+def test_a_draft_that_is_the_target_is_always_accepted(target: OwnedRunner, requests: list[GenerateRequest]) -> None:
     config = markov_draft_config(TARGET, AUX)
-    draft = draft_runner(config, markov_draft(config, markov_target(TARGET), 0.0), kernels=kernels).runner
+    draft = draft_runner(config, markov_draft(config, markov_target(TARGET), 0.0)).runner
     coupled = [
         replace(
             request,

@@ -45,7 +45,7 @@ def test_int4_is_closer_than_by_the_largest_magnitude() -> None:
 
 @pytest.mark.parametrize("linear_format", QUANTIZED)
 def test_kernels_multiply_with_the_rounded_weight(linear_format: LinearFormat) -> None:
-    reference, matrix, x = KernelSet.reference(), weight(64, 96), weight(5, 96)
+    reference, matrix, x = KernelSet.plain(), weight(64, 96), weight(5, 96)
     kernels = quantizing_kernels(reference, linear_format)
     product = kernels.linear(x, kernels.pack_linear(matrix))
     rounded = reference.linear(x, reference.pack_linear(dequantize(quantize(matrix, linear_format))))
@@ -54,7 +54,7 @@ def test_kernels_multiply_with_the_rounded_weight(linear_format: LinearFormat) -
 
 
 def test_none_changes_nothing() -> None:
-    reference = KernelSet.reference()
+    reference = KernelSet.plain()
     assert quantizing_kernels(reference, LinearFormat.NONE) is reference
 
 

@@ -36,7 +36,7 @@ def test_rows_whose_shared_expert_runs_beside_the_others(
 ) -> None:
     config = target_config(moe_intermediate_size=width, num_hidden_layers=2)
     loader = target_loader(
-        config, InMemoryTensors(random_target(config)), KernelSet.reference(), SingleRank(), CPU, torch.float32
+        config, InMemoryTensors(random_target(config)), KernelSet.plain(), SingleRank(), CPU, torch.float32
     )
     layer = MoeMlp(loader.scoped("model.layers.1.mlp"), config)
     found = []

@@ -40,7 +40,7 @@ class Rank:
 def loader(tensors: Tensors, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> WeightLoader:
     return WeightLoader(
         InMemoryTensors(tensors),
-        KernelSet.reference(),
+        KernelSet.plain(),
         Rank(rank, size),
         CPU,
         dtype,

@@ -57,7 +57,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def compare(json: dict[str, Any], tensors: Tensors, seed: int) -> None:
-    config, kernels = KimiModelConfig.from_hf_json(json), KernelSet.reference()
+    config, kernels = KimiModelConfig.from_hf_json(json), KernelSet.plain()
     num_layers = config.num_hidden_layers
     tokens = torch.randint(0, config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode():

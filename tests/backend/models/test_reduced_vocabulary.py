@@ -33,7 +33,7 @@ def checkpoint(kind: str, draft_vocab_size: int, *, with_head: bool = True) -> D
 
 def build(draft: DraftCheckpoint, rank: SingleRank | None = None) -> Eagle3Draft:
     kind = Eagle3MlaDraft if "mla" in type(draft.config).__name__.lower() else Eagle3MhaDraft
-    return kind(draft.config, draft.tensors, KernelSet.reference(), rank or SingleRank(), CPU, torch.float32)  # type: ignore[arg-type]
+    return kind(draft.config, draft.tensors, KernelSet.plain(), rank or SingleRank(), CPU, torch.float32)  # type: ignore[arg-type]
 
 
 def normed(num_rows: int = 40) -> torch.Tensor:

@@ -58,7 +58,7 @@ def test_target_on_four_ranks() -> None:
         target = KimiTarget(config, source, kernels, group, CPU, torch.float32)
         return TargetSteps(target, kernels, [sum(SPLITS)], aux_layer_ids=AUX_LAYER_IDS).run(tokens(), SPLITS)
 
-    expected = run(KernelSet.reference(), SingleRank())
+    expected = run(KernelSet.plain(), SingleRank())
     for results in run_ranks(4, lambda group: run(KernelSet.triton(), group)):
         for ours, theirs in zip(results, expected, strict=True):
             assert_close(ours, theirs)
@@ -94,7 +94,7 @@ def test_draft(kind: str, draft_vocab_size: int, size: int) -> None:
         normed = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(2))
         return torch.cat(logits), draft.argmax(normed)[1]
 
-    expected, best = run(KernelSet.reference(), SingleRank())
+    expected, best = run(KernelSet.plain(), SingleRank())
     for found, our_best in run_ranks(size, lambda group: run(KernelSet.triton(), group)):
         assert_close(found, expected)
         assert torch.equal(our_best, best)
@@ -134,7 +134,7 @@ def test_what_does_not_divide_is_refused(fields: dict[str, Any], message: str) -
     config = target_config("int4", **GEOMETRY | {"moe_intermediate_size": 256} | fields, num_hidden_layers=2)
     source = InMemoryTensors(random_target(config))
     with pytest.raises(CheckpointError, match=message):
-        KimiTarget(config, source, KernelSet.reference(), SingleRank(rank=0, size=8), CPU, torch.float32)
+        KimiTarget(config, source, KernelSet.plain(), SingleRank(rank=0, size=8), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("quantization", [QuantizationMethod.FP8, QuantizationMethod.NONE])
@@ -155,6 +155,6 @@ def test_experts_of_two_ranks(quantization: QuantizationMethod) -> None:
             sums.append(kernels.sum_terms(terms.first, terms.second))
         return group.all_reduce(torch.cat(sums))
 
-    expected = run(KernelSet.reference(), SingleRank())
+    expected = run(KernelSet.plain(), SingleRank())
     for found in run_ranks(2, lambda group: run(KernelSet.triton(), group)):
         assert_close(found, expected)

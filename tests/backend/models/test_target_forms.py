@@ -21,9 +21,7 @@ Change = Callable[[Tensors], Tensors]
 
 
 def run(config: KimiModelConfig, tensors: Tensors) -> torch.Tensor:
-    return TargetSteps(build_target(config, tensors), KernelSet.reference(), [len(TOKENS)]).run(TOKENS, [len(TOKENS)])[
-        0
-    ]
+    return TargetSteps(build_target(config, tensors), KernelSet.plain(), [len(TOKENS)]).run(TOKENS, [len(TOKENS)])[0]
 
 
 def opened(folder: Path, fields: dict[str, Any], tensors: Tensors) -> torch.Tensor:

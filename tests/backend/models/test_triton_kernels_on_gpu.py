@@ -80,7 +80,7 @@ def test_target(quantization: str) -> None:
     config, device = large_target(quantization), torch.device("cuda")
     tensors, tokens = in_bf16(random_target(config)), random_tokens(sum(SPLITS))
     results = []
-    for kernels, dtype in ((KernelSet.reference(), torch.float32), (KernelSet.triton(), torch.bfloat16)):
+    for kernels, dtype in ((KernelSet.plain(), torch.float32), (KernelSet.triton(), torch.bfloat16)):
         target = build_target(config, tensors, kernels, device, dtype)
         steps = TargetSteps(
             target,
@@ -106,7 +106,7 @@ def compare_drafts(config: DraftConfig, tensors: Tensors, linear_format: LinearF
     device, tokens = torch.device("cuda"), random_tokens(sum(SPLITS))
     aux = torch.randn(sum(SPLITS), 3 * 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
     results = []
-    for kernels, dtype in ((KernelSet.reference(), torch.float32), (KernelSet.triton(), torch.bfloat16)):
+    for kernels, dtype in ((KernelSet.plain(), torch.float32), (KernelSet.triton(), torch.bfloat16)):
         draft = build_draft(config, tensors, kernels, device, dtype, linear_format)
         steps = DraftSteps(draft, [sum(SPLITS)], block_size=64, kernels=kernels, device=device, dtype=dtype)
         logits, start, feedback = [], 0, torch.empty(0)

@@ -99,7 +99,7 @@ class Harness:
         )
         vocabulary: VocabularyMap | None = self.owned.model.vocabulary_map
         inputs = SamplingInputs(**tensors)
-        output = KernelSet.reference().sample_tokens(logits.float()[None], inputs, rows, vocabulary)
+        output = KernelSet.plain().sample_tokens(logits.float()[None], inputs, rows, vocabulary)
         return int(output.token_ids[0])
 
 

@@ -10,7 +10,7 @@ from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
 from kimi_kernels.kernel_set import KernelSet
 
-ABSORBED = KernelSet.reference()
+ABSORBED = KernelSet.plain()
 SPLIT = dataclasses.replace(ABSORBED, absorb_prefill=False)
 BLOCK_SIZE = 4
 HUGE = 2**30

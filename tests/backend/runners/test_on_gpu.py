@@ -126,7 +126,7 @@ def test_the_reference_kernels_give_the_same_text_as_on_a_cpu(
     """Greedy; a tiny random model's logits are far apart, so rounding does not change a token."""
     texts = []
     for device in ("cpu", "cuda"):
-        target, drafting = runners(KernelSet.reference(), torch.device(device), torch.float32, draft)
+        target, drafting = runners(KernelSet.plain(), torch.device(device), torch.float32, draft)
         texts.append(SpeculativeLoop(target, drafting, PROMPTS, [3, 1, 7]).run(30, chunk_size=12))
         assert target.describe().device == (device if device == "cpu" else drafting.describe().device)
     assert texts[0] == texts[1]

@@ -17,7 +17,7 @@ from support.captured_runners import Setting, runner_pair
 from support.made_up_costs import linear_costs
 from support.plain_recorder import PlainRecorder
 
-SETTING = Setting(kernels=KernelSet.cpu())
+SETTING = Setting(kernels=KernelSet.plain())
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def owned() -> OwnedRunner:
 def expected_logits() -> list[torch.Tensor]:
     """[40, vocab_size] of each sequence, from the model alone."""
     target = build_target(CONFIG, random_target(CONFIG))
-    return [TargetSteps(target, KernelSet.reference(), [40]).run(tokens, [40])[0] for tokens in TOKENS]
+    return [TargetSteps(target, KernelSet.plain(), [40]).run(tokens, [40])[0] for tokens in TOKENS]
 
 
 def plan(chunks: list[tuple[int, int, list[int], int]], **fields: object) -> TargetPlan:
@@ -90,7 +90,7 @@ def test_draft_tokens_are_accepted_while_they_are_the_argmax(
     right = [TOKENS[0][20], best[0][20], 5]
     wrong = [TOKENS[2][20], (best[2][20] + 1) % 96]
     reply = owned.runner.launch(plan([(0, 20, right, 3), (1, 20, TOKENS[1][20:25], 0), (2, 20, wrong, 2)])).wait()
-    follow = TargetSteps(build_target(CONFIG, random_target(CONFIG)), KernelSet.reference(), [40])
+    follow = TargetSteps(build_target(CONFIG, random_target(CONFIG)), KernelSet.plain(), [40])
     logits, _ = follow.run([*TOKENS[0][:20], *right], [23])
     drawn = logits[20:].argmax(dim=1).tolist()
     assert drawn[0] == best[0][20]
@@ -165,7 +165,7 @@ def test_aux_hidden_states_come_by_row_when_a_sequence_wants_them(owned: OwnedRu
     chunks = [(s, 0, TOKENS[s][:20], 1) for s in range(3)]
     reply = owned.runner.launch(plan(chunks, wants_aux=np.array([False, True, False]))).wait()
     steps = TargetSteps(
-        build_target(CONFIG, random_target(CONFIG)), KernelSet.reference(), [40], aux_layer_ids=AUX_LAYER_IDS
+        build_target(CONFIG, random_target(CONFIG)), KernelSet.plain(), [40], aux_layer_ids=AUX_LAYER_IDS
     )
     _, expected = steps.run(TOKENS[1][:20], [20])
     assert reply.aux.tensor is not None
@@ -214,12 +214,12 @@ def test_max_model_len_beyond_the_checkpoints_is_refused() -> None:
     model = build_target(CONFIG, random_target(CONFIG))
     limits = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=1, max_model_len=513)
     with pytest.raises(ConfigError, match="max_model_len: 513 given, at most 512"):
-        TargetRunner(model, KernelSet.reference(), owned.pool, limits)
+        TargetRunner(model, KernelSet.plain(), owned.pool, limits)
 
 
 def test_a_kernel_set_with_a_prefill_kernel_serves_any_order_of_chunks() -> None:
     """Long chunks first, a verify after them: the same tokens as all absorbed."""
-    split = dataclasses.replace(KernelSet.reference(), absorb_prefill=False)
+    split = dataclasses.replace(KernelSet.plain(), absorb_prefill=False)
     replies = []
     for kernels in (None, split):
         owned = target_runner(CONFIG, aux_layer_ids=AUX_LAYER_IDS, kernels=kernels)
@@ -236,7 +236,7 @@ def test_pools_of_fewer_bits(
     dtype: torch.dtype, scale: float, tolerance: float, expected_logits: list[torch.Tensor]
 ) -> None:
     """Log-probabilities move by the rounding of the cached values, and no more."""
-    model, kernels = build_target(CONFIG, random_target(CONFIG)), KernelSet.reference()
+    model, kernels = build_target(CONFIG, random_target(CONFIG)), KernelSet.plain()
     pool = KvPool.allocate(model.kv_pool_shape, NUM_BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"), scale)
     runner = TargetRunner(model, kernels, pool, LIMITS, AUX_LAYER_IDS)
     assert runner.describe().kv_cache_dtype == str(dtype).removeprefix("torch.")

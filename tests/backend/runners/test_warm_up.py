@@ -9,7 +9,7 @@ from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.warm_up import idle_chunk, prefill_lengths
 from kimi_kernels.kernel_set import KernelSet
 
-BUILDER = MetadataBuilder(kernels=KernelSet.reference(), block_size=16, num_mla_heads=4)
+BUILDER = MetadataBuilder(kernels=KernelSet.plain(), block_size=16, num_mla_heads=4)
 POOL = KvPool(tensor=torch.zeros(1, 3, 16, 8))
 
 

@@ -47,8 +47,8 @@ from support.loopback_workers import LoopbackWorkers
 from support.plain_recorder import PlainRecorder
 from support.waiting import PATIENCE_S, wait_for
 
-SETTING = Setting(kernels=KernelSet.cpu())
-ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.cpu(), 2.5, torch.device("cpu")))
+SETTING = Setting(kernels=KernelSet.plain())
+ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.plain(), 2.5, torch.device("cpu")))
 """Draft tokens become the text: these models agree on none by themselves."""
 
 LET_GO = "a step waits no longer for the other runner"

@@ -372,7 +372,7 @@ def test_plain_values_are_the_two_ops() -> None:
     q, cache = inputs(case, 8)
     w_uv = torch.randn(8, LORA_RANK, 40)
     latents, _ = naive.mla_decode(q, cache, case.batch, LORA_RANK, SCALE)
-    found = KernelSet.cpu().mla_values(q, cache, case.batch, w_uv, SCALE)
+    found = KernelSet.plain().mla_values(q, cache, case.batch, w_uv, SCALE)
     assert worst_row_error(found, torch.einsum("tnl,nlv->tnv", latents, w_uv.double())) < TOLERANCE[torch.float32]
 
 

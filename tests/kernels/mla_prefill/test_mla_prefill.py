@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """norm(error) / norm(row). Narrow types: up-projected keys and values are rounded too, bfloat16 towards zero in the
 interpreter."""
 Ops = ModuleType | SimpleNamespace
-ABSORBED = SimpleNamespace(mla_prefill=KernelSet.cpu().mla_prefill)
+ABSORBED = SimpleNamespace(mla_prefill=KernelSet.plain().mla_prefill)
 every_implementation = pytest.mark.parametrize(
     "ops", [pytest.param(ABSORBED, id="absorbed"), pytest.param(kernel, id="kernel", marks=INTERPRETED)]
 )

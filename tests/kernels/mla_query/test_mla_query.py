@@ -37,7 +37,7 @@ def check(op: MlaQuery, case: tuple[Tensor, Tensor, Tensor, Tensor], interleaved
 
 @pytest.mark.parametrize(
     "op",
-    [pytest.param(KernelSet.cpu().mla_query, id="plain"), pytest.param(mla_query, id="kernel", marks=INTERPRETED)],
+    [pytest.param(KernelSet.plain().mla_query, id="plain"), pytest.param(mla_query, id="kernel", marks=INTERPRETED)],
 )
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -129,7 +129,7 @@ def test_a_wrong_argument_is_named(ops: ModuleType, change: dict[str, Tensor], m
 
 every_set = pytest.mark.parametrize(
     "kernels",
-    [pytest.param(KernelSet.cpu(), id="plain"), pytest.param(KernelSet.triton(), id="kernel", marks=INTERPRETED)],
+    [pytest.param(KernelSet.plain(), id="plain"), pytest.param(KernelSet.triton(), id="kernel", marks=INTERPRETED)],
 )
 
 

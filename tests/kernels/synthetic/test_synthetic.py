@@ -113,7 +113,7 @@ def test_chances_by_position_do_not_depend_on_the_number() -> None:
 @pytest.mark.parametrize(("length", "k"), [(3.0, 3), (1.0, 3), (2.5, 7), (4.0, 3), (9.0, 2), (1.7, 1)])
 def test_rounds_emit_the_length_asked_for(length: float, k: int) -> None:
     """Through the real verify op, round after round, each where the one before ended."""
-    kernels = with_synthetic_acceptance(KernelSet.reference(), length, CPU)
+    kernels = with_synthetic_acceptance(KernelSet.plain(), length, CPU)
     num_seqs, num_rounds, vocab_size = 64, 60, 16
     lengths = torch.full((num_seqs,), 5)
     emitted, histogram = 0, torch.zeros(k + 1)
@@ -150,7 +150,7 @@ def test_chances_add_up_to_the_length() -> None:
 
 
 def test_only_the_ops_named_are_replaced() -> None:
-    torch_ops = KernelSet.reference()
+    torch_ops = KernelSet.plain()
     routed = with_uniform_routing(torch_ops)
     assert routed.route_experts is not torch_ops.route_experts
     assert routed.sample_tokens is torch_ops.sample_tokens

@@ -193,4 +193,4 @@ def test_a_count_that_cannot_be_is_cut() -> None:
 
 
 def test_a_set_brings_its_own_ops() -> None:
-    assert token_table_ops(KernelSet.reference()) is plain
+    assert token_table_ops(KernelSet.plain()) is plain

@@ -8,7 +8,7 @@ from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
 from kimi_kernels.kernel_set import KernelSet
 
-_DEVICES_OF_KERNELS = {"reference": ("cpu", "cuda"), "cpu": ("cpu",), "triton": ("cuda",)}
+_DEVICES_OF_KERNELS = {"plain": ("cpu", "cuda"), "triton": ("cuda",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ def place(settings: ServingSettings, rank: int = 0) -> Placement:
     name = settings.device if settings.device != "auto" else ("cuda" if has_gpu else "cpu")
     if name == "cuda" and not has_gpu:
         raise ConfigError("setting device: cuda given, but torch sees no GPU here; cpu is allowed")
-    chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "cpu")
+    chosen = settings.kernels if settings.kernels != "auto" else ("triton" if name == "cuda" else "plain")
     if name not in _DEVICES_OF_KERNELS[chosen]:
         allowed = " or ".join(kernels for kernels, devices in _DEVICES_OF_KERNELS.items() if name in devices)
         raise ConfigError(f"setting kernels: {chosen} given, which does not run on {name}; {allowed} is allowed there")

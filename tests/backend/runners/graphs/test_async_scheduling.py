@@ -22,7 +22,7 @@ from support.engine_runs import EngineHarness
 from support.plain_recorder import PlainRecorder
 from support.speculative_loop import SpeculativeLoop
 
-SETTING = Setting(kernels=KernelSet.cpu())
+SETTING = Setting(kernels=KernelSet.plain())
 EOS = 3
 
 

@@ -24,7 +24,7 @@ from support.plain_recorder import PlainRecorder
 from support.speculative_loop import SpeculativeLoop
 
 KINDS = ["mla31", "mla", "mha"]
-SETTING = Setting(kernels=KernelSet.cpu())
+SETTING = Setting(kernels=KernelSet.plain())
 GENERATOR = np.random.default_rng(0)
 
 

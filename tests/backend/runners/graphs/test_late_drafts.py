@@ -18,7 +18,7 @@ from support.engine_runs import EngineHarness
 from support.plain_recorder import PlainRecorder
 from support.random_policy import RandomPolicy
 
-ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.cpu(), 2.5, torch.device("cpu")))
+ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.plain(), 2.5, torch.device("cpu")))
 """Draft tokens become the text, so one wrong number shows."""
 REQUESTS = [
     GenerateRequest(
@@ -58,7 +58,7 @@ def run(
 
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
 def test_captured_steps_propose_what_plain_ones_do(kind: str) -> None:
-    setting = Setting(kernels=KernelSet.cpu())
+    setting = Setting(kernels=KernelSet.plain())
     _, plain = run(kind, setting, is_captured=False, async_scheduling=False)
     _, captured = run(kind, setting, is_captured=True, async_scheduling=False)
     assert sum(len(step) for step in plain) > 40
@@ -77,7 +77,7 @@ def test_an_overlapped_draft_proposes_what_one_that_waits_does(kind: str) -> Non
 
 def test_a_late_draft_proposes_what_one_that_never_saw_the_beginning_would() -> None:
     """Its plan says where its slots begin and which token it draws."""
-    target, draft = runner_pair(Setting(kernels=KernelSet.cpu()), "mla31", None)
+    target, draft = runner_pair(Setting(kernels=KernelSet.plain()), "mla31", None)
     plans: list[DraftPlan] = []
     launch = draft.launch
 

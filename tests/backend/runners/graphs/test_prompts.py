@@ -15,7 +15,7 @@ from support.captured_steps import assert_equal_steps, step_in_order
 from support.plain_recorder import PlainRecorder
 from support.speculative_loop import SpeculativeLoop
 
-SETTING = Setting(kernels=KernelSet.cpu())
+SETTING = Setting(kernels=KernelSet.plain())
 GENERATOR = np.random.default_rng(4)
 LENGTHS = [3, 90, 41, 9]
 """One prompt of a verify's size, and three longer ones."""

@@ -25,7 +25,7 @@ WORKED_OUT = {"seq_lens", "positions", "slots", "token_index", "is_wanted", "cou
 @pytest.fixture(scope="module")
 def step() -> Step:
     """Two sequences where the buckets hold four."""
-    pair = runner_pair(Setting(kernels=KernelSet.cpu()), "mla31", None)
+    pair = runner_pair(Setting(kernels=KernelSet.plain()), "mla31", None)
     return SpeculativeLoop(*pair, [[1, 2, 3], [1, 2]], [3, 3]).step()
 
 

@@ -30,8 +30,8 @@ from support.engine_runs import EngineHarness
 from support.plain_recorder import PlainRecorder
 from support.speculative_loop import SpeculativeLoop, Step
 
-SETTING = Setting(kernels=KernelSet.cpu())
-ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.cpu(), 2.5, torch.device("cpu")))
+SETTING = Setting(kernels=KernelSet.plain())
+ACCEPTING = Setting(kernels=with_synthetic_acceptance(KernelSet.plain(), 2.5, torch.device("cpu")))
 """Draft tokens become the text: these models agree on none by themselves."""
 GENERATOR = np.random.default_rng(7)
 

@@ -21,7 +21,7 @@ from support.loopback_workers import LoopbackWorkers
 from support.plain_recorder import PlainRecorder
 from support.random_requests import random_requests
 
-SETTING = Setting(kernels=KernelSet.cpu())
+SETTING = Setting(kernels=KernelSet.plain())
 
 
 def two_ranks(*, captures: bool) -> tuple[list[tuple[TargetRunner, DraftRunner]], LoopbackWorkers]:

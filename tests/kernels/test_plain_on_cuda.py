@@ -1,4 +1,4 @@
-"""The reference ops on a CUDA device give what they give on the CPU, within the rounding of float32 products."""
+"""The plain ops on a CUDA device give what they give on the CPU, within the rounding of float32 products."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from support.bit_equality import Result, assert_same_bits, normals
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = KernelSet.reference()
+KERNELS = KernelSet.plain()
 EPS = 1e-6
 TOLERANCE = 1e-4
 POSITIONS = torch.arange(20)

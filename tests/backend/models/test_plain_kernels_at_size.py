@@ -1,5 +1,5 @@
-"""The trained demo target on the CPU kernel set and on the reference: their logits differ by rounding, and a token or a
-router's choice differs only where its runner-up is closer than that."""
+"""The trained demo target with products of single rows, as a CPU takes them, and on tiles: logits differ by rounding,
+and a token or a router's choice differs only where its runner-up is closer than that."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
 from kimi_backend.text.tokenizer import load_tokenizer
 from kimi_kernels import KernelSet
+from kimi_kernels.linear import plain
 from kimi_kernels.sampling.plain import gumbel_rows
 from kimi_kernels.synthetic_sets import with_router
 from support.target_steps import CPU, TargetSteps
@@ -70,8 +71,12 @@ def tokens() -> list[int]:
 
 @pytest.fixture(scope="module")
 def runs(tokens: list[int]) -> tuple[Run, Run]:
-    """(reference, cpu)."""
-    return run(KernelSet.reference(), tokens), run(KernelSet.cpu(), tokens)
+    """(On tiles, by rows)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "pack_half", lambda weight: None)
+        patch.setattr(plain, "keeps_rows_aligned", lambda *widths: False)
+        on_tiles = run(KernelSet.plain(), tokens)
+    return on_tiles, run(KernelSet.plain(), tokens)
 
 
 def flipped_rows(runs: tuple[Run, Run]) -> Tensor:
@@ -113,7 +118,7 @@ def test_a_token_differs_only_where_the_runner_up_is_inside_the_noise(
 
 def test_chunks_and_verifies_give_the_bits_of_the_whole(runs: tuple[Run, Run], tokens: list[int]) -> None:
     """The trained model's weights take the float16 products, which the tiny models' float32 weights do not."""
-    kernels = KernelSet.cpu()
+    kernels = KernelSet.plain()
     target = load(kernels)
     splits = [200, 64, 9, 1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 17, 33]
     splits.append(NUM_TOKENS - sum(splits))
