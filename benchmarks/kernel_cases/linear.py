@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernel_cases import Case, Prepared, num_input_sets, relative_error
 from kimi_kernels import KernelSet
-from kimi_kernels.quantization.reference import dequantize, quantize_fp8
+from kimi_kernels.quantization.plain import dequantize, quantize_fp8
 from kimi_kernels.weights import Int4Weight, Weight
 
 BYTES_A_WEIGHT = {"int4": 0.5 + 2 / 32, "fp8": 1 + 4 / 128**2, "bf16": 2, "cuBLAS bf16": 2}

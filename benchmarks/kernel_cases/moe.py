@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_cases import Case, Prepared, num_input_sets, relative_error
 from kimi_kernels import KernelSet
 from kimi_kernels.moe_route import plain as plain_route
-from kimi_kernels.quantization.reference import dequantize, quantize_fp8
+from kimi_kernels.quantization.plain import dequantize, quantize_fp8
 from kimi_kernels.weights import ExpertWeights, Fp8Weight, Int4Weight, Mxfp4Weight, PackedExperts, Weight
 
 HIDDEN, NUM_EXPERTS, TOP_K = 7168, 384, 8

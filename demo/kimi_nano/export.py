@@ -15,7 +15,7 @@ from kimi_backend.checkpoint.tensor_source import InMemoryTensors, TensorSource
 from kimi_backend.checkpoint.writer import write_checkpoint
 from kimi_backend.config.draft_config import NO_OVERRIDES, DraftOverrides
 from kimi_backend.config.model_config import KimiModelConfig
-from kimi_kernels.quantization.reference import dequantize_int4, quantize_int4
+from kimi_kernels.quantization.plain import dequantize_int4, quantize_int4
 from kimi_kernels.weights import Int4Weight
 from kimi_nano.drafts import NanoDraft
 from kimi_nano.formulas import INT4_GROUP, fake_int4

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import refuse, require_shape
 from kimi_kernels.attention_batch import AttentionBatch, check_block_table
-from kimi_kernels.quantization.reference import FP8_MAX
+from kimi_kernels.quantization.plain import FP8_MAX
 
 
 def has_padding(slot_mapping: Tensor) -> bool:

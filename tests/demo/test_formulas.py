@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kimi_kernels.quantization.reference import dequantize_int4, quantize_int4
+from kimi_kernels.quantization.plain import dequantize_int4, quantize_int4
 from kimi_nano.export import bake, read_target, rounding_source, unbake, write_target
 from kimi_nano.formulas import all_experts, chosen_experts, fake_int4, route
 from kimi_nano.head_divergence import Teacher, head_divergence, teacher_of

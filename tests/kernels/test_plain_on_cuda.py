@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels import AttentionBatch, KernelSet
-from kimi_kernels.quantization.reference import quantize_fp8, quantize_int4
+from kimi_kernels.quantization.plain import quantize_fp8, quantize_int4
 from kimi_kernels.weights import ExpertWeights, Weight
 from support.attention_cases import PagedCase, paged_case, random_contents
 from support.bit_equality import Result, assert_same_bits, normals

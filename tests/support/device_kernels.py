@@ -16,7 +16,7 @@ from kimi_kernels.compositions import (
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.moe_experts.op import Terms
 from kimi_kernels.moe_experts.plain import sum_terms
-from kimi_kernels.quantization.reference import dequantize
+from kimi_kernels.quantization.plain import dequantize
 from kimi_kernels.sampling.plain import mask_logits
 from kimi_kernels.sampling_inputs import (
     PLACEHOLDER_TOKEN_ID,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.quantization.mxfp4 import quantize_mxfp4
-from kimi_kernels.quantization.reference import quantize_fp8, quantize_int4
+from kimi_kernels.quantization.plain import quantize_fp8, quantize_int4
 from kimi_kernels.weights import ExpertWeights, Weight
 
 

@@ -10,7 +10,7 @@ import torch
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.errors import ConfigError
 from kimi_kernels.kernel_set import KernelSet
-from kimi_kernels.quantization.reference import INT4_MAX, INT4_MIN, pack_nibbles, quantize_fp8
+from kimi_kernels.quantization.plain import INT4_MAX, INT4_MIN, pack_nibbles, quantize_fp8
 from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, Fp8Weight, Int4Weight, LinearWeight, PackedWeight
 
 _ROWS_AT_ONCE = 8192

@@ -9,7 +9,7 @@ from torch import Tensor
 from kimi_kernels.argument_checks import require_shape
 from kimi_kernels.half_products import multiply_half, pack_half, settle
 from kimi_kernels.linear.op import check_heads, check_linear
-from kimi_kernels.quantization.reference import dequantize
+from kimi_kernels.quantization.plain import dequantize
 from kimi_kernels.row_products import aligned, keeps_rows_aligned, multiply_rows
 from kimi_kernels.row_tiles import TILE_ROWS, ceil_to_width, multiply_tiles, tile_rows, tile_weight
 from kimi_kernels.weights import LinearWeight, PackedWeight

@@ -13,7 +13,7 @@ from kimi_kernels.attention_batch import AttentionBatch, check_block_table
 from kimi_kernels.dependent_launch import has_dependent_launch
 from kimi_kernels.mha_attention.kernel_attend import attend_kernel, merge_kernel, store_kv_kernel
 from kimi_kernels.mha_attention.op import check_mha, check_store_kv
-from kimi_kernels.quantization.reference import FP8_MAX
+from kimi_kernels.quantization.plain import FP8_MAX
 
 FLOAT8 = torch.float8_e4m3fn
 INTERPRETED = bool(triton.knobs.runtime.interpret)

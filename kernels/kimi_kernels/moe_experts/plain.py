@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kimi_kernels.linear.plain import KINDS, multiply, pack_matrices
 from kimi_kernels.moe_experts.op import ExpertOutputs, Terms, check_experts, check_second, check_weights
-from kimi_kernels.quantization.reference import dequantize
+from kimi_kernels.quantization.plain import dequantize
 from kimi_kernels.silu_mul.plain import activate
 from kimi_kernels.weights import ExpertWeights, PackedExperts
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.dependent_launch import has_dependent_launch
-from kimi_kernels.quantization.reference import FP8_MAX
+from kimi_kernels.quantization.plain import FP8_MAX
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
 from kimi_kernels.store_latent.op import check_store_latent
 

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.compositions import composed_norm_store_latent
 from kimi_kernels.dependent_launch import pdl_options
-from kimi_kernels.quantization.reference import FP8_MAX
+from kimi_kernels.quantization.plain import FP8_MAX
 from kimi_kernels.rms_norm.kernel import normalize, rms_norm
 from kimi_kernels.store_latent.kernel import MANY_TOKENS, store_latent, store_tokens
 from kimi_kernels.store_latent.op import check_query, check_store_latent

@@ -14,7 +14,7 @@ from kimi_backend.config.draft_config import Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.errors import CheckpointError
-from kimi_kernels.quantization.reference import dequantize
+from kimi_kernels.quantization.plain import dequantize
 from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight
 
 

@@ -9,7 +9,7 @@ from kimi_backend.layers import load_quantization
 from kimi_backend.layers.load_quantization import quantize, quantizing_kernels
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.linear.kernel import pack_linear
-from kimi_kernels.quantization.reference import dequantize, quantize_fp8, quantize_int4
+from kimi_kernels.quantization.plain import dequantize, quantize_fp8, quantize_int4
 from kimi_kernels.weights import Weight
 
 QUANTIZED = (LinearFormat.FP8, LinearFormat.INT4)

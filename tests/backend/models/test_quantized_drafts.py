@@ -9,7 +9,7 @@ from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.layers.load_quantization import quantize
 from kimi_backend.models.eagle3_draft import Eagle3Draft
 from kimi_kernels import half_products
-from kimi_kernels.quantization.reference import dequantize
+from kimi_kernels.quantization.plain import dequantize
 from support.draft_steps import DraftSteps, build_draft
 from support.reachable import storage_bytes
 from support.target_steps import build_target

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimi_kernels import half_products
 from kimi_kernels.linear import kernel, kernel_dequantize, naive, plain
-from kimi_kernels.quantization.reference import quantize_int4
+from kimi_kernels.quantization.plain import quantize_int4
 from kimi_kernels.weights import Fp8Weight, Int4Weight, Weight
 from support.expert_layers import random_weight
 from support.implementations import ROUNDING, implementations

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from kimi_kernels.quantization.reference import dequantize_fp8, dequantize_int4, pack_nibbles, unpack_nibbles
+from kimi_kernels.quantization.plain import dequantize_fp8, dequantize_int4, pack_nibbles, unpack_nibbles
 from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight
 
 

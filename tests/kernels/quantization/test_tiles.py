@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.quantization.mxfp4 import quantize_mxfp4
-from kimi_kernels.quantization.reference import dequantize, quantize_fp8, quantize_int4
+from kimi_kernels.quantization.plain import dequantize, quantize_fp8, quantize_int4
 from kimi_kernels.quantization.tiles import MXFP4_BITS, WeightTiles, cut_tiles, gate_up_rows, identity_rows
 from kimi_kernels.weights import Int4Weight, Mxfp4Weight, Weight
 
