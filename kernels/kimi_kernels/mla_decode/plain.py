@@ -161,13 +161,15 @@ def _attend(
     for sequence in sequences:
         latents = _padded_latents(latent_cache, sequence, q.shape[2], kv_scale)
         for rows in sequence.groups:
-            part = slice(rows.first, rows.stop)
-            keys = latents[: rows.num_keys].expand(rows.stop - rows.first, -1, -1)
-            scores = torch.baddbmm(rows.mask, q[part], keys.transpose(1, 2), alpha=softmax_scale)
+            part, num_rows = slice(rows.first, rows.stop), rows.stop - rows.first
+            is_all = num_rows == len(q)
+            keys = latents[: rows.num_keys].expand(num_rows, -1, -1)
+            queries = q if is_all else q[part]
+            scores = torch.baddbmm(rows.mask, queries, keys.transpose(1, 2), alpha=softmax_scale)
             if lse is not None:
                 lse[part] = scores.double().logsumexp(dim=-1).float()
             found = torch.bmm(scores.softmax(dim=-1), keys[:, :, :width])
-            if len(found) == len(q):
+            if is_all:
                 return found
             if out is None:
                 out = torch.zeros(len(q), q.shape[1], width)
@@ -183,8 +185,16 @@ def _padded_latents(latent_cache: Tensor, sequence: _Sequence, width: int, kv_sc
     else:
         latents = read_slots(latent_cache, sequence.block_ids, kv_scale)[:num_keys]
     # A copy: what lies in the cache behind the last may be no number, and 0 times that is none either.
-    latents = torch.constant_pad_nd(latents, (0, width - latent_dim, 0, ceil_to(KEY_TILE, num_keys) - num_keys))
+    latents = torch.cat((latents, _zeros(ceil_to(KEY_TILE, num_keys) - num_keys, latent_dim)))
+    if width != latent_dim:
+        latents = pad(latents, (0, width - latent_dim))
     if sequence.num_shared < num_keys:
         # Nor may what a later row stored spoil the rows before it. That row is no number all the same: its query is.
         latents[sequence.num_shared : num_keys].nan_to_num_(0.0, 0.0, 0.0)
     return latents
+
+
+@lru_cache(maxsize=2 * KEY_TILE)
+def _zeros(num_rows: int, width: int) -> Tensor:
+    """Zeros that are kept: putting two tensors together takes half as long as padding one."""
+    return torch.zeros(num_rows, width)
