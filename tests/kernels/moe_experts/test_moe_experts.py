@@ -114,7 +114,7 @@ def test_experts_that_nobody_takes_are_not_read(ops: ModuleType, num_tokens: int
 
 
 @every_implementation
-@pytest.mark.parametrize("num_tokens", [6, 70])
+@pytest.mark.parametrize("num_tokens", [3, 6])
 def test_a_token_that_is_not_a_number_stays_alone(ops: ModuleType, num_tokens: int) -> None:
     weights, x = random_experts("int4", 4, 64, 32), torch.randn(num_tokens, 64)
     ids, topk_weights = random_choices(num_tokens, 4, 2)
@@ -318,7 +318,8 @@ def test_scratch_is_what_the_plan_says(ops: ModuleType, num_tokens: int, monkeyp
         return made[-1]
 
     monkeypatch.setattr(kernel_layer.Layer, "empty", recorded)
-    run(ops, random_experts("int4", 4, 512, 64), torch.randn(num_tokens, 512), *random_choices(num_tokens, 4, 2))
+    x, (ids, weights) = torch.randn(num_tokens, 512), random_choices(num_tokens, 4, 2)
+    ops.moe_experts(x, ids, weights, ops.pack_experts(random_experts("int4", 4, 512, 64)))
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made)
     planned = moe_scratch_bytes(num_tokens, 2, 4, 512, 64, bytes_a_value=4)
     assert num_bytes <= planned
