@@ -1,5 +1,6 @@
 """How the steps of two processes come after one another: on a GPU its streams wait, on a CPU the caller does."""
 
+import time
 from contextlib import suppress
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from kimi_backend.runners.hand_over.semaphores import SharedSemaphores, offset_o
 from kimi_backend.runners.hand_over.stream_memory import StreamMemory
 from kimi_backend.runners.ranks.messages import OPEN_SEMAPHORES, WorkerError
 from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
+
+_SLEEP_S = 0.00005
 
 
 class StepOrder(Protocol):
@@ -69,8 +72,8 @@ class HostOrder:
         self._is_closed = False
 
     def wait(self, semaphore: int, value: int) -> None:
-        while (now := self._semaphores.value(semaphore)) < value and not self._is_closed:
-            self._semaphores.sleep_while(semaphore, now)
+        while self._semaphores.value(semaphore) < value and not self._is_closed:
+            time.sleep(_SLEEP_S)
 
     def write(self, semaphore: int, value: int) -> None:
         self._semaphores.set_value(semaphore, value)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kimi_backend.runners.hand_over.futex import sleep_while, wake
 from kimi_backend.runners.hand_over.token_table import clear_proposals
 from kimi_backend.runners.sealed_memory import MemoryHandle, OwnMemory, SealedMemoryError, open_memory
 
@@ -63,13 +62,8 @@ class SharedSemaphores:
         return int(self._values[place])
 
     def set_value(self, place: int, value: int) -> None:
-        """Write it at once, by this CPU, and wake who waits for it."""
+        """Write it at once, by this CPU."""
         self._values[place] = value
-        wake(self.address + offset_of(place))
-
-    def sleep_while(self, place: int, value: int) -> None:
-        """Return when it may be another value, or after a while."""
-        sleep_while(self.address + offset_of(place), value)
 
 
 class OwnSemaphores:

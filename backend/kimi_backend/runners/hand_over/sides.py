@@ -41,6 +41,7 @@ LOOK_S = 0.05
 """The pause between two looks of a process whether the other lives."""
 PROMISE_S = 1.0
 """A draft step waits so long to hear that the target was given the verify before it."""
+_POLL_S = 0.00005
 _NOBODY = 0
 """Process id of a target that has left."""
 _LAST_STEP_S = 1.0
@@ -148,10 +149,10 @@ class DraftSide:
     def _await_promise(self, step_id: int) -> None:
         """The device is never made to wait for a verify that the target was not given."""
         deadline_s = time.monotonic() + PROMISE_S
-        while (now := self._semaphores.value(PROMISED)) != step_id:
+        while self._semaphores.value(PROMISED) != step_id:
             if time.monotonic() > deadline_s or self._semaphores.value(TARGET_PID) == _NOBODY:
                 raise ModelUnavailableError(f"draft step {step_id}: the target was not given the verify before it")
-            self._semaphores.sleep_while(PROMISED, now)
+            time.sleep(_POLL_S)
 
     def _show_failed(self, step_id: int) -> None:
         """Show a failed step: what it has left is stamped with an earlier one."""
