@@ -5,8 +5,7 @@
 Three servers run side by side: one without a draft, one that drafts what each request asks for, and one as it is by
 default, which chooses. Requests go to one at a time, and the cases take turns, so that whatever else the machine does
 falls on all alike. Where a step's time goes is read off the servers' own counters: the runners, the calls to them
-across process borders, and the rest of the wall clock. A draft's step that runs beside the calls is in the target's
-time, which waits for it.
+across process borders, and the rest of the wall clock.
 """
 
 import argparse

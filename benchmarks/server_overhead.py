@@ -49,7 +49,7 @@ MAX_MODEL_LEN = 512
 METRICS_SETTLE_S = 0.8
 LOG_END = 4000
 """Characters of a failed server's log that are shown."""
-SHARED = "aux hidden states are not sent"
+SHARED = "aux hidden states stay on the GPU"
 """The line of a server that hands them over in a buffer."""
 NOTHING_RUNS_IN = ("schedule", "commit", "publish")
 

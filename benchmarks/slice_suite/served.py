@@ -34,7 +34,7 @@ NUM_CALLS = 200
 CALL_MODELS = ("bare_callee", "bare_loop")
 """Measure what a call costs that does nothing (benchmarks/models)."""
 ALLOWED_BEYOND_CALLS_MS = 0.4
-SHARED = "aux hidden states are not sent"
+SHARED = "aux hidden states stay on the GPU"
 """The line of a server that hands them over in a buffer."""
 LOG_END = 4000
 """Characters of a failed server's log that are shown."""

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.gpu
 KILLED_TOKENS = 150
 """The length of a stream that is under way when a runner is killed."""
 KV_TOKENS = 16_384
-WAITS_FOR_STEPS = "target and draft wait for each other's steps"
-SHARED, SENT = "aux hidden states are not sent", "aux hidden states travel as tensors"
+WAITS_ON_GPU = "target and draft wait for each other on the GPU"
+SHARED, SENT = "aux hidden states stay on the GPU", "aux hidden states travel as tensors"
 FIELDS = request_fields((3, 7, 1, 5))
 
 
@@ -72,7 +72,7 @@ def test_captured_drafts_overlap_their_verifies(tmp_path):
             alone[chosen] = [client.generate(**fields, return_token_ids=True).token_ids for fields in FIELDS]
             results = [served(client) for _ in range(3)]
             accepted[chosen] = sum(count for result in results for _, count in result)
-            assert (WAITS_FOR_STEPS in (folder / "server.log").read_text()) == (chosen == "auto")
+            assert (WAITS_ON_GPU in (folder / "server.log").read_text()) == (chosen == "auto")
     assert accepted["auto"] > 0.8 * accepted["off"] > 0
     num_equal = sum(waiting == overlapping for waiting, overlapping in zip(alone["off"], alone["auto"], strict=True))
     assert num_equal >= 0.7 * len(FIELDS), f"{num_equal} of {len(FIELDS)} texts are equal"
@@ -100,7 +100,7 @@ def test_killed_runners_hold_nobody_up_and_overlap_again(tmp_path):
             reload(server, model)
             wait_for_speculation(client)
             assert all(accepted > 0 for _, accepted in served(client))
-            assert (tmp_path / "server.log").read_text().count(WAITS_FOR_STEPS) == count + 2
+            assert (tmp_path / "server.log").read_text().count(WAITS_ON_GPU) == count + 2
 
 
 def test_overlapped_steps_give_the_texts_of_lockstep(tmp_path):

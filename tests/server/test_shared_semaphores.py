@@ -8,12 +8,12 @@ import pytest
 
 from kimi_backend.hosting.settings_to_server import find_model_repository
 from kimi_client import KimiClient, ServerFailed
-from support.counting_servers import num_overlapped, write_model
+from support.array_servers import num_overlapped, write_models
 from support.server_process import ENDLESS_KV_TOKENS, ENDLESS_MODEL_LEN, running_server, serving_settings, stub_pids
 from support.streams import control, generate_when_back, reload
 from support.waiting import PATIENCE_S, wait_for
 
-WAITS_FOR_STEPS = "target and draft wait for each other's steps"
+WAITS_ON_GPU = "target and draft wait for each other on the GPU"
 FIELDS = [
     {"text_input": f"tell {i}", "max_tokens": 60, "ignore_eos": True, "seed": i, "temperature": float(i % 2)}
     for i in range(4)
@@ -31,11 +31,12 @@ def sharing_server(checkpoint, folder):
     """Each test leaves it serving, with drafts that overlap their verifies."""
     repository = folder / "models"
     shutil.copytree(find_model_repository(), repository)
-    write_model(repository, folder)
+    write_models(repository, folder)
     chosen = serving_settings(
         checkpoint,
         max_num_seqs=4,
         max_speculative_tokens=3,
+        capture_batch_sizes="4",
         max_model_len=ENDLESS_MODEL_LEN,
         kv_tokens=ENDLESS_KV_TOKENS,
     )
@@ -52,7 +53,7 @@ def client(sharing_server, folder):
 
 def times_met(folder):
     """How often the log says that the runners met."""
-    return (folder / "server.log").read_text().count(WAITS_FOR_STEPS)
+    return (folder / "server.log").read_text().count(WAITS_ON_GPU)
 
 
 def wait_until_met(folder, count):

@@ -26,8 +26,8 @@ pytestmark = [
 logger = logging.getLogger(__name__)
 
 KILLED_TOKENS = 400
-SHARED = "aux hidden states are not sent"
-WAITS_FOR_STEPS = "target and draft wait for each other's steps"
+SHARED = "aux hidden states stay on the GPU"
+WAITS_ON_GPU = "target and draft wait for each other on the GPU"
 FIELDS = request_fields((3, 2, 1, 3))
 
 
@@ -58,12 +58,12 @@ def test_killed_ranks(tmp_path):
         log = tmp_path / "server.log"
         wait_for_speculation(client)
         accepted = num_accepted(served(client))
-        assert SHARED in log.read_text() and WAITS_FOR_STEPS in log.read_text()
+        assert SHARED in log.read_text() and WAITS_ON_GPU in log.read_text()
         for model in ("eagle3_draft", "kimi_target"):
             stub = stub_pids(server)[model]
             stream = client.stream(**{**FIELDS[0], "max_tokens": KILLED_TOKENS})
             next(iter(stream))
-            opened = [log.read_text().count(text) for text in (SHARED, WAITS_FOR_STEPS)]
+            opened = [log.read_text().count(text) for text in (SHARED, WAITS_ON_GPU)]
             logger.info("a rank of %s is killed", model)
             os.kill(rank_pids(stub)[0], signal.SIGKILL)
             if model == "eagle3_draft":
@@ -77,7 +77,7 @@ def test_killed_ranks(tmp_path):
             wait_for_speculation(client)
             logger.info("it is back")
             assert num_accepted(served(client)) > 0.7 * accepted
-            again = [log.read_text().count(text) for text in (SHARED, WAITS_FOR_STEPS)]
+            again = [log.read_text().count(text) for text in (SHARED, WAITS_ON_GPU)]
             assert min(now - before for now, before in zip(again, opened, strict=True)) > 0, "not opened again"
 
 
@@ -91,7 +91,7 @@ def test_captured_steps(tmp_path, expected, shared_semaphores):
         assert min(accepted) > 0.8 * expected > 0
         log = (tmp_path / "server.log").read_text()
         assert SHARED in log
-        assert (WAITS_FOR_STEPS in log) == (shared_semaphores == "auto")
+        assert (WAITS_ON_GPU in log) == (shared_semaphores == "auto")
         plain = [{**fields, "num_speculative_tokens": 0, "return_token_ids": True} for fields in FIELDS]
         streams = [client.stream(**fields) for fields in plain]
         assert {len(stream.result().token_ids) for stream in streams} == {MAX_TOKENS}

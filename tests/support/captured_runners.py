@@ -8,7 +8,6 @@ import torch
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import Recorder
-from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.target_runner import TargetRunner
@@ -59,7 +58,6 @@ def runner_pair(
     *,
     shares_buffer: bool = True,
     num_regions: int = 1,
-    leaves_tokens: bool = False,
     **fields: Any,
 ) -> tuple[TargetRunner, DraftRunner]:
     """A target and a draft.
@@ -68,8 +66,6 @@ def runner_pair(
         recorder: None: plain runners without a buffer.
         shares_buffer: whether the draft knows the target's buffer and its token table, or copies its tensors.
         num_regions: of that buffer.
-        leaves_tokens: whether plain runners have a buffer and a token table each nevertheless, as in two processes on
-            a CPU.
         fields: of the target's config and an MLA draft's (`num_attention_heads` and such).
     """
     config = target_config(**fields)
@@ -78,11 +74,10 @@ def runner_pair(
     model = build_target(config, random_target(config), setting.kernels, setting.device, setting.dtype)
     draft = build_draft(settings, random_draft(settings), setting.kernels, setting.device, setting.dtype)
     buffer = None
-    if recorder is not None or leaves_tokens:
+    if recorder is not None:
         width = len(settings.aux_layer_ids) * config.hidden_size
         rows = setting.limits.max_num_batched_tokens
         buffer = AuxBuffer.allocate(num_regions, rows, width, setting.dtype, setting.device)
-    tables = [TokenTable.allocate(setting.limits, setting.device) if leaves_tokens else None for _ in range(2)]
     target = TargetRunner(
         model,
         setting.kernels,
@@ -91,7 +86,6 @@ def runner_pair(
         settings.aux_layer_ids,
         aux_buffer=buffer,
         recorder=recorder,
-        table=tables[0],
     )
     drafting = DraftRunner(
         draft,
@@ -101,7 +95,7 @@ def runner_pair(
         setting.dtype,
         aux_buffer=buffer if shares_buffer else None,
         recorder=recorder,
-        table=target.table if shares_buffer else tables[1],
+        table=target.table if shares_buffer else None,
     )
     for runner in (target, drafting):
         runner.warm_up()

@@ -123,12 +123,12 @@ class ServingSettings:
     async_scheduling: str = _setting(
         "true",
         "Whether steps of target and draft are launched before the host knows what they read of each other and of the"
-        " step before, which then stays on their device. Changes speed, never text.",
+        " step before, which then stays on the GPU. Changes speed, never text.",
         choices=("true", "false"),
     )
     shared_semaphores: str = _setting(
         "auto",
-        "With `async_scheduling`, between two processes on the same GPUs or a CPU: whether they wait for each other's"
+        "With `async_scheduling`, between two processes on the same GPUs: whether their streams wait for each other's"
         " steps, so that neither host has to. `auto` does it where it can. Changes speed, never text.",
         choices=("auto", "off"),
     )
@@ -194,7 +194,7 @@ class ServingSettings:
     )
     aux_transfer: str = _setting(
         "auto",
-        "How aux hidden states reach the draft: `ipc` in a buffer that both processes map, `tensor` through the"
+        "How aux hidden states reach the draft: `ipc` in a GPU buffer that both processes map, `tensor` through the"
         " server; auto takes the buffer where it can.",
         choices=("auto", "ipc", "tensor"),
     )

@@ -153,11 +153,9 @@ class EngineCore:
     def _finish(self, step: Step) -> None:
         """Wait for the oldest step in flight, and let it count."""
         is_overlapped = bool(self._flight) or step.draft is not None
-        # One that reads what a draft step has left has waited for it.
-        is_beside = is_overlapped or step.read is not None
         reply = self._wait(step)
         target_s = self.times.lap("target")
-        if is_beside:
+        if is_overlapped:
             target_s = self.times.since_launch  # before it the device may have had nothing to do
         if reply is None:
             return
@@ -181,7 +179,7 @@ class EngineCore:
             draft_s = 0.0 if answer is None else 1e-6 * answer.runner_us or draft_wait_s
             target_s = 1e-6 * reply.runner_us or target_s
             times = (total_s, target_s, draft_s, draft_wait_s)
-            self._done.append(partial(step.round, *times, is_overlapped=is_beside))
+            self._done.append(partial(step.round, *times, is_overlapped=is_overlapped))
 
     def _prepare_next(self) -> None:
         """Let the policy learn and choose while the models work, so that a round is no longer for it."""
@@ -280,8 +278,7 @@ class EngineCore:
             answer = draft.pending.wait()
             if not self._is_known_draft(answer):
                 return None
-            if not draft.plan.num_drawn.any():  # one beside its verify is in no phase
-                self.times.note_runner("draft", answer.runner_us)
+            self.times.note_runner("draft", answer.runner_us)
             counts = draft.count(drawn_by_sequence(step.plan, reply)[1][draft.index])
             store_proposals(self.scheduler.table, draft.sequences, draft.plan, counts, answer, self.geometry.vocab_size)
         except Exception as error:

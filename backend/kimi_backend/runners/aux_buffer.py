@@ -8,24 +8,19 @@ still reads the one before.
 import torch
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.runners.sealed_memory import OwnMemory
 from kimi_backend.types.plan import AuxHandle
 
 
 class AuxBuffer:
     """Regions of [rows, width], one for each step in flight."""
 
-    def __init__(self, tensor: torch.Tensor, memory: OwnMemory | None = None) -> None:
-        """
-        Args:
-            tensor: [num_regions, rows, width], contiguous; this process's own, or another's, opened through IPC.
-            memory: on a CPU, the memory that it lies in, if another process can open that.
-        """
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """tensor: [num_regions, rows, width], contiguous; this process's own, or another's, opened through IPC."""
         if tensor.ndim != 3 or not tensor.is_contiguous():
             raise ValueError(
                 f"aux buffer of shape {list(tensor.shape)}: a contiguous [num_regions, rows, width] needed"
             )
-        self.tensor, self.memory = tensor, memory
+        self.tensor = tensor
         self._next_region = 0
 
     @classmethod

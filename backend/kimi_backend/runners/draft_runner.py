@@ -69,7 +69,7 @@ class DraftRunner(StepRunner):
     @property
     def depth(self) -> int:
         """See `Draft.depth`."""
-        return 0 if self.table is None else 1
+        return 0 if self._graphs is None else 1
 
     @torch.inference_mode()
     def launch(self, plan: DraftPlan) -> Launched[DraftReply]:

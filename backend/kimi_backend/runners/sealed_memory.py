@@ -14,7 +14,7 @@ import secrets
 import stat
 from dataclasses import asdict, dataclass
 
-_NAME = "kimi_shared"
+_NAME = "kimi_semaphores"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 TOKEN_BYTES = 32
 """The length of the token at the memory's start."""

@@ -67,9 +67,7 @@ class TargetRunner(StepRunner):
     @property
     def depth(self) -> int:
         """See `Target.depth`."""
-        if self.table is None:
-            return 0
-        return 1 if self._graphs is None else 2
+        return 0 if self._graphs is None else 2
 
     @torch.inference_mode()
     def launch(self, plan: TargetPlan) -> Launched[TargetReply]:

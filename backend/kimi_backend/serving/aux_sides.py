@@ -34,11 +34,14 @@ def offer_aux_buffer(buffer: AuxBuffer | None, aux_transfer: str, workers: Worke
     if aux_transfer == TENSOR or buffer is None:
         return None
     try:
+        if not buffer.tensor.is_cuda:
+            raise CudaIpcError("the target runs on a CPU")
         return export_on_ranks(buffer, workers)
     except CudaIpcError as error:
         if aux_transfer == IPC:
             raise ConfigError(f"setting aux_transfer: ipc given, but {error}; auto is allowed") from None
-        logger.warning("the aux buffer is not shared: %s", error)
+        if buffer.tensor.is_cuda:
+            logger.warning("the aux buffer is not shared: %s", error)
         return None
 
 
@@ -53,7 +56,12 @@ class AuxReceiver:
             device: the draft's.
             open_buffer: makes what is used as an `OpenedOnRanks`, of a handle and a device.
             workers: the draft's other ranks.
+
+        Raises:
+            ConfigError: `aux_transfer` is ipc on a CPU.
         """
+        if aux_transfer == IPC and device.type != "cuda":
+            raise ConfigError("setting aux_transfer: ipc given, but the runners are on a CPU; auto is allowed")
         self._device = device
         self._aux_transfer = aux_transfer
         self._open_buffer = open_buffer or partial(OpenedOnRanks, workers=workers)
@@ -71,6 +79,8 @@ class AuxReceiver:
         try:
             if handle is None or self._aux_transfer == TENSOR:
                 raise CudaIpcError("the target offers no buffer")
+            if self._device.type != "cuda":
+                raise CudaIpcError("the draft runs on a CPU")
             self._opened = self._open_buffer(handle, self._device)
         except CudaIpcError as error:
             if self._aux_transfer == IPC:

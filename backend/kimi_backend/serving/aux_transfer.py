@@ -70,7 +70,7 @@ class AuxTransfer(Transfer):
         """See `Transfer.answer`."""
         super().answer(opened)
         if self.is_open:
-            logger.info("aux hidden states are not sent: the draft reads the target's buffer")
+            logger.info("aux hidden states stay on the GPU: the draft reads the target's buffer")
         elif self.offered is not None:
             logger.warning("aux hidden states travel as tensors: the draft cannot open the buffer, see its log")
 
@@ -83,7 +83,7 @@ class SemaphoreTransfer(Transfer):
         """See `Transfer.answer`."""
         super().answer(opened)
         if self.is_open:
-            logger.info("target and draft wait for each other's steps: neither reply is waited for")
+            logger.info("target and draft wait for each other on the GPU: neither reply is waited for")
         elif self.offered is not None:
             logger.warning(
                 "target and draft wait for each other's replies: the target cannot open the semaphores, see its log"

@@ -3,24 +3,22 @@ tokens are left in the token table."""
 
 import dataclasses
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.dlpack
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.processes import freeze_what_is_loaded
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.hand_over.sides import DraftSide, make_draft_side
+from kimi_backend.runners.hand_over.sides import make_draft_side
 from kimi_backend.runners.load.loading import load_draft_runner
 from kimi_backend.runners.plan_bounds import check_step_ids
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_sides import AUTO, AuxReceiver
 from kimi_backend.serving.runner_server import RunnerServer, read_settings, us_since
 from kimi_backend.types import codec
-from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription
+from kimi_backend.types.plan import AuxHandle, DraftPlan, RunnerDescription
 from kimi_backend.types.step_costs import StepCosts
 
 
@@ -50,11 +48,6 @@ class DraftServer(RunnerServer):
         self._draft = runner
         self._most_rows = self._description.max_num_batched_tokens
         self._receiver = AuxReceiver(runner.device, aux_transfer, workers=runner.workers)
-        # What a GPU's stream is to its steps: on a CPU a step is done when its launch returns.
-        has_thread = self._side is not None and runner.device.type == "cpu"
-        self._thread = ThreadPoolExecutor(1, "kimi-draft-steps") if has_thread else None
-        self._last: Future[DraftReply] | None = None
-        """The last step whose call was answered before it was done."""
 
     @classmethod
     def from_model_args(cls, args: dict[str, str]) -> "DraftServer":
@@ -70,8 +63,6 @@ class DraftServer(RunnerServer):
         """See `RunnerServer.close`."""
         if self._side is not None:
             self._side.close()
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
         self._receiver.close()
         super().close()
 
@@ -96,32 +87,12 @@ class DraftServer(RunnerServer):
         check_step_ids(plan)
         plan = dataclasses.replace(plan, aux=self._aux(plan, self._input(request, names.AUX_HIDDEN_STATES)))
         if self._side is not None:
-            reply = self._run_in_order(self._side, plan)
+            reply = self._side.launch(plan, self._draft).wait()
         elif plan.in_table or plan.num_drawn.any():
             raise InvalidRequestError("plan: tokens of the token table wanted, but this draft shares none")
         else:
             reply = self._draft.launch(plan).wait()
         return self._response({names.REPLY: codec.encode(dataclasses.replace(reply, runner_us=us_since(start)))})
-
-    def _run_in_order(self, side: DraftSide, plan: DraftPlan) -> DraftReply:
-        """The step's reply: at once if it leaves its tokens in the table. That it failed is said to the next call then,
-        and before by the status in the table."""
-        if self._thread is None:
-            return side.launch(plan, self._draft).wait()
-        last, self._last = self._last, None
-        if last is not None and last.done():
-            last.result()
-        side.accept(plan)
-        done = self._thread.submit(lambda: side.run(plan, self._draft).wait())
-        if not plan.in_table:
-            return done.result()
-        self._last = done
-        return DraftReply(
-            step_id=plan.step_id,
-            runner_epoch=self._description.runner_epoch,
-            seq_status=np.zeros(len(plan.num_proposals), np.int32),
-            draft_token_ids=None,
-        )
 
     def _aux(self, plan: DraftPlan, sent: Any | None) -> AuxHandle:
         """Return what the step reads: the tensor that was sent, or the region of the open buffer; whoever

@@ -90,9 +90,8 @@ class RunnerServer:
         return self._pb.get_input_tensor_by_name(request, name)
 
     def _packed(self, request: Any, name: str) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """A plan's bytes, copied: the tensor's memory goes with its request, and the step may outlive that."""
         tensor = self._input(request, name)
-        return None if tensor is None else tensor.as_numpy().copy()
+        return None if tensor is None else np.ascontiguousarray(tensor.as_numpy())
 
     def _missing(self, *needed: str) -> InvalidRequestError:
         return InvalidRequestError(f"one of the inputs {', '.join(needed)} is needed, none was given")

@@ -101,7 +101,7 @@ class AdaptivePolicy:
 
     def choose_looked_up(self, likely: Floats, batch: Batch) -> Ints:
         """See `SpeculationPolicy`."""
-        overlaps_next = batch.overlaps_next or (self.times.hides_host and not batch.is_drafting)
+        overlaps_next = batch.overlaps_next or (self.times.is_overlapped and not batch.is_drafting)
         return choose_more_rows(likely, replace(batch, overlaps_next=overlaps_next), self.times)
 
     def end_round(self, done: Round) -> None:

@@ -55,7 +55,6 @@ class RoundTimes:
         """Factors on a target's step with one row a sequence, on its other rows, whose experts may overlap more or less
         than those of random tokens, and on the draft's steps. The card's clock moves all."""
         self._is_overlapped = False
-        """The host's time is hidden in rounds with a draft, and where steps are captured in those without one."""
         self._host_s = 0.0
         self._way_share = FIRST_WAY
         """The way to the draft, of the rest of the host's time: what slows one slows the other, and only that one is
@@ -68,10 +67,9 @@ class RoundTimes:
         return [round(float(value), 4) for value in self._factors]
 
     @property
-    def hides_host(self) -> bool:
-        """True if the host's time is hidden in rounds without a draft: only captured steps are launched before the
-        step before them is done."""
-        return self._is_overlapped and self._target.is_captured
+    def is_overlapped(self) -> bool:
+        """True if the host's time was hidden in the last round."""
+        return self._is_overlapped
 
     def assume_overlapped(self, host_s: float = 0.0) -> None:
         """Assume, until a round says otherwise, that the host's time is hidden as far as it can be."""
@@ -89,7 +87,7 @@ class RoundTimes:
         rows = np.array([num_seqs, num_seqs + num_looked_up / max(looked_up_share, 1e-6)])
         longest = np.array([1, MAX_SPECULATIVE_TOKENS + 1])
         seconds = self.verifying(
-            num_seqs, rows, longest, num_context_tokens, is_drafting=False, overlaps_next=self.hides_host
+            num_seqs, rows, longest, num_context_tokens, is_drafting=False, overlaps_next=self._is_overlapped
         )
         return float(seconds[0] + looked_up_share * (seconds[1] - seconds[0]))
 
@@ -143,8 +141,7 @@ class RoundTimes:
         """
         base, more = self._target.parts(num_seqs, num_seqs + rows, depth + 1, num_context_tokens)
         target_s = base * self._factors[BASE] + more * self._factors[ROWS]
-        # Captured steps extend over rows that turn out to be rejected, too.
-        extended = num_drafting + (1.0 * rows if self._is_overlapped and self._draft_is_captured else kept)
+        extended = num_drafting + (1.0 * rows if self._is_overlapped else kept)
         context = num_context_tokens / num_seqs * num_drafting
         draft_s = self._draft_step(num_drafting, extended, depth, context)
         if np.any(resting):
@@ -156,10 +153,6 @@ class RoundTimes:
         in_turns: Floats = target_s + draft_s + self._host_s * (1 + self._way_share)
         return in_turns
 
-    @property
-    def _draft_is_captured(self) -> bool:
-        return self._draft is not None and self._draft.is_captured
-
     def _draft_step(self, num_seqs: int | Ints, rows: Numbers, depth: int | Ints, context: Numbers) -> Floats:
         assert self._draft is not None
         fixed, more = self._draft.parts(num_seqs, rows, 1 + depth * self._is_overlapped, context)
@@ -169,9 +162,8 @@ class RoundTimes:
         """Move the factors towards one round."""
         self._num_rounds += 1
         rate = _rate_of(self._num_rounds)
+        self._is_overlapped = done.is_overlapped
         target, draft = done.target, done.draft
-        if done.is_overlapped or draft is not None or self._target.is_captured:
-            self._is_overlapped = done.is_overlapped
         base, more = self._target.parts(target.num_seqs, target.num_rows, target.longest, target.num_context_tokens)
         of_draft = np.zeros(1)
         if draft is not None:

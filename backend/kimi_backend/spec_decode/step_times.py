@@ -40,7 +40,7 @@ class StepTimes:
 
     def __init__(self, costs: StepCosts) -> None:
         self._query_lens = np.array(costs.query_lens, np.float64)
-        self.is_captured, self._context_len = costs.is_captured, costs.context_len
+        self._is_captured, self._context_len = costs.is_captured, costs.context_len
         # By every number of sequences from 0 on, so that a shape is looked up and not worked out.
         self._step = _by_num_seqs(costs, costs.step_us)
         self._padding = _by_num_seqs(costs, tuple(_padding_us(costs)))
@@ -63,7 +63,7 @@ class StepTimes:
         base, left = self._step[size, 0], self._step[size, right - 1]
         whole = left + share * (self._step[size, right] - left)
         fixed = base + self._further_context(size, times, num_context_tokens)
-        if self.is_captured:
+        if self._is_captured:
             bucket = np.minimum(np.searchsorted(self._query_lens, longest), len(self._query_lens) - 1)
             bucket_len = np.maximum(self._query_lens[bucket], 1.5)  # one of 1 has no padding
             # With all rows live nothing is padding.

@@ -4,15 +4,13 @@ import hashlib
 import json
 import subprocess
 import sys
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.aux_ipc import AuxBufferHandle, OpenedAuxBuffer, allocate_on_cpu, export_aux_buffer
+from kimi_backend.runners.aux_ipc import AuxBufferHandle, OpenedAuxBuffer, export_aux_buffer
 from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.types.plan import AuxHandle
 
@@ -22,7 +20,7 @@ import hashlib, json, sys, torch
 from kimi_backend.runners.aux_ipc import OpenedAuxBuffer
 from kimi_backend.types.plan import AuxHandle
 
-opened = OpenedAuxBuffer(bytes.fromhex(sys.stdin.readline()), torch.device(sys.argv[1]))
+opened = OpenedAuxBuffer(bytes.fromhex(sys.stdin.readline()), torch.device("cuda", 0))
 for line in sys.stdin:
     rows = opened.buffer.resolve(AuxHandle(region=int(line)))
     given = rows.contiguous().view(torch.uint8).cpu().numpy().tobytes()
@@ -41,19 +39,10 @@ def as_told(rows: torch.Tensor) -> list[object]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_another_process_reads_the_same_bytes_step_after_step(dtype: torch.dtype) -> None:
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda")
     before = torch.zeros(3_000_001, dtype=torch.uint8, device=device)  # so that the buffer begins inside an allocation
-    check_reader(AuxBuffer.allocate(2, 257, 3 * 192, dtype, device))
-    del before
-
-
-def test_on_a_cpu_too() -> None:
-    check_reader(allocate_on_cpu(2, 257, 3 * 192, torch.float32))
-
-
-def check_reader(buffer: AuxBuffer) -> None:
-    device = buffer.tensor.device
-    arguments = [sys.executable, "-c", READER, str(device)]
+    buffer = AuxBuffer.allocate(2, 257, 3 * 192, dtype, device)
+    arguments = [sys.executable, "-c", READER]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdin is not None
         assert reader.stdout is not None
@@ -61,21 +50,12 @@ def check_reader(buffer: AuxBuffer) -> None:
         for step in range(6):
             region = buffer.take_region()
             buffer.region(region).copy_(torch.randn(257, 3 * 192, device=device))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
             print(region, file=reader.stdin, flush=True)
             assert json.loads(reader.stdout.readline()) == as_told(buffer.region(region)), f"step {step}"
         reader.stdin.close()
         assert reader.stdout.read().strip() == "closed"
-
-
-@pytest.mark.parametrize(
-    "changes", [{"memory": b"{}".hex()}, {"shape": (9, 4, 8)}, {"offset": 4096}, {"memory": bytes(64).hex()}], ids=str
-)
-def test_a_cpus_handle_that_is_none_is_refused(changes: dict[str, Any]) -> None:
-    handle = AuxBufferHandle.from_bytes(export_aux_buffer(allocate_on_cpu(1, 4, 8, torch.float32)))
-    with pytest.raises(CudaIpcError, match="the target's buffer cannot be opened"):
-        OpenedAuxBuffer(replace(handle, **changes).to_bytes(), torch.device("cpu"))
+    del before
 
 
 @pytest.mark.gpu

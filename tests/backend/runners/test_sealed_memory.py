@@ -56,7 +56,7 @@ def test_a_pipe_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK])
 def test_memory_that_may_shrink_under_the_mapping_is_refused(seals: int) -> None:
-    descriptor = os.memfd_create("kimi_shared", os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("kimi_semaphores", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, SIZE)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

@@ -103,29 +103,15 @@ class DraftSide:
         return self._own.handle
 
     def launch(self, plan: DraftPlan, draft: Draft) -> Pending[DraftReply]:
-        """Queue a step, behind its verify if it needs what that draws, and show what it leaves. Raises as `accept`."""
-        self.accept(plan)
-        return self.run(plan, draft)
-
-    def accept(self, plan: DraftPlan) -> None:
-        """Let verifies from now on wait for a step, which is to `run` next. Its own verify is one that the target was
-        given, and no later one is before this returns.
+        """Queue a step, behind its verify if it needs what that draws, and show what it leaves.
 
         Raises:
-            ModelUnavailableError: the target was not given the verify; nothing is to be run.
+            ModelUnavailableError: the target was not given the verify; nothing was run.
         """
         self._semaphores.set_value(QUEUED, plan.step_id)
         try:
             if plan.num_drawn.any():
                 self._await_promise(plan.step_id)
-        except BaseException:
-            self._show_failed(plan.step_id)
-            raise
-
-    def run(self, plan: DraftPlan, draft: Draft) -> Pending[DraftReply]:
-        """Queue a step that was accepted."""
-        try:
-            if plan.num_drawn.any():
                 self._semaphores.set_value(WAITED, plan.step_id)
                 self._order.wait(VERIFIED, plan.step_id)
                 self._order.copy(self._table.drawn, self._semaphores.drawn)

@@ -1,7 +1,6 @@
 """Server settings -> loaded runners: one in each of two processes, or both in one."""
 
 import enum
-import logging
 
 import torch
 
@@ -17,7 +16,6 @@ from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import EmbedAndHead, KimiTarget, load_embed_and_head, target_loader
 from kimi_backend.parallel import SingleRank, TensorParallelGroup
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.aux_ipc import allocate_on_cpu
 from kimi_backend.runners.cost_file import CostFile
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.graphs.recorder import GraphRecorder
@@ -25,16 +23,13 @@ from kimi_backend.runners.hand_over.token_table import TokenTable, share
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.load.draft_choice import head_format, linear_format
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints, memory_plan
-from kimi_backend.runners.load.placement import Placement, captures_steps, place, waits_by_semaphores
+from kimi_backend.runners.load.placement import Placement, captures_steps, place
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.ranks.worker_processes import WorkerProcesses
 from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
-from kimi_backend.runners.sealed_memory import SealedMemoryError
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.synthetic_sets import with_synthetic_acceptance, with_uniform_routing
-
-logger = logging.getLogger("kimi_backend.runners")
 
 _STEPS_IN_FLIGHT = 1
 """A verify is run after the draft step that reads what the one before left, in one process and between two."""
@@ -104,7 +99,6 @@ def _load_target(
     )
     aux_layer_ids = checkpoints.draft.config.aux_layer_ids if checkpoints.draft else ()
     limits = _limits(settings, plan)
-    waits = waits_by_semaphores(settings, placement, is_split=is_split)
     runner = TargetRunner(
         model,
         kernels,
@@ -112,11 +106,11 @@ def _load_target(
         limits,
         aux_layer_ids,
         synthetic_parts=settings.synthetic_parts,
-        aux_buffer=_aux_buffer(model, aux_layer_ids, limits, placement, is_shared=waits),
+        aux_buffer=_aux_buffer(model, aux_layer_ids, limits, placement),
         recorder=recorder,
         group=group,
         workers=workers,
-        table=TokenTable.allocate(limits, placement.device, is_split=is_split) if recorder or waits else None,
+        table=TokenTable.allocate(limits, placement.device, is_split=is_split) if recorder else None,
         cost_file=CostFile.of("target", settings, (model.config, limits), placement.device),
     )
     _warm_up(runner)
@@ -124,17 +118,12 @@ def _load_target(
 
 
 def _aux_buffer(
-    model: KimiTarget, aux_layer_ids: tuple[int, ...], limits: RunnerLimits, placement: Placement, *, is_shared: bool
+    model: KimiTarget, aux_layer_ids: tuple[int, ...], limits: RunnerLimits, placement: Placement
 ) -> AuxBuffer | None:
-    """The target's buffer of aux hidden states; None without a draft, and on a CPU where none is shared: tensors do."""
-    width = len(aux_layer_ids) * model.config.hidden_size
-    if is_shared:
-        try:
-            return allocate_on_cpu(_STEPS_IN_FLIGHT, limits.max_num_batched_tokens, width, placement.dtype)
-        except SealedMemoryError as error:
-            logger.warning("aux hidden states travel as tensors: no memory to share: %s", error)
+    """The target's buffer of aux hidden states on a GPU; None without a draft, and on a CPU, where tensors do."""
     if not aux_layer_ids or placement.device.type != "cuda":
         return None
+    width = len(aux_layer_ids) * model.config.hidden_size
     return AuxBuffer.allocate(_STEPS_IN_FLIGHT, limits.max_num_batched_tokens, width, placement.dtype, placement.device)
 
 
@@ -167,14 +156,8 @@ def _load_draft(
     shared: EmbedAndHead | None = None,
     aux_buffer: AuxBuffer | None = None,
     table: TokenTable | None = None,
-    *,
-    is_split: bool = False,
 ) -> DraftRunner:
-    """
-    Args:
-        shared, aux_buffer, table: the target's, where it is in this process.
-        is_split: whether it is in another one.
-    """
+    """shared, aux_buffer, table: the target's, where it is in this process."""
     checkpoint = checkpoints.draft
     if checkpoint is None:
         raise ConfigError("setting draft: empty, the folder of a draft is needed to load the draft model")
@@ -201,8 +184,7 @@ def _load_draft(
         _kv_scale(settings, placement.kv_dtype),
     )
     limits = _limits(settings, plan)
-    waits = waits_by_semaphores(settings, placement, is_split=is_split)
-    if table is None and (recorder is not None or waits):
+    if table is None and recorder is not None:
         table = TokenTable.allocate(limits, placement.device, is_split=True)
     runner = DraftRunner(
         model,
@@ -244,7 +226,7 @@ def load_rank(
     # What is summed first loads its kernel, which must not be while a stream waits for another process.
     share(torch.zeros(1, dtype=torch.int32, device=placement.device), group)
     if role is Role.DRAFT:
-        return None, _load_draft(settings, checkpoints, placement, *ranks, is_split=True)
+        return None, _load_draft(settings, checkpoints, placement, *ranks)
     target, model = _load_target(settings, checkpoints, placement, *ranks, is_split=role is Role.TARGET)
     if role is Role.TARGET or checkpoints.draft is None:
         return target, None

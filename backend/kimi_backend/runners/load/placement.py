@@ -83,15 +83,3 @@ def captures_steps(settings: ServingSettings, placement: Placement) -> bool:
     """Tell whether steps are captured as CUDA graphs: where the kernels never wait for the device."""
     on_gpu = placement.device.type == "cuda" and placement.kernels.name == "triton"
     return on_gpu and settings.enforce_eager == "false"
-
-
-def waits_by_semaphores(settings: ServingSettings, placement: Placement, *, is_split: bool) -> bool:
-    """Tell whether steps that are not captured leave their tokens in a table: on a CPU, between two processes, where
-    either then waits for the other's step and not for its reply.
-
-    Args:
-        is_split: whether target and draft are in two processes.
-    """
-    wanted = settings.async_scheduling == "true" and settings.shared_semaphores == "auto"
-    alone = settings.tensor_parallel_size == 1 and placement.device.type == "cpu"
-    return is_split and alone and wanted and bool(settings.draft) and settings.aux_transfer != "tensor"
