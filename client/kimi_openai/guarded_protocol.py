@@ -4,6 +4,7 @@ import asyncio
 import enum
 import json
 import socket
+import sys
 from typing import Any
 
 import h11
@@ -53,7 +54,7 @@ class GuardedProtocol(H11Protocol):
 
     def _cut_off_who_reads_nothing(self) -> None:
         """The kernel does it: what a transport has left to write keeps a connection that was closed, too."""
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
+        if sys.platform.startswith("linux"):
             milliseconds = round(1000 * self._limits.unread_s)
             own = self.transport.get_extra_info("socket")
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
