@@ -47,6 +47,11 @@ for port in "$http_port" "$grpc_port" "$metrics_port"; do
   ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || fail "port $port is taken: does another server run here?"
 done
 
+# Who accepts connections until its descriptors are out accepts none then, nor answers on those that it has.
+descriptors=$(ulimit -n)
+ulimit -Sn hard 2>/dev/null || ulimit -Sn 1048576 2>/dev/null || true
+[ "$descriptors" = "$(ulimit -n)" ] || echo "start.sh: open files: $descriptors were allowed, $(ulimit -n) are now" >&2
+
 work=$(mktemp -d /tmp/kimi.XXXXXX)
 trap 'rm -rf "$work"' EXIT
 export KIMI_DRAIN_FILE=$work/drain

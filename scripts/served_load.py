@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kimi_backend.hosting import with_parent
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.stubs import find_stubs
 from kimi_client import KimiClient, KimiClientError
@@ -90,14 +91,15 @@ def serving(
     variables: Mapping[str, str] | None = None,
     max_model_len: int = 512,
 ) -> Iterator[Served]:
-    """A server that is ready; nothing of it is left afterwards.
+    """A server that is ready; nothing of it is left afterwards, nor when this process is killed.
 
     Args:
         ports: http, grpc, metrics and openai; free ones by default.
         variables: environment variables besides this process's.
     """
     ports = ports or {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
-    command = [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={checkpoint}"]
+    command = [sys.executable, "-S", with_parent.__file__, str(os.getpid())]
+    command += [sys.executable, "-m", "kimi_backend.cli.main", "serve", f"--checkpoint={checkpoint}"]
     command += [f"--draft={checkpoint / 'draft'}", "--device=cpu", f"--max-model-len={max_model_len}"]
     command += [f"--kv-tokens={max(16384, max_model_len + 64)}"]
     command += [*(f"--{name}-port={port}" for name, port in ports.items()), "--speculation-policy=fixed"]

@@ -3,8 +3,10 @@
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 _DEAD_STATES = ("Z", "X")
@@ -12,6 +14,11 @@ _PR_SET_PDEATHSIG = 1
 _M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 2**19
 """Above what a socket is read by, which is 256 KiB: each such piece would cost its pages."""
+
+
+MOST_DESCRIPTORS = 2**20
+"""The limit where the hard one is higher, or there is none: Linux gives a process no more unless it is told to."""
+FEW_DESCRIPTORS = 4096
 
 
 def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:
@@ -50,6 +57,24 @@ def freeze_what_is_loaded() -> None:
     tables included, would hold a step up for tens of milliseconds. Call it once a server has loaded everything."""
     gc.collect()
     gc.freeze()
+
+
+def raise_descriptor_limit(say: Callable[[str], None]) -> None:
+    """Let this process, and those that it starts, open as many files and connections as the hard limit allows. Who
+    accepts connections until its descriptors are out accepts none then, nor answers on those that it has.
+
+    Args:
+        say: gets a line if the limit is another one now, or is low and cannot be raised.
+    """
+    found, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if found == resource.RLIM_INFINITY:
+        return
+    allowed = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if found < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        say(f"open files: {found} were allowed, {allowed} are now")
+    if max(found, allowed) < FEW_DESCRIPTORS:
+        say(f"open files: the hard limit of {hard} is low, each connection takes one: raise it (ulimit -Hn)")
 
 
 def give_large_memory_back() -> None:

@@ -1,8 +1,11 @@
-"""Alive, dead and not waited for, gone; and memory that goes back."""
+"""Alive, dead and not waited for, gone; descriptors; and memory that goes back."""
 
 import os
+import resource
 import subprocess
 import sys
+
+import pytest
 
 from kimi_backend.processes import is_alive
 from support.waiting import wait_for
@@ -20,6 +23,35 @@ def test_a_process_is_alive_until_it_ends():
 
 def test_without_proc_nothing_is_declared_dead(tmp_path):
     assert is_alive(os.getpid(), tmp_path)
+
+
+RAISED = """
+import resource
+from kimi_backend.processes import raise_descriptor_limit
+raise_descriptor_limit(print)
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+LOW = "open files: the hard limit of 512 is low, each connection takes one: raise it (ulimit -Hn)"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "said"),
+    [
+        (128, 4096, ["open files: 128 were allowed, 4096 are now"]),
+        (4096, 4096, []),
+        (128, 512, ["open files: 128 were allowed, 512 are now", LOW]),
+        (512, 512, [LOW]),
+    ],
+)
+def test_as_many_descriptors_as_the_hard_limit_allows(soft, hard, said):
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [*said, f"{hard} {hard}"]
 
 
 KEPT = """

@@ -25,7 +25,7 @@ from kimi_openai.tracing import RequestTracer
 from support.openai_endpoint import running_endpoint
 from support.otlp_receiver import collecting, receiving
 from support.raw_streams import raw_input
-from support.server_process import ENDLESS, ENDLESS_KV_TOKENS, ENDLESS_MODEL_LEN, stub_pids
+from support.server_process import ENDLESS, ENDLESS_KV_TOKENS, ENDLESS_MODEL_LEN, FEW_DESCRIPTORS, stub_pids
 from support.start_script import ROOT, START, started
 from support.waiting import PATIENCE_S, wait_for
 
@@ -115,6 +115,13 @@ def test_smoke_fails_where_nothing_answers(running):
 def test_health_says_that_it_speculates(running):
     done = running.health("--draft")
     assert (done.returncode, done.stdout) == (0, "healthy: it generates, with speculation\n"), done.stderr
+
+
+def test_the_server_may_open_as_many_files_as_the_hard_limit_allows(running):
+    model = stub_pids(prefix_of(running))["spec_ensemble"]
+    limits = re.search(r"Max open files +(\d+) +(\d+)", Path(f"/proc/{model}/limits").read_text())
+    assert limits[1] == limits[2]
+    assert f"start.sh: open files: {FEW_DESCRIPTORS} were allowed, {limits[1]} are now" in running.log.read_text()
 
 
 @pytest.mark.parametrize("as_container", [True, False])

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,14 @@ from kimi_backend.hosting.admin_access import admin_headers
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.stubs import find_stubs
 from kimi_client import KimiClient, KimiClientError, ServerFailed, ServerUnreachable
-from support.server_process import ENDLESS, ENDLESS_KV_TOKENS, ENDLESS_MODEL_LEN, ended_with_tests
+from support.server_process import (
+    ENDLESS,
+    ENDLESS_KV_TOKENS,
+    ENDLESS_MODEL_LEN,
+    FEW_DESCRIPTORS,
+    allow_few_descriptors,
+    ended_with_tests,
+)
 from support.start_script import started
 from support.waiting import PATIENCE_S, wait_for
 
@@ -93,7 +101,12 @@ def serve(checkpoint, tmp_path_factory):
     with log.open("wb") as sink:
         environment = {**os.environ, "KIMI_ADMIN_SECRET": SECRET}
         process = subprocess.Popen(
-            ended_with_tests(command), env=environment, stdout=sink, stderr=sink, start_new_session=True
+            ended_with_tests(command),
+            env=environment,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            preexec_fn=allow_few_descriptors,
         )
     one = Serve(process, ports, log)
     try:
@@ -119,6 +132,16 @@ def control(serve, model, action):
     url = f"http://127.0.0.1:{serve.ports['http']}/v2/repository/models/{model}/{action}"
     request = urllib.request.Request(url, data=b"{}", method="POST", headers=admin_headers(SECRET))
     urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+
+
+def test_idle_connections_beyond_the_soft_limit_of_the_start_hold_nobody_up(serve):
+    assert f"open files: {FEW_DESCRIPTORS} were allowed" in serve.log.read_text()
+    with contextlib.ExitStack() as idle:
+        for port in (serve.ports["http"], serve.ports["openai"]):
+            for _ in range(2 * FEW_DESCRIPTORS):
+                idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
+        assert serve.http_streams(1) == ["length"]
+        assert serve.endpoint_status() == 200
 
 
 def test_killed_runners_come_back_by_themselves(serve):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,14 @@ def serving_settings(checkpoint: Path, **changes: object) -> ServingSettings:
         "speculation_policy": "fixed",  # a draft of random weights is soon left alone otherwise
     }
     return ServingSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+FEW_DESCRIPTORS = 128
+
+
+def allow_few_descriptors() -> None:
+    """Give this process a soft limit of FEW_DESCRIPTORS, as the `preexec_fn` of one that raises it to the hard one."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def ended_with_tests(command: Sequence[str | Path]) -> list[str | Path]:

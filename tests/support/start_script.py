@@ -11,7 +11,7 @@ from pathlib import Path
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.server_installation import find_installation, python_folder
 from kimi_client import KimiClient
-from support.server_process import ended_with_tests
+from support.server_process import allow_few_descriptors, ended_with_tests
 from support.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def _write_tritonserver(folder: Path) -> None:
 
 @contextmanager
 def started(folder: Path, variables: dict[str, str], *, as_container: bool = True) -> Iterator[StartedServer]:
-    """start.sh over free ports.
+    """start.sh over free ports, with a low soft limit of descriptors.
 
     Args:
         as_container: with `tritonserver` on the PATH; else it falls back to the embedded server.
@@ -72,7 +72,12 @@ def started(folder: Path, variables: dict[str, str], *, as_container: bool = Tru
     log = folder / "start.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            ended_with_tests([START]), env=environment, stdout=sink, stderr=sink, start_new_session=True
+            ended_with_tests([START]),
+            env=environment,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            preexec_fn=allow_few_descriptors,
         )
     try:
         yield StartedServer(process, log=log, **ports)

@@ -11,7 +11,7 @@ import typer
 from kimi_backend.cli.server_commands import URL_OPTION
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
-from kimi_backend.processes import give_large_memory_back
+from kimi_backend.processes import give_large_memory_back, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from kimi_openai.api_keys import ApiKey
@@ -104,13 +104,15 @@ def openai_command(
         raise ConfigError(f"--log-format: {log_format!r} given, text or json is allowed")
     if otlp_endpoint and importlib.util.find_spec("opentelemetry.exporter") is None:
         raise ConfigError("--otlp-endpoint: install the extra, pip install 'kimi-spec-serving[openai,telemetry]'")
+    say = Console(stderr=True, highlight=False).print
     give_large_memory_back()
+    raise_descriptor_limit(say)
     with client_errors():
         kimi_openai.serve(
             settings,
             host=host,
             port=port,
-            say=Console(stderr=True, highlight=False).print,
+            say=say,
             metrics_port=metrics_port,
             logs_json=log_format == "json",
             logs_access=access_log,

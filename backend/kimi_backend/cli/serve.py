@@ -17,6 +17,7 @@ from kimi_backend.hosting.embedded_server import EVERY_HOST, LOCAL_HOST, Embedde
 from kimi_backend.hosting.ports import check_ports
 from kimi_backend.hosting.settings_to_server import make_server, settings_as_environment
 from kimi_backend.hosting.supervised_process import SupervisedProcess
+from kimi_backend.processes import raise_descriptor_limit
 
 _WATCH_S = 0.2
 
@@ -64,6 +65,7 @@ def serve(
         ends_with_parent=True,
         options=triton_args,
     )
+    raise_descriptor_limit(console.print)
     server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.cut_drain_short() if stop.is_set() else stop.set())

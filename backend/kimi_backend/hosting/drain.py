@@ -38,13 +38,14 @@ def drain(api: ServerApi, file: DrainFile, limit_s: float, say: Callable[[str], 
     Returns:
         Whether every request has had its last response.
     """
+    # The order goes first: a server that is slow to answer lengthens nobody's limit.
+    if file.limit_s is None:  # else somebody was in a hurry before this began
+        file.order(limit_s)
     start = time.monotonic()
     try:
         api.unload(ORCHESTRATOR)
     except OSError as error:
         say(f"{ORCHESTRATOR} cannot be made unready ({error}): it refuses new requests by itself")
-    if file.limit_s is None:  # else somebody was in a hurry before this began
-        file.order(limit_s)
     next_word_s, next_look_s = 2.0, 1.0
     while (num_left := file.num_left) != 0:
         time.sleep(POLL_S)

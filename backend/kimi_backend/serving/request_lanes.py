@@ -89,10 +89,16 @@ class RequestLanes:
         """
         (self._short if arrival.num_bytes <= SHORT_BYTES else self._long).put(arrival)
 
-    def close(self, problem: str, timeout_s: float) -> None:
-        """Refuse what waits and what comes, and wait for what is being read."""
+    def close(self, problem: str) -> None:
+        """Refuse what waits and what comes; return at once."""
         for lane in (self._short, self._long):
-            lane.close(problem, timeout_s)
+            lane.close(problem)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for what is being read, once they are closed."""
+        deadline_s = time.monotonic() + timeout_s
+        for lane in (self._short, self._long):
+            lane.wait(max(0.0, deadline_s - time.monotonic()))
 
 
 class _Lane:
@@ -129,10 +135,12 @@ class _Lane:
             self._num_bytes += arrival.num_bytes
             self._changed.notify()
 
-    def close(self, problem: str, timeout_s: float) -> None:
+    def close(self, problem: str) -> None:
         with self._changed:
             self._problem = problem
             self._changed.notify()
+
+    def wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -170,8 +170,9 @@ class SpecEnsembleServer:
         self._end()
 
     def _end(self) -> None:
-        self._lanes.close(SHUTTING_DOWN, LAST_RESPONSES_S)
-        self._engine.stop()
+        self._lanes.close(SHUTTING_DOWN)
+        self._engine.stop()  # before the wait: the ends of running requests need not wait for what is being read
+        self._lanes.wait(LAST_RESPONSES_S)
         self._sender.close(LAST_RESPONSES_S)
         self._leave()
         if self._drain_file is not None and self._drain_file.limit_s is not None:

@@ -49,13 +49,8 @@ def readers() -> Iterator[Readers]:
     made = Readers()
     yield made
     made.gate.set()
-    made.lanes.close("closed", PATIENCE_S)
-
-
-def open_when_closed(readers: Readers) -> None:
-    """Let what is being read end, once nothing more is taken."""
-    wait_for(lambda: readers.lanes._long._problem is not None)
-    readers.gate.set()
+    made.lanes.close("closed")
+    made.lanes.wait(PATIENCE_S)
 
 
 def fill_the_long_lane(readers: Readers) -> None:
@@ -121,8 +116,11 @@ def test_a_bad_request_is_refused_and_the_next_one_is_read(readers: Readers) -> 
 
 def test_what_waits_when_the_lanes_close_is_refused_and_what_is_read_is_finished(readers: Readers) -> None:
     fill_the_long_lane(readers)
-    threading.Thread(target=open_when_closed, args=(readers,)).start()
-    readers.lanes.close("the server is shutting down", PATIENCE_S)
+    readers.lanes.close("the server is shutting down")
+    readers.lanes.wait(0.0)
+    assert readers.read == [] and readers.lanes.num_waiting > 0
+    readers.gate.set()
+    readers.lanes.wait(PATIENCE_S)
     assert readers.read == ["first"]
     assert [str(error) for error in readers.refused.values()] == ["the server is shutting down"] * MOST_WAITING
     with pytest.raises(CapacityError, match="shutting down"):
