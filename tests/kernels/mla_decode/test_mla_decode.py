@@ -418,7 +418,6 @@ WRONG_FOR_PLAIN: list[tuple[dict[str, Any], str]] = [
 WRONG_FOR_THE_KERNEL: list[tuple[dict[str, Any], str]] = [
     ({"latent_cache": CACHE.half()}, "^latent_cache: got torch.float16"),
     ({"kv_lora_rank": 24}, "^kv_lora_rank: got width 24"),
-    (with_batch(decode_plan=kernel.plan_mla_decode(CASE.batch, 8, 16)), "^batch.decode_plan: got for 8 heads"),
 ]
 
 
@@ -433,6 +432,13 @@ def test_a_wrong_argument_is_named(ops: Ops, change: dict[str, Any], message: st
     given = {"q": Q, "latent_cache": CACHE, "batch": CASE.batch, "kv_lora_rank": LORA_RANK, "softmax_scale": SCALE}
     with pytest.raises(ValueError, match=message):
         ops.mla_decode(**(given | change))
+
+
+@the_kernel
+def test_a_plan_for_other_heads_is_named(ops: Ops) -> None:
+    batch = with_batch(decode_plan=ops.plan_mla_decode(CASE.batch, 8, 16))["batch"]
+    with pytest.raises(ValueError, match=r"^batch.decode_plan: got for 8 heads"):
+        ops.mla_decode(Q, CACHE, batch, kv_lora_rank=LORA_RANK, softmax_scale=SCALE)
 
 
 @the_kernel
