@@ -5,7 +5,7 @@
 
 One process a GPU. Calls are made as a step makes them, one behind the other in a CUDA graph; the median of the replays
 over the number of calls is printed, of the slowest rank. For the sum of [rows, 7168] bf16 and the gather of float32
-logits: NCCL's, and those of `kimi_kernels.rank_exchange`, whose results are compared with NCCL's, and between the ranks
+logits: NCCL's, and those of `kimi_kernels.collectives`, whose results are compared with NCCL's, and between the ranks
 bit by bit. The floor is the bytes that a rank sends over --link-gbps, NVLink's rate in one direction (450 on H100 and
 H200): latency is not in it. With --cpu processes of this CPU do the same over gloo, one call at a time.
 """
@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from kimi_backend.parallel import DistributedRanks
 from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.ranks.process_group import join_ranks, leave
-from kimi_backend.runners.receive_buffers import EitherSum
+from kimi_backend.runners.receive_buffers import EitherAllReduce
 
 HIDDEN, VOCAB = 7168, 163_840
 SUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -52,9 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--link-gbps", type=float, default=450.0)
-    parser.add_argument(
-        "--programs", type=int, help="most programs of a call of rank_exchange; its own choice if absent"
-    )
+    parser.add_argument("--programs", type=int, help="most programs of a call of collectives; its own choice if absent")
     parser.add_argument("--cpu", action="store_true", help="over gloo, without GPUs")
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()
@@ -104,11 +102,11 @@ def join_on_gpu(
     free = torch.cuda.mem_get_info(device)[0]
     group = join_ranks(rank, size, address, device)
     assert isinstance(group, DistributedRanks)
-    sums = group.fast_sum
-    if not isinstance(sums, EitherSum) or group.fast_gather is None:
+    sums = group.fast_all_reduce
+    if not isinstance(sums, EitherAllReduce) or group.fast_all_gather is None:
         sys.exit("the GPUs do not share memory: only NCCL could be measured")
     if programs:
-        for call in (sums.whole, sums.in_parts, group.fast_gather):
+        for call in (sums.one_shot, sums.two_shot, group.fast_all_gather):
             call.most_programs = programs
     dist.all_reduce(torch.zeros(1 << 24, device=device), group=group.group)
     group.all_gather_columns(torch.zeros(1 << 10, 1 << 10, device=device))
@@ -138,11 +136,11 @@ class Measuring:
         x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=self._device)
         sent = x.nbytes * 2 * (size - 1) / size
         check_sum(self._group, x)
-        sums = self._group.fast_sum
-        if isinstance(sums, EitherSum) and sums.takes(x):
-            if sums.whole.takes(x):
-                self._measure("sum, whole", rows, x.nbytes, x.nbytes * (size - 1), partial(sums.whole, x))
-            self._measure("sum, in parts", rows, x.nbytes, sent, partial(sums.in_parts, x))
+        sums = self._group.fast_all_reduce
+        if isinstance(sums, EitherAllReduce) and sums.takes(x):
+            if sums.one_shot.takes(x):
+                self._measure("sum, whole", rows, x.nbytes, x.nbytes * (size - 1), partial(sums.one_shot, x))
+            self._measure("sum, in parts", rows, x.nbytes, sent, partial(sums.two_shot, x))
         zeros = torch.zeros_like(x)  # summed in place again and again
         self._measure(f"sum, {self._library}", rows, x.nbytes, sent, partial(self._plain.all_reduce, zeros))
 
@@ -151,7 +149,7 @@ class Measuring:
         logits = torch.randn(rows, VOCAB // size, device=self._device)
         sent = logits.nbytes * (size - 1)
         assert torch.equal(group.all_gather_columns(logits), self._plain.all_gather_columns(logits))
-        if group.fast_gather is not None and group.fast_gather.takes(logits):
+        if group.fast_all_gather is not None and group.fast_all_gather.takes(logits):
             fast = partial(group.all_gather_columns, logits)
             self._measure("gather, receive buffer", rows, logits.nbytes, sent, fast)
         plain = partial(self._plain.all_gather_columns, logits)
@@ -207,7 +205,7 @@ def check_sum(group: DistributedRanks, x: torch.Tensor) -> None:
     for terms in (expected, magnitude):
         dist.all_reduce(terms, group=group.group)
     summed = group.all_reduce(x.clone())
-    is_ours = group.fast_sum is not None and group.fast_sum.takes(x)
+    is_ours = group.fast_all_reduce is not None and group.fast_all_reduce.takes(x)
     allowed = 2**-8 * (expected.abs() if is_ours else (group.size - 1) * magnitude) + 1e-5
     assert bool(((summed.float() - expected).abs() <= allowed).all()), f"{len(x)} rows: not the sum"
     bits = group.all_gather_columns(summed).chunk(group.size, dim=1)

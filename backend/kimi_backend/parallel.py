@@ -6,36 +6,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from kimi_kernels.moe_experts.op import Terms
+from kimi_kernels.collectives.op import AllReduceNorm, Collective
 
 # torch 2.13 renames it, and warns of the old name.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-
-
-class SumNorm(Protocol):
-    """A sum over ranks, added to the residual stream, and the norm of that, in one kernel, for some tensors."""
-
-    def takes(self, x: Terms) -> bool:
-        """The same on every rank, as x's dtype and shape are."""
-        ...
-
-    def __call__(
-        self,
-        x: Terms,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        second: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do `all_reduce`, then `kimi_kernels.signatures.AddRmsNorm`; a row's squares may be added in another order.
-
-        Args:
-            x, residual: [T, H]. weight: [H].
-            second: [T, H] of x's dtype; x + second is this rank's term in place of x.
-        Returns:
-            (normed, residual + the sum), [T, H] each, the same on every rank.
-        """
-        ...
 
 
 class TensorParallelGroup(Protocol):
@@ -51,7 +25,7 @@ class TensorParallelGroup(Protocol):
     def size(self) -> int: ...
 
     @property
-    def sum_norm(self) -> SumNorm | None:
+    def all_reduce_norm(self) -> AllReduceNorm | None:
         """None where `all_reduce` and a norm of its own do."""
         ...
 
@@ -81,7 +55,7 @@ class SingleRank:
 
     rank: int = 0
     size: int = 1
-    sum_norm: None = None
+    all_reduce_norm: None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -93,14 +67,6 @@ class SingleRank:
         return values, token_ids
 
 
-class FastCollective(Protocol):
-    """A collective for some tensors, chosen by what is the same on every rank: dtype and shape."""
-
-    def takes(self, x: torch.Tensor) -> bool: ...
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class DistributedRanks:
     """Ranks of a torch.distributed process group (gloo on CPU, NCCL on GPUs).
@@ -109,11 +75,11 @@ class DistributedRanks:
     """
 
     group: dist.ProcessGroup
-    fast_sum: FastCollective | None = None
+    fast_all_reduce: Collective | None = None
     """Sums what it takes; the process group sums the rest."""
-    fast_gather: FastCollective | None = None
+    fast_all_gather: Collective | None = None
     """Gathers columns likewise."""
-    sum_norm: SumNorm | None = None
+    all_reduce_norm: AllReduceNorm | None = None
 
     @property
     def rank(self) -> int:
@@ -124,8 +90,8 @@ class DistributedRanks:
         return dist.get_world_size(self.group)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fast_sum is not None and self.fast_sum.takes(x):
-            return self.fast_sum(x)
+        if self.fast_all_reduce is not None and self.fast_all_reduce.takes(x):
+            return self.fast_all_reduce(x)
         if x.is_cuda:
             x = x.contiguous()
             dist.all_reduce(x, group=self.group)
@@ -139,8 +105,8 @@ class DistributedRanks:
         return total
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fast_gather is not None and self.fast_gather.takes(x):
-            return self.fast_gather(x)
+        if self.fast_all_gather is not None and self.fast_all_gather.takes(x):
+            return self.fast_all_gather(x)
         rows, columns = x.shape
         return self._gather(x).transpose(0, 1).reshape(rows, self.size * columns)
 

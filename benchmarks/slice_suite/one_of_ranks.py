@@ -2,10 +2,10 @@
 
 The kernels that exchange rows between GPUs run as they do in a group, on this GPU's memory alone: the receive buffer of
 rank r begins r slots into this rank's own, so what is written to rank r lands where rank r's elements are waited for.
-The others seem to send what this rank sends, at once: the same elements, or in a sum in parts the block that is theirs
-to sum. What is written, emptied, read and added is what a rank writes, empties, reads and adds; the way over NVLink is
-missing, and `pause_us` stands for it: so much longer each collective takes. What NCCL would do (long prompts, and one
-pair of numbers a row for a draft's head) is a few tensor operations.
+The others seem to send what this rank sends, at once: the same elements, or in a sum in two shots the block that is
+theirs to sum. What is written, emptied, read and added is what a rank writes, empties, reads and adds; the way over
+NVLink is missing, and `pause_us` stands for it: so much longer each collective takes. What NCCL would do (long prompts,
+and one pair of numbers a row for a draft's head) is a few tensor operations.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,27 @@ import torch
 import torch.distributed as dist
 
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.parallel import DistributedRanks, FastCollective, SumNorm
+from kimi_backend.parallel import DistributedRanks
 from kimi_backend.runners.draft_runner import DraftRunner
 from kimi_backend.runners.load.loading import Role, load_rank
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints
 from kimi_backend.runners.load.placement import place
 from kimi_backend.runners.receive_buffers import (
     MOST_GATHERED_BYTES,
-    MOST_SENT_WHOLE,
+    MOST_ONE_SHOT_BYTES,
     MOST_SUMMED_BYTES,
-    EitherSum,
-    EitherSumNorm,
+    EitherAllReduce,
+    EitherAllReduceNorm,
 )
 from kimi_backend.runners.target_runner import TargetRunner
+from kimi_kernels.collectives.op import AllReduceNorm, Collective
+from kimi_kernels.collectives.receive_buffers import (
+    MOST_PROGRAMS,
+    NUM_SECTIONS,
+    ReceiveBuffers,
+    blocks_of,
+    new_receive_buffer,
+)
 from kimi_kernels.moe_experts.op import Terms
 
 MOST_UNEVEN_BYTES = 1 << 20
@@ -58,20 +66,20 @@ class OneOfRanks(DistributedRanks):
         return self.num_ranks
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """size * x, rounded once, or in parts each run of `size` blocks summed; integers, of which the other ranks send
-        zeros, as they are."""
+        """size * x, rounded once, or in two shots each run of `size` blocks summed; integers, of which the other ranks
+        send zeros, as they are."""
         if not x.is_floating_point():
             return x
-        takes = self.fast_sum is not None and self.fast_sum.takes(x)
-        total = self.fast_sum(x) if self.fast_sum is not None and takes else (x.float() * self.size).to(x.dtype)
+        fast = self.fast_all_reduce
+        total = fast(x) if fast is not None and fast.takes(x) else (x.float() * self.size).to(x.dtype)
         self.pause()
         return total
 
     def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, columns] -> [rows, size * columns]: x beside itself."""
-        if self.fast_gather is None or not self.fast_gather.takes(x):
+        if self.fast_all_gather is None or not self.fast_all_gather.takes(x):
             return DistributedRanks.all_gather_columns(self, x)
-        gathered = self.fast_gather(x)
+        gathered = self.fast_all_gather(x)
         self.pause()
         return gathered
 
@@ -82,19 +90,19 @@ class OneOfRanks(DistributedRanks):
 
 
 @dataclass(frozen=True, slots=True)
-class PausedSumNorm:
-    """A sum with its norm, and the pause behind; in parts, only where each rank sums as many blocks as this one."""
+class PausedAllReduceNorm:
+    """A sum with its norm, and the pause behind; in two shots, only where each rank sums as many blocks as this one."""
 
-    whole: SumNorm
-    in_parts: SumNorm
+    one_shot: AllReduceNorm
+    two_shot: AllReduceNorm
     num_ranks: int
     pause: Pause
 
     def takes(self, x: Terms) -> bool:
-        from kimi_kernels.rank_exchange.kernel_norm import ROW_BLOCKS
+        from kimi_kernels.collectives.kernel_norm import ROW_BLOCKS
 
         is_even = x.shape[0] * ROW_BLOCKS % self.num_ranks == 0
-        return self.whole.takes(x) or (is_even and self.in_parts.takes(x))
+        return self.one_shot.takes(x) or (is_even and self.two_shot.takes(x))
 
     def __call__(
         self,
@@ -104,21 +112,20 @@ class PausedSumNorm:
         eps: float,
         second: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = EitherSumNorm(self.whole, self.in_parts)(x, residual, weight, eps, second)
+        normed = EitherAllReduceNorm(self.one_shot, self.two_shot)(x, residual, weight, eps, second)
         self.pause()
         return normed
 
 
 @dataclass(frozen=True, slots=True)
-class _EvenParts:
-    """Sums in parts of which each rank sums as many blocks as this one."""
+class _EvenTwoShot:
+    """Sums in two shots of which each rank sums as many blocks as this one."""
 
-    sums: FastCollective
-    block: int
+    sums: Collective
     num_ranks: int
 
     def takes(self, x: torch.Tensor) -> bool:
-        return self.sums.takes(x) and -(-x.numel() // self.block) % self.num_ranks == 0
+        return self.sums.takes(x) and blocks_of(x.nbytes) % self.num_ranks == 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.sums(x)
@@ -128,12 +135,12 @@ def one_of_ranks(num_ranks: int, device: torch.device, pause_us: float) -> OneOf
     """Rank 0 of `num_ranks` on a device; on a CPU without kernels and pauses.
 
     Raises:
-        ValueError: a number of ranks that `kimi_kernels.rank_exchange` does not serve on a GPU.
+        ValueError: a number of ranks that `kimi_kernels.collectives` does not serve on a GPU.
     """
     if device.type != "cuda":
         return OneOfRanks(NO_GROUP, num_ranks=num_ranks, pause=lambda: None)
-    if num_ranks not in MOST_SENT_WHOLE:
-        raise ValueError(f"--rank-of: {num_ranks} given, one of {sorted(MOST_SENT_WHOLE)} is needed on a GPU")
+    if num_ranks not in MOST_ONE_SHOT_BYTES:
+        raise ValueError(f"--rank-of: {num_ranks} given, one of {sorted(MOST_ONE_SHOT_BYTES)} is needed on a GPU")
     from slice_suite.pause_kernel import pausing
 
     return looped_back(num_ranks, device, pausing(pause_us, device))
@@ -145,32 +152,29 @@ def looped_back(num_ranks: int, device: torch.device, pause: Pause, most_program
     most_programs: of a call; their own choice if absent. Programs wait for one another's elements.
     """
     # A CPU may do without Triton-language.
-    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, RankGather, RankSum, ReceiveBuffers, new_receive_buffer
-    from kimi_kernels.rank_exchange.kernel_norm import RankSumNorm, new_norm_receive_buffer
-    from kimi_kernels.rank_exchange.kernel_parts import BLOCK, RankSumInParts, new_parts_receive_buffer
-    from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS
+    from kimi_kernels.collectives.kernel import AllGather, AllReduce
+    from kimi_kernels.collectives.kernel_norm import FusedAllReduceNorm
 
     memory = []
 
-    def buffers(dtype: torch.dtype, most_elements: int) -> ReceiveBuffers:
-        memory.append(new_receive_buffer(dtype, num_ranks, most_elements, device))
-        return ReceiveBuffers(0, shifted(memory[-1], NUM_SECTIONS * num_ranks, num_ranks), dtype, most_elements, device)
+    def buffers(dtype: torch.dtype, num_blocks: int, two_shot: bool = False) -> ReceiveBuffers:
+        memory.append(new_receive_buffer(dtype, num_ranks, num_blocks, device, two_shot=two_shot))
+        addresses = shifted(memory[-1], (2 if two_shot else 1) * NUM_SECTIONS * num_ranks, num_ranks)
+        return ReceiveBuffers(0, addresses, dtype, num_blocks, device, two_shot=two_shot)
 
-    whole = RankSum(buffers(torch.int16, MOST_SENT_WHOLE[num_ranks] // 2), most_programs)
-    uneven = RankSum(buffers(torch.int16, MOST_UNEVEN_BYTES // 2), most_programs)
-    gather = RankGather(buffers(torch.int32, MOST_GATHERED_BYTES // num_ranks // 4), most_programs)
-    most = MOST_SUMMED_BYTES // 2
-    memory.append(new_parts_receive_buffer(num_ranks, most, device))
-    addresses = shifted(memory[-1], 2 * NUM_SECTIONS * num_ranks, num_ranks)
-    parts = _EvenParts(RankSumInParts(0, addresses, most, device, most_programs), BLOCK, num_ranks)
-    sums = EitherSum(whole, EitherSum(parts, uneven))
-    norms = []
-    for in_parts, most_blocks in ((False, MOST_SENT_WHOLE[num_ranks] // 2 // BLOCK), (True, MOST_PROGRAMS[num_ranks])):
-        memory.append(new_norm_receive_buffer(num_ranks, most_blocks, device, in_parts=in_parts))
-        addresses = shifted(memory[-1], (2 if in_parts else 1) * NUM_SECTIONS * num_ranks, num_ranks)
-        norms.append(RankSumNorm(0, addresses, most_blocks, device, in_parts=in_parts))
-    sum_norm = PausedSumNorm(*norms, num_ranks, pause)
-    return OneOfRanks(NO_GROUP, sums, gather, sum_norm, num_ranks=num_ranks, pause=pause, memory=tuple(memory))
+    one_shot_blocks = blocks_of(MOST_ONE_SHOT_BYTES[num_ranks])
+    one_shot = AllReduce(buffers(torch.int16, one_shot_blocks), most_programs)
+    uneven = AllReduce(buffers(torch.int16, blocks_of(MOST_UNEVEN_BYTES)), most_programs)
+    gather = AllGather(buffers(torch.int32, blocks_of(MOST_GATHERED_BYTES // num_ranks)), most_programs)
+    two_shot = AllReduce(buffers(torch.int16, blocks_of(MOST_SUMMED_BYTES), two_shot=True), most_programs)
+    sums = EitherAllReduce(one_shot, EitherAllReduce(_EvenTwoShot(two_shot, num_ranks), uneven))
+    norm = PausedAllReduceNorm(
+        FusedAllReduceNorm(buffers(torch.int16, one_shot_blocks)),
+        FusedAllReduceNorm(buffers(torch.int16, MOST_PROGRAMS[num_ranks], two_shot=True)),
+        num_ranks,
+        pause,
+    )
+    return OneOfRanks(NO_GROUP, sums, gather, norm, num_ranks=num_ranks, pause=pause, memory=tuple(memory))
 
 
 def shifted(buffer: torch.Tensor, num_slots: int, num_ranks: int) -> list[int]:

@@ -9,9 +9,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from kimi_kernels.rank_exchange.kernel_parts import BLOCK
-from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS
-from slice_suite.one_of_ranks import PausedSumNorm, looped_back, one_of_ranks
+from kimi_kernels.collectives.kernel_norm import BLOCK
+from kimi_kernels.collectives.receive_buffers import NUM_SECTIONS
+from slice_suite.one_of_ranks import PausedAllReduceNorm, looped_back, one_of_ranks
 from support.interpreted import INTERPRETED
 
 pytestmark = INTERPRETED
@@ -19,7 +19,7 @@ pytestmark = INTERPRETED
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_a_rank_alone_finds_in_its_memory_what_the_others_would_send(num_rows: int) -> None:
-    """One row is sent whole, 16 are summed in parts, three are uneven; more than one call empties the receive
+    """One row is summed in one shot, 16 in two, three are uneven; more than one call empties the receive
     buffers."""
     group = looped_back(8, torch.device("cpu"), lambda: None, most_programs=1)
     for call in range(4):
@@ -33,25 +33,25 @@ def test_a_rank_alone_finds_in_its_memory_what_the_others_would_send(num_rows: i
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_a_rank_alone_sums_and_norms(num_rows: int) -> None:
-    """One row is sent whole, four of four blocks each are summed in parts. The interpreter runs one program after
+    """One row is summed in one shot, four of four blocks each in two. The interpreter runs one program after
     another: what programs wait for in later ones is there before, squares that mean nothing among it."""
     pauses: list[int] = []
     group = looped_back(8, torch.device("cpu"), lambda: pauses.append(1))
-    assert group.sum_norm is not None
+    assert group.all_reduce_norm is not None
     x, residual = torch.randn(2, num_rows, 128, generator=torch.Generator().manual_seed(1)).half()
-    sum_norm = group.sum_norm
-    assert isinstance(sum_norm, PausedSumNorm)
-    for one in (sum_norm.whole, sum_norm.in_parts):
+    all_reduce_norm = group.all_reduce_norm
+    assert isinstance(all_reduce_norm, PausedAllReduceNorm)
+    for one in (all_reduce_norm.one_shot, all_reduce_norm.two_shot):
         one._squares[0] = 0
     if num_rows == 4:
         x[:] = x[0]
         terms = group.memory[-1].view(NUM_SECTIONS, 2, 8, -1)[0, 0]
         terms[:, :32] = terms[:, BLOCK : BLOCK + 32] = x[0].view(torch.int16).view(4, 32).repeat(2, 1)
-    _, total = group.sum_norm(x, residual, torch.ones(128).half(), 1e-5)
+    _, total = group.all_reduce_norm(x, residual, torch.ones(128).half(), 1e-5)
     summed = 8 * x if num_rows == 1 else 2 * x.view(4, 4, 32).float().sum(dim=1).repeat(1, 4).half()
     torch.testing.assert_close(total, residual + summed, rtol=1e-3, atol=1e-2)
     assert pauses == [1]
-    assert not group.sum_norm.takes(torch.zeros(3, 128).half()), "of 12 blocks not every rank would sum as many"
+    assert not group.all_reduce_norm.takes(torch.zeros(3, 128).half()), "of 12 blocks not every rank would sum as many"
 
 
 def test_a_rank_alone_is_rank_0_of_equals() -> None:

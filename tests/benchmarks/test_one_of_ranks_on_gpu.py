@@ -8,12 +8,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from kimi_backend.parallel import SumNorm
 from kimi_backend.runners.graphs.recorder import GraphRecorder
+from kimi_kernels.collectives.kernel_norm import BLOCK, columns_of_a_program
+from kimi_kernels.collectives.op import AllReduceNorm
 from kimi_kernels.moe_experts.kernel_sum import sum_terms
 from kimi_kernels.moe_experts.op import ExpertOutputs
-from kimi_kernels.rank_exchange.kernel_norm import columns_of_a_program
-from kimi_kernels.rank_exchange.kernel_parts import BLOCK
 from kimi_kernels.rms_norm.kernel import add_rms_norm
 from slice_suite.one_of_ranks import one_of_ranks
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.gpu
 WIDTH, EPS = 7168, 1e-5
 
 
-def in_parts(x: torch.Tensor, size: int, columns: int) -> torch.Tensor:
+def in_two_shots(x: torch.Tensor, size: int, columns: int) -> torch.Tensor:
     """Every run of `size` blocks of columns summed: what the loop-back delivers as the other ranks' terms."""
     blocks = x.float().reshape(-1, size, columns)
     return blocks.sum(dim=1, keepdim=True).expand_as(blocks).reshape(x.shape).bfloat16()
@@ -31,8 +30,8 @@ def in_parts(x: torch.Tensor, size: int, columns: int) -> torch.Tensor:
 def test_sums_and_norms_in_a_graph(size: int) -> None:
     device = torch.device("cuda")
     group = one_of_ranks(size, device, 0.0)
-    sum_norm: SumNorm | None = group.sum_norm
-    assert sum_norm is not None
+    all_reduce_norm: AllReduceNorm | None = group.all_reduce_norm
+    assert all_reduce_norm is not None
     rows = [1, 64, 2, 4, 16, 1, 64, 64]
     inputs = [torch.randn(3, n, WIDTH, device=device).bfloat16() for n in rows]
     weight = torch.randn(WIDTH, device=device).bfloat16()
@@ -41,7 +40,9 @@ def test_sums_and_norms_in_a_graph(size: int) -> None:
     def run() -> None:
         results.clear()
         for x, second, residual in inputs:
-            results.append((*sum_norm(x, residual, weight, EPS, second), *sum_norm(x, residual, weight, EPS)))
+            results.append(
+                (*all_reduce_norm(x, residual, weight, EPS, second), *all_reduce_norm(x, residual, weight, EPS))
+            )
 
     replay = GraphRecorder(device).record(run)
     for _ in range(20):
@@ -50,10 +51,10 @@ def test_sums_and_norms_in_a_graph(size: int) -> None:
         replay()
         torch.cuda.synchronize()
         for (x, second, residual), found in zip(inputs, results, strict=True):
-            assert sum_norm.takes(x)
-            is_whole = sum_norm.whole.takes(x)  # type: ignore[attr-defined]
+            assert all_reduce_norm.takes(x)
+            is_one_shot = all_reduce_norm.one_shot.takes(x)  # type: ignore[attr-defined]
             for term, (normed, total) in zip((x + second, x), (found[:2], found[2:]), strict=True):
-                summed = size * term if is_whole else in_parts(term, size, columns_of_a_program(WIDTH))
+                summed = size * term if is_one_shot else in_two_shots(term, size, columns_of_a_program(WIDTH))
                 want, want_total = add_rms_norm(summed, residual, weight, EPS)
                 torch.testing.assert_close(total, want_total, rtol=2**-7, atol=2**-5)
                 torch.testing.assert_close(normed, want, rtol=2**-6, atol=2**-6)
@@ -63,8 +64,8 @@ def test_sums_and_norms_in_a_graph(size: int) -> None:
 def test_products_of_choices_are_summed_before_they_are_sent(rows: int) -> None:
     device = torch.device("cuda")
     group = one_of_ranks(8, device, 0.0)  # holds the receive buffers, which kernels know by their addresses only
-    sum_norm: SumNorm | None = group.sum_norm
-    assert sum_norm is not None
+    all_reduce_norm: AllReduceNorm | None = group.all_reduce_norm
+    assert all_reduce_norm is not None
     choices = ExpertOutputs(
         outputs=torch.randn(8 * rows, WIDTH, device=device).bfloat16(),
         topk_ids=torch.randint(-1, 384, (rows, 8), dtype=torch.int32, device=device),
@@ -75,14 +76,14 @@ def test_products_of_choices_are_summed_before_they_are_sent(rows: int) -> None:
     choices.outputs[(choices.topk_ids < 0).flatten()] = torch.nan
     second, residual = torch.randn(2, rows, WIDTH, device=device).bfloat16()
     weight = torch.randn(WIDTH, device=device).bfloat16()
-    found = sum_norm(choices, residual, weight, EPS, second)
-    for out, want in zip(found, sum_norm(sum_terms(choices), residual, weight, EPS, second), strict=True):
+    found = all_reduce_norm(choices, residual, weight, EPS, second)
+    for out, want in zip(found, all_reduce_norm(sum_terms(choices), residual, weight, EPS, second), strict=True):
         assert torch.equal(out, want)
 
 
-def test_a_sum_in_parts_on_a_gpu() -> None:
+def test_a_sum_in_two_shots_on_a_gpu() -> None:
     device = torch.device("cuda")
     group = one_of_ranks(8, device, 5.0)
     x = torch.randn(64, WIDTH, device=device).bfloat16()
     for _ in range(5):
-        torch.testing.assert_close(group.all_reduce(x), in_parts(x, 8, BLOCK), rtol=2**-7, atol=2**-5)
+        torch.testing.assert_close(group.all_reduce(x), in_two_shots(x, 8, BLOCK), rtol=2**-7, atol=2**-5)

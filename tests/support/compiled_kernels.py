@@ -270,28 +270,32 @@ def streamed_linear(num_rows: int, out_features: int) -> Build:
     )
 
 
-def rank_exchange(name: str, size: int) -> Build:
-    """A collective over `size` ranks: "sum" of bf16, whole or "in parts", "gather" of 32-bit words."""
-    from kimi_kernels.rank_exchange import kernel
+def collectives(name: str, size: int) -> Build:
+    """A collective over `size` ranks: "sum" of bf16, in one shot or two, "gather" of 32-bit words."""
+    from kimi_kernels.collectives.receive_buffers import BLOCK_BYTES, NUM_SECTIONS
 
     kind, unit, itemsize = ("*i32", "words", 4) if name == "gather" else ("*bf16", "elements", 2)
-    sizes = [f"num_{unit}", "part_elements" if name == "in parts" else f"slot_{unit}"]
+    sizes = [f"num_{unit}", "part_elements" if name == "sum in two shots" else f"slot_{unit}"]
     sizes += ["row_words"] if name == "gather" else []
     types = {"x": kind, "out": kind, "buffers": "*i64", "calls": "*i32", **dict.fromkeys(["rank", *sizes], "i32")}
     return Build(
-        module="kimi_kernels.rank_exchange.kernel" + ("_parts" if name == "in parts" else ""),
-        function={"sum": "rank_sum_kernel", "gather": "rank_gather_kernel", "in parts": "sum_in_parts_kernel"}[name],
+        module="kimi_kernels.collectives.kernel" + ("_two_shot" if name == "sum in two shots" else ""),
+        function={
+            "sum": "one_shot_all_reduce_kernel",
+            "gather": "all_gather_kernel",
+            "sum in two shots": "two_shot_all_reduce_kernel",
+        }[name],
         types=types,
-        constants={"SIZE": size, "BLOCK": kernel.BLOCK_BYTES // itemsize, "SECTIONS": kernel.NUM_SECTIONS, "PDL": True},
+        constants={"SIZE": size, "BLOCK": BLOCK_BYTES // itemsize, "SECTIONS": NUM_SECTIONS, "PDL": True},
         num_warps=8,
         multiples_of_16=tuple(sizes),
     )
 
 
-def sum_norm(name: str, size: int) -> Build:
-    """A sum over `size` ranks with its norm, of two addends in rows of 7168, whole or "in parts"; "of choices": the
+def all_reduce_norm(name: str, size: int) -> Build:
+    """A sum over `size` ranks with its norm, of two addends in rows of 7168, in one shot or two; "of choices": the
     first addend is the sum of eight."""
-    from kimi_kernels.rank_exchange import kernel, kernel_norm
+    from kimi_kernels.collectives import kernel_norm
 
     tensors = ("x", "second", "residual", "weight", "out", "total")
     sizes = ("residual_stride", "width", "columns", "slot_elements", "most_programs")
@@ -305,23 +309,23 @@ def sum_norm(name: str, size: int) -> Build:
         "SIZE": size,
         "PROGRAMS": kernel_norm.ROW_BLOCKS,
         "BLOCK": kernel_norm.BLOCK,
-        "SECTIONS": kernel.NUM_SECTIONS,
+        "SECTIONS": kernel_norm.NUM_SECTIONS,
     }
     return Build(
-        module="kimi_kernels.rank_exchange.kernel_norm",
-        function="sum_norm_kernel",
+        module="kimi_kernels.collectives.kernel_norm",
+        function="all_reduce_norm_kernel",
         types=types,
-        constants=constants | {"HAS_SECOND": True, "IN_PARTS": name.endswith("in parts"), "PDL": True},
+        constants=constants | {"HAS_SECOND": True, "TWO_SHOT": name.endswith("in two shots"), "PDL": True},
         num_warps=8,
         multiples_of_16=sizes,
     )
 
 
-EXCHANGES: dict[str, Callable[[], Build]] = {
+COLLECTIVES: dict[str, Callable[[], Build]] = {
     f"{name} over {size} ranks": lambda make=make, name=name, size=size: make(name, size)  # type: ignore[misc]
     for make, names in (
-        (rank_exchange, ("sum", "gather", "in parts")),
-        (sum_norm, ("norm", "norm in parts", "norm of choices", "norm of choices in parts")),
+        (collectives, ("sum", "gather", "sum in two shots")),
+        (all_reduce_norm, ("norm", "norm in two shots", "norm of choices", "norm of choices in two shots")),
     )
     for name in names
     for size in (2, 8)
@@ -348,5 +352,5 @@ BUILDS: dict[str, Callable[[], Build]] = {
 
 if __name__ == "__main__":
     named = [word for word in sys.argv[1:] if word != "--record"]
-    wanted = named or [*BUILDS, *(EXCHANGES if "--record" in sys.argv else ())]
-    answer({name: inspect_kernel((BUILDS | EXCHANGES)[name]()) for name in wanted})
+    wanted = named or [*BUILDS, *(COLLECTIVES if "--record" in sys.argv else ())]
+    answer({name: inspect_kernel((BUILDS | COLLECTIVES)[name]()) for name in wanted})

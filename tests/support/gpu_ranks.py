@@ -19,7 +19,7 @@ from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import DistributedRanks, SingleRank, TensorParallelGroup
 from kimi_backend.runners.graphs.recorder import GraphRecorder
 from kimi_backend.runners.ranks.process_group import join_ranks, leave
-from kimi_backend.runners.receive_buffers import EitherSum, EitherSumNorm
+from kimi_backend.runners.receive_buffers import EitherAllReduce, EitherAllReduceNorm
 from kimi_kernels.kernel_set import KernelSet
 from support.draft_steps import DraftSteps
 from support.ranks import check_collectives
@@ -49,7 +49,7 @@ def run_rank(rank: int, size: int, address: str, check: Check) -> None:
 
 
 def check_eager_collectives(group: DistributedRanks, device: torch.device) -> None:
-    assert group.fast_sum is not None and group.fast_gather is not None, "GPUs of one host share memory"
+    assert group.fast_all_reduce is not None and group.fast_all_gather is not None, "GPUs of one host share memory"
     check_collectives(group, device)
 
 
@@ -58,8 +58,8 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
     sizes = [(1, 7168), (4, 7168), (64, 7168), (3, 100), (1, 1), (64, 7168), (256, 7168), (500, 7168), (4, 7168)]
     inputs = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes]
     outputs = [torch.empty_like(x) for x in inputs]
-    assert isinstance(group.fast_sum, EitherSum)
-    in_parts = [torch.empty_like(x) for x in inputs[:7]]
+    assert isinstance(group.fast_all_reduce, EitherAllReduce)
+    two_shot = [torch.empty_like(x) for x in inputs[:7]]
     logits = torch.empty(5, 1000, device=device)
     gathered = torch.empty(5, 1000 * group.size, device=device)
     more = torch.empty(500, 7168 * group.size, dtype=torch.bfloat16, device=device)
@@ -67,8 +67,8 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
     def run() -> None:
         for x, out in zip(inputs, outputs, strict=True):
             out.copy_(group.all_reduce(x.clone()))
-        for x, out in zip(inputs[:7], in_parts, strict=True):
-            out.copy_(group.fast_sum.in_parts(x))
+        for x, out in zip(inputs[:7], two_shot, strict=True):
+            out.copy_(group.fast_all_reduce.two_shot(x))
         gathered.copy_(group.all_gather_columns(logits))
         more.copy_(group.all_gather_columns(inputs[7]))
 
@@ -85,30 +85,30 @@ def check_sums_in_a_graph(group: DistributedRanks, device: torch.device) -> None
             expected = torch.stack([part[place].float() for part in parts]).sum(dim=0)
             torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=1e-5, msg=f"step {step}: {sizes[place]}")
             assert_same_bits(group, out)
-        for out, expected_part in zip(in_parts, outputs, strict=False):
-            torch.testing.assert_close(out, expected_part, rtol=0, atol=0, msg=f"step {step}: in parts")
+        for out, expected_part in zip(two_shot, outputs, strict=False):
+            torch.testing.assert_close(out, expected_part, rtol=0, atol=0, msg=f"step {step}: in two shots")
             assert_same_bits(group, out)
         assert torch.equal(gathered, torch.cat([part[0][:, :1000].float().expand(5, 1000) for part in parts], dim=1))
         assert torch.equal(more, torch.cat([part[7] for part in parts], dim=1))
 
 
 def check_norms_in_a_graph(group: DistributedRanks, device: torch.device) -> None:
-    """Sums with the residual stream and its norm, whole and in parts, beside the ops that they are made of."""
-    sum_norm, kernels = group.sum_norm, KernelSet.triton()
-    assert isinstance(sum_norm, EitherSumNorm)
+    """Sums with the residual stream and its norm, in one shot and in two, beside the ops that they are made of."""
+    all_reduce_norm, kernels = group.all_reduce_norm, KernelSet.triton()
+    assert isinstance(all_reduce_norm, EitherAllReduceNorm)
     sizes = [(1, 7168), (4, 7168), (64, 7168), (128, 7168), (1, 7168), (3, 100), (64, 7168)]
     inputs = [torch.empty(3, *size, dtype=torch.bfloat16, device=device) for size in sizes]
     weights = [torch.randn(width, device=device).bfloat16() for _, width in sizes]
     for weight in weights:
         torch.distributed.broadcast(weight, 0)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    assert sum_norm.whole.takes(inputs[0][0]) and not sum_norm.whole.takes(inputs[3][0])
-    assert all(sum_norm.takes(x) for x, _, _ in inputs)
+    assert all_reduce_norm.one_shot.takes(inputs[0][0]) and not all_reduce_norm.one_shot.takes(inputs[3][0])
+    assert all(all_reduce_norm.takes(x) for x, _, _ in inputs)
 
     def run() -> None:
         found.clear()
         for (x, second, residual), weight in zip(inputs, weights, strict=True):
-            found.append(sum_norm(x, residual, weight, 1e-5, second))
+            found.append(all_reduce_norm(x, residual, weight, 1e-5, second))
 
     replay = GraphRecorder(device).record(run)
     for step in range(50):

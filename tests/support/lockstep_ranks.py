@@ -31,7 +31,7 @@ class LockstepRank:
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank
         self.size = len(meeting.given)
-        self.sum_norm = None
+        self.all_reduce_norm = None
         self._meeting = meeting
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

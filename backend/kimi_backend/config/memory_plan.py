@@ -13,7 +13,7 @@ from kimi_backend.errors import ConfigError
 
 GIB = 1 << 30
 RANKS_BYTES = 5 * GIB // 4
-"""NCCL's buffers and the receive buffers of `kimi_kernels.rank_exchange`, with more than one rank, of each GPU by each
+"""NCCL's buffers and the receive buffers of `kimi_kernels.collectives`, with more than one rank, of each GPU by each
 process. They took 1,124 MiB of an H200 with two ranks (`benchmarks/collectives.py`)."""
 
 

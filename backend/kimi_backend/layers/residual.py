@@ -36,7 +36,7 @@ def add_rms_norm(
     """
     if group.size == 1:
         return kernels.add_rms_norm(terms.first, residual, weight, eps, terms.second)
-    if group.sum_norm is not None and group.sum_norm.takes(terms.first):
-        return group.sum_norm(terms.first, residual, weight, eps, terms.second)
+    if group.all_reduce_norm is not None and group.all_reduce_norm.takes(terms.first):
+        return group.all_reduce_norm(terms.first, residual, weight, eps, terms.second)
     term = kernels.sum_terms(terms.first, terms.second)
     return kernels.add_rms_norm(group.all_reduce(term), residual, weight, eps)

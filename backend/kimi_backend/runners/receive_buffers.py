@@ -1,4 +1,4 @@
-"""The IPC receive buffers of `kimi_kernels.rank_exchange`: the GPUs of one host write into each other's."""
+"""The IPC receive buffers of `kimi_kernels.collectives`: the GPUs of one host write into each other's."""
 
 import json
 import logging
@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from kimi_backend.parallel import DistributedRanks, FastCollective, SumNorm
+from kimi_backend.parallel import DistributedRanks
 from kimi_backend.runners.cuda_ipc import CudaIpcError, OpenedMemory, export_memory
+from kimi_kernels.collectives.op import AllReduceNorm, Collective
+from kimi_kernels.collectives.receive_buffers import MOST_PROGRAMS, ReceiveBuffers, blocks_of, new_receive_buffer
 from kimi_kernels.moe_experts.op import Terms
 
 _LOG = logging.getLogger(__name__)
-MOST_SENT_WHOLE: Final = {2: 1 << 20, 4: 128 << 10, 8: 32 << 10}
+MOST_ONE_SHOT_BYTES: Final = {2: 1 << 20, 4: 128 << 10, 8: 32 << 10}
 """Bytes of one rank's rows up to which each rank sends them to every other one, by the number of ranks. More are summed
-in parts: each rank sends less, but twice, one after the other. Two ranks were measured (docs/performance.md): 2.6 us
-and 5.3 us a MB whole, 3.9 us and 4.2 us a MB in parts, with 256 programs. The limits of 4 and 8 ranks follow."""
+in two shots: each rank sends less, but twice, one after the other. Two ranks were measured (docs/performance.md): 2.6
+us and 5.3 us a MB in one shot, 3.9 us and 4.2 us a MB in two, with 256 programs. The limits of 4 and 8 ranks follow."""
 MOST_SUMMED_BYTES: Final = 4 << 20
 """Beyond, NCCL is about as fast."""
 MOST_GATHERED_BYTES: Final = 48 << 20
@@ -30,7 +32,7 @@ class SharedMemory:
     """The receive buffers of all ranks, as this process has them."""
 
     own: dict[str, torch.Tensor]
-    """Tensors by what they are for: "sum", "parts", "norm" and "norm in parts" int16, "gather" int32."""
+    """Tensors by what they are for, a key of `_kinds`."""
     opened: list[OpenedMemory]
     addresses: dict[str, list[int]]
     """The addresses of all ranks' receive buffers, in rank order."""
@@ -42,28 +44,28 @@ class SharedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class EitherSum:
-    """The first of two sums that takes a tensor."""
+class EitherAllReduce:
+    """The first of two all-reduces that takes a tensor."""
 
-    whole: FastCollective
-    in_parts: FastCollective
+    one_shot: Collective
+    two_shot: Collective
 
     def takes(self, x: torch.Tensor) -> bool:
-        return self.whole.takes(x) or self.in_parts.takes(x)
+        return self.one_shot.takes(x) or self.two_shot.takes(x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.whole(x) if self.whole.takes(x) else self.in_parts(x)
+        return self.one_shot(x) if self.one_shot.takes(x) else self.two_shot(x)
 
 
 @dataclass(frozen=True, slots=True)
-class EitherSumNorm:
-    """The first of two that takes a tensor, as `EitherSum`."""
+class EitherAllReduceNorm:
+    """The first of two that takes a tensor, as `EitherAllReduce`."""
 
-    whole: SumNorm
-    in_parts: SumNorm
+    one_shot: AllReduceNorm
+    two_shot: AllReduceNorm
 
     def takes(self, x: Terms) -> bool:
-        return self.whole.takes(x) or self.in_parts.takes(x)
+        return self.one_shot.takes(x) or self.two_shot.takes(x)
 
     def __call__(
         self,
@@ -73,7 +75,7 @@ class EitherSumNorm:
         eps: float,
         second: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = self.whole if self.whole.takes(x) else self.in_parts
+        chosen = self.one_shot if self.one_shot.takes(x) else self.two_shot
         return chosen(x, residual, weight, eps, second)
 
 
@@ -85,7 +87,7 @@ class RanksOnGpus(DistributedRanks):
 
 
 def with_receive_buffers(group: dist.ProcessGroup, store: Store, device: torch.device) -> DistributedRanks:
-    """The ranks of an NCCL group, with the collectives of `kimi_kernels.rank_exchange` where the driver shares memory.
+    """The ranks of an NCCL group, with the collectives of `kimi_kernels.collectives` where the driver shares memory.
 
     Every rank calls this; store: of all ranks, which exchange handles in it.
     """
@@ -95,7 +97,7 @@ def with_receive_buffers(group: dist.ProcessGroup, store: Store, device: torch.d
 
 def share_memory(store: Store, rank: int, size: int, device: torch.device) -> SharedMemory | None:
     """None, on every rank alike, where one of them cannot open another's memory."""
-    if size not in MOST_SENT_WHOLE:
+    if size not in MOST_ONE_SHOT_BYTES:
         return None
     own = _new_receive_buffers(size, device)
     torch.cuda.synchronize(device)  # they are empty before anyone sees them
@@ -119,33 +121,31 @@ def share_memory(store: Store, rank: int, size: int, device: torch.device) -> Sh
     return None
 
 
-def _new_receive_buffers(size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, new_receive_buffer
-    from kimi_kernels.rank_exchange.kernel_norm import new_norm_receive_buffer
-    from kimi_kernels.rank_exchange.kernel_parts import new_parts_receive_buffer
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of call, as its receive buffers are made for it."""
 
+    dtype: torch.dtype
+    num_blocks: int
+    two_shot: bool = False
+
+
+def _kinds(size: int) -> dict[str, _Kind]:
+    one_shot = blocks_of(MOST_ONE_SHOT_BYTES[size])
     return {
-        "norm": new_norm_receive_buffer(size, _most_normed_whole(size), device, in_parts=False),
-        "norm in parts": new_norm_receive_buffer(size, MOST_PROGRAMS[size], device, in_parts=True),
-        "sum": new_receive_buffer(torch.int16, size, _most_sent_whole(size), device),
-        "parts": new_parts_receive_buffer(size, MOST_SUMMED_BYTES // 2, device),
-        "gather": new_receive_buffer(torch.int32, size, _most_gathered(size), device),
+        "norm": _Kind(torch.int16, one_shot),
+        "norm in two shots": _Kind(torch.int16, MOST_PROGRAMS[size], two_shot=True),
+        "sum": _Kind(torch.int16, one_shot),
+        "sum in two shots": _Kind(torch.int16, blocks_of(MOST_SUMMED_BYTES), two_shot=True),
+        "gather": _Kind(torch.int32, blocks_of(MOST_GATHERED_BYTES // size)),
     }
 
 
-def _most_sent_whole(size: int) -> int:
-    return MOST_SENT_WHOLE[size] // 2
-
-
-def _most_normed_whole(size: int) -> int:
-    """Blocks."""
-    from kimi_kernels.rank_exchange.kernel_norm import BLOCK
-
-    return _most_sent_whole(size) // BLOCK
-
-
-def _most_gathered(size: int) -> int:
-    return MOST_GATHERED_BYTES // size // 4
+def _new_receive_buffers(size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    return {
+        name: new_receive_buffer(kind.dtype, size, kind.num_blocks, device, two_shot=kind.two_shot)
+        for name, kind in _kinds(size).items()
+    }
 
 
 def _exported(buffer: torch.Tensor) -> tuple[str, int]:
@@ -171,20 +171,18 @@ def _open_all(shared: SharedMemory, store: Store, rank: int, size: int) -> None:
 
 def _in_shared_memory(group: dist.ProcessGroup, shared: SharedMemory) -> RanksOnGpus:
     # A CPU may do without Triton-language.
-    from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS, RankGather, RankSum, ReceiveBuffers
-    from kimi_kernels.rank_exchange.kernel_norm import RankSumNorm
-    from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts
+    from kimi_kernels.collectives.kernel import AllGather, AllReduce
+    from kimi_kernels.collectives.kernel_norm import FusedAllReduceNorm
 
     device, rank, size = shared.own["sum"].device, dist.get_rank(group), dist.get_world_size(group)
-    sums = ReceiveBuffers(rank, shared.addresses["sum"], torch.int16, _most_sent_whole(size), device)
-    parts = RankSumInParts(rank, shared.addresses["parts"], MOST_SUMMED_BYTES // 2, device)
-    gathers = ReceiveBuffers(rank, shared.addresses["gather"], torch.int32, _most_gathered(size), device)
-    norm = RankSumNorm(rank, shared.addresses["norm"], _most_normed_whole(size), device, in_parts=False)
-    norm_parts = RankSumNorm(rank, shared.addresses["norm in parts"], MOST_PROGRAMS[size], device, in_parts=True)
+    buffers = {
+        name: ReceiveBuffers(rank, shared.addresses[name], kind.dtype, kind.num_blocks, device, two_shot=kind.two_shot)
+        for name, kind in _kinds(size).items()
+    }
     return RanksOnGpus(
         group,
-        EitherSum(RankSum(sums), parts),
-        RankGather(gathers),
-        EitherSumNorm(norm, norm_parts),
+        EitherAllReduce(AllReduce(buffers["sum"]), AllReduce(buffers["sum in two shots"])),
+        AllGather(buffers["gather"]),
+        EitherAllReduceNorm(FusedAllReduceNorm(buffers["norm"]), FusedAllReduceNorm(buffers["norm in two shots"])),
         shared=shared,
     )

@@ -25,7 +25,7 @@ class Rank:
 
     rank: int
     size: int
-    sum_norm: None = None
+    all_reduce_norm: None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError("loading needs no collective")

@@ -68,7 +68,7 @@ def test_the_first_sum_that_takes_a_tensor_has_it() -> None:
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.most
 
-    either = receive_buffers.EitherSum(UpTo(2), UpTo(4))
+    either = receive_buffers.EitherAllReduce(UpTo(2), UpTo(4))
     taken = [either.takes(torch.ones(count)) for count in (2, 4, 5)]
     assert taken == [True, True, False]
     assert [either(torch.ones(count))[0].item() for count in (2, 3)] == [2, 4]

@@ -2,7 +2,7 @@
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
 """All-reduce, residual addition and norm in one launch of Triton-language.
 
-A program takes a fourth of a row's columns: it exchanges them as `kernel` and `kernel_parts` do, with receive buffers
+A program takes a fourth of a row's columns: it hands them on as `kernel` and `kernel_two_shot` do, with receive buffers
 of its own, adds them, and tells the other programs of its row the sum of their squares, through memory of this GPU that
 is emptied and filled as a receive buffer is. So all programs of a call have to run at once. The sum has the bits of
 those kernels; a row's squares are added in another order than `rms_norm` adds them, the same on every rank.
@@ -14,19 +14,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require, require_dtype, require_shape
-from kimi_kernels.dependent_launch import has_dependent_launch
-from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
-from kimi_kernels.moe_experts.op import Terms
-from kimi_kernels.rank_exchange.kernel import (
-    BLOCK_BYTES,
+from kimi_kernels.collectives.kernel import HALF_DTYPES
+from kimi_kernels.collectives.kernel_receive import (
     EMPTY_HALF,
     EMPTY_WORD,
-    HALF_DTYPES,
-    MOST_PROGRAMS,
     SENT_WORD,
+    open_buffers,
+    receive,
+    receive_all,
+    send,
 )
-from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS, open_buffers, receive, receive_all, send
+from kimi_kernels.collectives.op import check_all_reduce_norm
+from kimi_kernels.collectives.receive_buffers import BLOCK_BYTES, MOST_PROGRAMS, NUM_SECTIONS, ReceiveBuffers
+from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
+from kimi_kernels.moe_experts.op import Terms
 
 BLOCK = BLOCK_BYTES // 2
 ROW_BLOCKS = 4
@@ -36,7 +37,7 @@ MOST_COLUMNS = ROW_BLOCKS * BLOCK
 
 
 @triton.jit
-def _sum_in_parts(
+def _two_shot_sum(
     bits, inside, buffers, everyone, own, rank, call, slot_elements, DTYPE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, SECTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +66,7 @@ def _sum_in_parts(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def sum_norm_kernel(
+def all_reduce_norm_kernel(
     x,  # [T, width], contiguous; products of choices where TOP_K is not 0
     topk_ids,  # as the next ones: of `sum_of_choices`
     topk_weights,
@@ -92,7 +93,7 @@ def sum_norm_kernel(
     SECTIONS: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_SECOND: tl.constexpr,
-    IN_PARTS: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -120,8 +121,8 @@ def sum_norm_kernel(
     stream = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     bits = term.to(tl.int16, bitcast=True)
     bits = tl.where(bits == EMPTY_HALF, 0, bits)
-    if IN_PARTS:
-        added = _sum_in_parts(
+    if TWO_SHOT:
+        added = _two_shot_sum(
             bits, inside, buffers, everyone, own, rank, call, slot_elements, dtype, SIZE, BLOCK, SECTIONS
         )
     else:
@@ -143,87 +144,37 @@ def sum_norm_kernel(
     tl.store(calls + program, (call + 1) % SECTIONS)
 
 
-class RankSumNorm:
-    """`rms_norm` of the residual stream and a sum over ranks, on one device. One call at a time, in the order in which
-    every rank makes them."""
+class FusedAllReduceNorm:
+    """`AllReduceNorm` on one device, in one shot or in two, over receive buffers of int16."""
 
-    def __init__(
-        self, rank: int, addresses: list[int], most_blocks: int, device: torch.device, *, in_parts: bool
-    ) -> None:
-        """
-        Args:
-            addresses: of all ranks' receive buffers in rank order, mapped here, of `new_norm_receive_buffer`; all are
-                empty before any rank's first call.
-            most_blocks: of a call's rows, ROW_BLOCKS each; the receive buffers are for so many.
-            in_parts: each block is summed by one rank, as in `kernel_parts`, else by every rank, as in `kernel`.
-        Raises:
-            ValueError: the number of ranks is none of 2, 4 and 8.
-        """
-        size = len(addresses)
-        require(size in MOST_PROGRAMS, "receive buffers", f"{size} of them", "2, 4 or 8")
-        self._rank = rank
-        self._most_blocks = min(most_blocks, MOST_PROGRAMS[size])
-        self._slot_elements = _slot_elements(size, most_blocks, in_parts)
-        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._calls = torch.zeros(self._most_blocks, dtype=torch.int32, device=device)
-        self._squares = torch.full(
-            (NUM_SECTIONS, self._most_blocks), EMPTY_WORD.value, dtype=torch.int32, device=device
-        )
-        early = has_dependent_launch(device)
-        self._options = {
-            "SIZE": size, "PROGRAMS": ROW_BLOCKS, "BLOCK": BLOCK, "SECTIONS": NUM_SECTIONS,
-            "IN_PARTS": in_parts, "PDL": early, "num_warps": 8,
-            **({"launch_pdl": True} if early else {}),
-        }  # fmt: skip
+    def __init__(self, buffers: ReceiveBuffers) -> None:
+        self._buffers = buffers
+        self._most_blocks = min(buffers.num_blocks, MOST_PROGRAMS[buffers.size])
+        shape = (NUM_SECTIONS, self._most_blocks)
+        self._squares = torch.full(shape, EMPTY_WORD.value, dtype=torch.int32, device=buffers.calls.device)
 
     def takes(self, x: Terms) -> bool:
-        """Tell whether x can be summed here; the same on every rank, as its dtype and shape are."""
         fits = len(x.shape) == 2 and 0 < x.shape[0] * ROW_BLOCKS <= self._most_blocks
         return fits and 0 < x.shape[1] <= MOST_COLUMNS and x.dtype in HALF_DTYPES
 
     def __call__(
         self, x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The sum over ranks of x, or of x + second, is added to the residual stream and normed.
-
-        Args:
-            x: [T, H] that `takes` accepts. residual: [T, H], columns contiguous. weight: [H]. second: [T, H].
-        Returns:
-            (normed, residual + sum), [T, H] each, the same on all ranks.
-        Raises:
-            ValueError: shapes or dtypes do not fit.
-        """
-        require_shape("residual", residual, *x.shape)
-        require_shape("weight", weight, x.shape[1])
-        require(residual.stride(1) == 1, "residual", f"column stride {residual.stride(1)}", "1")
-        if second is not None:
-            require_shape("second", second, *x.shape)
-            require_dtype("second", second, x.dtype)
+        check_all_reduce_norm(x, residual, weight, second)
         terms, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(x)
-        terms = terms.contiguous()
+        terms, own = terms.contiguous(), self._buffers
         out = torch.empty(x.shape, dtype=x.dtype, device=terms.device)
         total = torch.empty(x.shape, dtype=residual.dtype, device=terms.device)
-        sum_norm_kernel[(x.shape[0] * ROW_BLOCKS,)](
+        all_reduce_norm_kernel[(x.shape[0] * ROW_BLOCKS,)](
             terms, topk_ids, topk_weights, first_expert, num_experts,
             terms if second is None else second.contiguous(), residual, weight.contiguous(), out, total,
-            self._addresses, self._calls, self._squares, self._rank, residual.stride(0), x.shape[1],
-            columns_of_a_program(x.shape[1]), self._slot_elements, self._most_blocks, eps,
-            TOP_K=top_k, HAS_SECOND=second is not None, **self._options,
+            own.addresses, own.calls, self._squares, own.rank, residual.stride(0), x.shape[1],
+            columns_of_a_program(x.shape[1]), own.slot_elements, self._most_blocks, eps,
+            TOP_K=top_k, HAS_SECOND=second is not None, TWO_SHOT=own.two_shot, PROGRAMS=ROW_BLOCKS, **own.options,
         )  # fmt: skip
         return out, total
 
 
-def new_norm_receive_buffer(size: int, most_blocks: int, device: torch.device, *, in_parts: bool) -> Tensor:
-    """[NUM_SECTIONS * size * slot] int16, empty; in parts twice as much, for terms and sums."""
-    num_slots = NUM_SECTIONS * size * (2 if in_parts else 1)
-    num_elements = num_slots * _slot_elements(size, most_blocks, in_parts)
-    return torch.full((num_elements,), EMPTY_HALF.value, dtype=torch.int16, device=device)
-
-
 def columns_of_a_program(width: int) -> int:
-    """A fourth of a row, in whole 16-byte accesses: as much work for each, and the same access for all threads."""
+    """Return a fourth of a row, in whole 16-byte accesses: as much work for each, the same access for all threads."""
     return -(-width // (16 * ROW_BLOCKS)) * 16
-
-
-def _slot_elements(size: int, most_blocks: int, in_parts: bool) -> int:
-    return (-(-most_blocks // size) if in_parts else most_blocks) * BLOCK

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kimi_kernels.rank_exchange.kernel import RankGather, RankSum, ReceiveBuffers, new_receive_buffer
-from kimi_kernels.rank_exchange.kernel_parts import RankSumInParts, new_parts_receive_buffer
+from kimi_kernels.collectives.kernel import AllGather, AllReduce
+from kimi_kernels.collectives.receive_buffers import ReceiveBuffers, blocks_of, new_receive_buffer
 
 pytestmark = pytest.mark.gpu
 MOST = 500 * 7168
@@ -24,29 +24,38 @@ def in_order(given: list[list[torch.Tensor]]) -> Iterator[tuple[int, torch.Tenso
         yield from ((rank, x) for terms in zip(*given, strict=True) for rank, x in enumerate(terms))
 
 
+def ranks_of(
+    kind: type[AllReduce] | type[AllGather],
+    dtype: torch.dtype,
+    size: int,
+    memory: list[torch.Tensor],
+    two_shot: bool = False,
+) -> list[AllReduce | AllGather]:
+    """Every rank's call over receive buffers in `memory`, which kernels know by their addresses only."""
+    device, num_blocks = torch.device("cuda"), blocks_of(MOST * dtype.itemsize)
+    own = [new_receive_buffer(dtype, size, num_blocks, device, two_shot=two_shot) for _ in range(size)]
+    memory += own
+    addresses = [buffer.data_ptr() for buffer in own]
+    return [
+        kind(ReceiveBuffers(rank, addresses, dtype, num_blocks, device, two_shot=two_shot), MOST_PROGRAMS)
+        for rank in range(size)
+    ]
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_calls_one_behind_another(size: int) -> None:
     """No rank waits for another between its calls."""
     device = torch.device("cuda")
-    buffers = [
-        [new_receive_buffer(dtype, size, MOST, device) for _ in range(size)] for dtype in (torch.int16, torch.int32)
-    ]
-    addresses = [[buffer.data_ptr() for buffer in kind] for kind in buffers]
-    sums = [
-        RankSum(ReceiveBuffers(rank, addresses[0], torch.int16, MOST, device), MOST_PROGRAMS) for rank in range(size)
-    ]
-    gathers = [
-        RankGather(ReceiveBuffers(rank, addresses[1], torch.int32, MOST, device), MOST_PROGRAMS) for rank in range(size)
-    ]
-    part_buffers = [new_parts_receive_buffer(size, MOST, device) for _ in range(size)]
-    part_addresses = [buffer.data_ptr() for buffer in part_buffers]
-    parts = [RankSumInParts(rank, part_addresses, MOST, device, MOST_PROGRAMS) for rank in range(size)]
+    memory: list[torch.Tensor] = []
+    sums = ranks_of(AllReduce, torch.int16, size, memory)
+    gathers = ranks_of(AllGather, torch.int32, size, memory)
+    two_shots = ranks_of(AllReduce, torch.int16, size, memory, two_shot=True)
     streams = [torch.cuda.Stream() for _ in range(size)]
     given = [[torch.randn(shape, device=device).bfloat16() for shape in 3 * SIZES] for _ in range(size)]
     torch.cuda.synchronize()
     # A kernel that is loaded for the first time waits for those that run, so every variant is loaded before any waits.
     for place in range(len(SIZES)):
-        for calls in (sums, gathers, parts):
+        for calls in (sums, gathers, two_shots):
             for rank, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
                     calls[rank](given[rank][place])
@@ -54,14 +63,14 @@ def test_calls_one_behind_another(size: int) -> None:
     results: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(size)]
     for rank, x in in_order(given):
         with torch.cuda.stream(streams[rank]):
-            results[rank].append((sums[rank](x), gathers[rank](x), parts[rank](x)))
+            results[rank].append((sums[rank](x), gathers[rank](x), two_shots[rank](x)))
     torch.cuda.synchronize()
     for place in range(len(3 * SIZES)):
         terms = [rank[place] for rank in given]
         expected = torch.stack(terms).float().sum(dim=0)
-        for summed, gathered, in_parts in (rank[place] for rank in results):
+        for summed, gathered, two_shot in (rank[place] for rank in results):
             torch.testing.assert_close(summed.float(), expected, rtol=2**-7, atol=1e-4)
             assert torch.equal(summed, results[0][place][0])
-            torch.testing.assert_close(in_parts.float(), expected, rtol=2**-7, atol=1e-4)
-            assert torch.equal(in_parts, results[0][place][2])
+            torch.testing.assert_close(two_shot.float(), expected, rtol=2**-7, atol=1e-4)
+            assert torch.equal(two_shot, results[0][place][2])
             assert torch.equal(gathered, torch.cat(terms, dim=1))

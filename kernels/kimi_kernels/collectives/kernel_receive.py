@@ -1,11 +1,16 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""How a block of one rank's elements gets to every rank, in Triton-language. See `kernel.py`."""
+"""Device functions that hand a block of one rank's elements to every rank, in Triton-language. See `kernel.py`."""
 
 import triton
 import triton.language as tl
 
-NUM_SECTIONS = 3
+from kimi_kernels.collectives import receive_buffers
+
+EMPTY_HALF = tl.constexpr(receive_buffers.EMPTY_HALF)
+EMPTY_WORD = tl.constexpr(receive_buffers.EMPTY_WORD)
+SENT_WORD = tl.constexpr(0x7FC07FC0)
+"""NaNs that are sent in place of EMPTY_WORD's."""
 
 
 @triton.jit

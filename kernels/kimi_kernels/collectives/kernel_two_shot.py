@@ -3,28 +3,21 @@
 """A two-shot all-reduce (reduce-scatter, then all-gather) in Triton-language: each rank sums a part, so less is sent.
 
 Block b belongs to rank b % size: all ranks send it their terms, and it sends all ranks the sum. Each of n ranks sends
-2 (n - 1) / n times its elements, where with `RankSum` it sends n - 1 times as many.
+2 (n - 1) / n times its elements, where in one shot it sends n - 1 times as many.
 
-Sections are emptied as in `RankSum`, and for the same reason: an owner's next sum but one follows from terms that a
+Sections are emptied as in `kernel`, and for the same reason: an owner's next sum but one follows from terms that a
 rank sends only after its call before has ended, and terms likewise follow from the owner's sum.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.argument_checks import require
-from kimi_kernels.dependent_launch import has_dependent_launch
-from kimi_kernels.rank_exchange.kernel import BLOCK_BYTES, EMPTY_HALF, HALF_DTYPES, MOST_PROGRAMS
-from kimi_kernels.rank_exchange.kernel_receive import NUM_SECTIONS, open_buffers, receive
-
-BLOCK = BLOCK_BYTES // 2
+from kimi_kernels.collectives.kernel_receive import EMPTY_HALF, open_buffers, receive
 
 
 @triton.jit(do_not_specialize=["rank"])
-def sum_in_parts_kernel(
+def two_shot_all_reduce_kernel(
     x,  # [num_elements]
     out,  # [num_elements]
     buffers,  # [SIZE] int64: the addresses of all ranks' receive buffers, as this process sees them
@@ -82,72 +75,3 @@ def sum_in_parts_kernel(
         total = receive(own + place, inside, EMPTY_HALF)
         tl.store(out + offset, total.to(out.dtype.element_ty, bitcast=True), mask=inside)
         tl.store(calls + block, (call + 1) % SECTIONS)
-
-
-class RankSumInParts:
-    """Sums over ranks on one device. One call at a time, in the order in which every rank makes them."""
-
-    def __init__(
-        self,
-        rank: int,
-        addresses: list[int],
-        most_elements: int,
-        device: torch.device,
-        most_programs: int | None = None,
-    ) -> None:
-        """
-        Args:
-            addresses: of all ranks' receive buffers in rank order, mapped here, of `new_parts_receive_buffer`; all are
-                empty before any rank's first call.
-            most_elements: of one call; the receive buffers were made for it.
-        Raises:
-            ValueError: the number of ranks is none of 2, 4 and 8.
-        """
-        size = len(addresses)
-        require(size in MOST_PROGRAMS, "receive buffers", f"{size} of them", "2, 4 or 8")
-        self._rank = rank
-        self._most_elements = most_elements
-        self.most_programs = most_programs or MOST_PROGRAMS[size]
-        self._part_elements = _part_elements(size, most_elements)
-        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._calls = torch.zeros(size * self._part_elements // BLOCK, dtype=torch.int32, device=device)
-        early = has_dependent_launch(device)
-        self._options = {
-            "SIZE": size,
-            "BLOCK": BLOCK,
-            "SECTIONS": NUM_SECTIONS,
-            "PDL": early,
-            "num_warps": 8,
-            **({"launch_pdl": True} if early else {}),
-        }
-
-    def takes(self, x: Tensor) -> bool:
-        """Tell whether x can be summed here; the same on every rank, as its dtype and shape are."""
-        return x.dtype in HALF_DTYPES and 0 < x.numel() <= self._most_elements
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: of any shape, that `takes` accepts -> the sum over ranks, of x's dtype and shape, the same on all."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        sum_in_parts_kernel[(min(triton.cdiv(x.numel(), BLOCK), self.most_programs),)](
-            x,
-            out,
-            self._addresses,
-            self._calls,
-            self._rank,
-            x.numel(),
-            self._part_elements,
-            **self._options,
-        )
-        return out
-
-
-def new_parts_receive_buffer(size: int, most_elements: int, device: torch.device) -> Tensor:
-    """[NUM_SECTIONS * 2 * size * part] int16, empty."""
-    num_elements = NUM_SECTIONS * 2 * size * _part_elements(size, most_elements)
-    return torch.full((num_elements,), EMPTY_HALF.value, dtype=torch.int16, device=device)
-
-
-def _part_elements(size: int, most_elements: int) -> int:
-    """Elements that one rank sums, in whole blocks."""
-    return -(-most_elements // (BLOCK * size)) * BLOCK

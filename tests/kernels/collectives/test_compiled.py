@@ -2,7 +2,7 @@
 
 import pytest
 
-from kimi_kernels.rank_exchange.kernel import MOST_PROGRAMS
+from kimi_kernels.collectives.receive_buffers import MOST_PROGRAMS
 from support import compiled_kernels
 from support.compile_record import run_gate
 
@@ -16,10 +16,10 @@ PROCESSORS = 132
 def built() -> dict[str, dict[str, int]]:
     if not compiled_kernels.cuobjdump().exists():
         pytest.skip("this build of Triton-language brings no cuobjdump")
-    return run_gate("support.compiled_kernels", *compiled_kernels.EXCHANGES)
+    return run_gate("support.compiled_kernels", *compiled_kernels.COLLECTIVES)
 
 
-@pytest.mark.parametrize("name", compiled_kernels.EXCHANGES)
+@pytest.mark.parametrize("name", compiled_kernels.COLLECTIVES)
 def test_accesses_are_16_bytes_wide_and_all_programs_find_room(built: dict[str, dict[str, int]], name: str) -> None:
     found = built[name]
     assert found["stack"] == 0
