@@ -1,10 +1,11 @@
 """Measure what clients that hold connections, or send bodies without end, cost a new request at the OpenAI endpoint.
 
-    python scripts/bad_connections.py [--checkpoint demo/kimi-nano] [--seconds 3] [--only NAME ...]
+    python scripts/bad_connections.py [--checkpoint demo/kimi-nano] [--seconds 3] [--repeats 100] [--only NAME ...]
 
 It starts `kimi serve` on free ports of 127.0.0.1, and for each kind an endpoint of its own before it, under a limit of
-descriptors of its own. New requests for one token are timed alone and while the connections are held; then what they
-were told, and what the endpoint's memory and log grew by, are printed.
+descriptors of its own. New requests for one token are timed alone and while the connections are held or the bodies
+sent; then what they were told, and what the endpoint's memory and log grew by, are printed. Of a body so many more are
+sent, twice: what the second time added to memory.
 """
 
 import argparse
@@ -137,7 +138,16 @@ def _told(connection: socket.socket) -> str:
         return "reset"
 
 
-def measure(served: Served, folder: Path, name: str, bad: Held | Sent, seconds: float) -> dict[str, Any]:
+def what_more_add(endpoint: Endpoint, bad: Sent, repeats: int) -> dict[str, Any]:
+    """Send it so often, twice, and say what it was told and what the second time left in memory."""
+    post = Post(endpoint.port, COMPLETIONS, bad.body)
+    told = {post.send()[0] for _ in range(repeats)}
+    before = endpoint.resident_mb()
+    told |= {post.send()[0] for _ in range(repeats)}
+    return {"told": sorted(told), f"memory grew MB, by {repeats} more": round(endpoint.resident_mb() - before, 1)}
+
+
+def measure(served: Served, folder: Path, name: str, bad: Held | Sent, options: argparse.Namespace) -> dict[str, Any]:
     with running_endpoint(served, folder, bad.max_descriptors) as endpoint:
         new = json_post(endpoint.port, COMPLETIONS, NEW)
         statuses: list[int] = []
@@ -157,8 +167,11 @@ def measure(served: Served, folder: Path, name: str, bad: Held | Sent, seconds: 
             disturbances = [functools.partial(sending, post) for post in posts]
         start = time.monotonic()
         questions = [Question(ask), Question(ask, max)]
-        alone, beside = ask_in_turns(questions, disturbances, seconds)
-        ends = how_they_end(endpoint.port, bad) if isinstance(bad, Held) else {}
+        alone, beside = ask_in_turns(questions, disturbances, options.seconds)
+        if isinstance(bad, Held):
+            ends = how_they_end(endpoint.port, bad)
+        else:
+            ends = what_more_add(endpoint, bad, options.repeats)
         ask()
         return {
             "bad client": name,
@@ -177,12 +190,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "demo/kimi-nano")
     parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--only", nargs="+", choices=list(bad_clients()))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, serving(options.checkpoint.resolve(), Path(name)) as served:
         for kind, bad in bad_clients().items():
             if options.only is None or kind in options.only:
-                row = measure(served, Path(name), kind, bad, options.seconds)
+                row = measure(served, Path(name), kind, bad, options)
                 sys.stdout.write(json.dumps(row) + "\n")
                 sys.stdout.flush()
 
