@@ -52,6 +52,9 @@ descriptors=$(ulimit -n)
 ulimit -Sn hard 2>/dev/null || ulimit -Sn 1048576 2>/dev/null || true
 [ "$descriptors" = "$(ulimit -n)" ] || echo "start.sh: open files: $descriptors were allowed, $(ulimit -n) are now" >&2
 
+# glibc gives the memory of larger objects back as soon as they are freed: it would keep what the largest requests took.
+export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-524288}
+
 work=$(mktemp -d /tmp/kimi.XXXXXX)
 trap 'rm -rf "$work"' EXIT
 export KIMI_DRAIN_FILE=$work/drain

@@ -12,10 +12,15 @@ from pathlib import Path
 _DEAD_STATES = ("Z", "X")
 _PR_SET_PDEATHSIG = 1
 _M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD = -1
+_KEPT_BYTES = 2**25
+"""The most that glibc takes for a usual object."""
 LARGE_BYTES = 2**19
 """Above what a socket is read by, which is 256 KiB: each such piece would cost its pages."""
 
 
+LARGE_BYTES_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
+"""The variable by which a process that is started does what `give_large_memory_back` does in this one."""
 MOST_DESCRIPTORS = 2**20
 """The limit where the hard one is higher, or there is none: Linux gives a process no more unless it is told to."""
 FEW_DESCRIPTORS = 4096
@@ -83,6 +88,15 @@ def give_large_memory_back() -> None:
     smaller ones: 100 MB after sixty requests of 8 MB. Linux only, as the rest of the server."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def keep_large_memory() -> None:
+    """Keep the memory of freed objects for the next ones, in a process whose starter has set LARGE_BYTES_VARIABLE: a
+    step's tensors are as large as those of the step before, and would cost their pages' faults each time."""
+    if sys.platform.startswith("linux"):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT_BYTES)
 
 
 def give_freed_memory_back() -> None:

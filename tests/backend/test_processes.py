@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kimi_backend.processes import is_alive
+from kimi_backend.processes import LARGE_BYTES, LARGE_BYTES_VARIABLE, is_alive
 from support.waiting import wait_for
 
 
@@ -57,28 +57,33 @@ def test_as_many_descriptors_as_the_hard_limit_allows(soft, hard, said):
 KEPT = """
 import sys
 from pathlib import Path
-from kimi_backend.processes import give_large_memory_back
+from kimi_backend.processes import give_large_memory_back, keep_large_memory
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-if sys.argv[1:]:
-    give_large_memory_back()
+for call in sys.argv[1:]:
+    globals()[call]()
 large, small = [b"x" * 2**23], []
 large.clear()
 before = resident_bytes()
 for _ in range(64):
     large.append(b"x" * 2**20)
-    small.append(bytearray(2**10))
+    small.append(bytearray(2**16))
 large.clear()
 print(resident_bytes() - before)
 """
 
 
+def kept_bytes(*calls, **variables):
+    command = [sys.executable, "-c", KEPT, *calls]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=True, text=True)
+    return int(done.stdout)
+
+
 def test_memory_of_large_objects_goes_back():
-    kept = [
-        int(subprocess.run([sys.executable, "-c", KEPT, *call], capture_output=True, check=True, text=True).stdout)
-        for call in ([], ["call"])
-    ]
-    assert kept[0] > 32 * 2**20, "it would stay"
-    assert kept[1] < 4 * 2**20
+    assert kept_bytes() > 32 * 2**20, "it would stay"
+    assert kept_bytes("give_large_memory_back") < 8 * 2**20
+    variable = {LARGE_BYTES_VARIABLE: str(LARGE_BYTES)}
+    assert kept_bytes(**variable) < 8 * 2**20
+    assert kept_bytes("keep_large_memory", **variable) > 32 * 2**20

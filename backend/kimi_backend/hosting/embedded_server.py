@@ -24,6 +24,7 @@ from kimi_backend.hosting.server_api import ServerApi
 from kimi_backend.hosting.server_installation import find_installation, python_folder
 from kimi_backend.hosting.shared_memory import REGION_BYTES, check_shared_memory, sweep_regions
 from kimi_backend.hosting.watchdog import watch_command
+from kimi_backend.processes import LARGE_BYTES, LARGE_BYTES_VARIABLE
 from kimi_backend.serving.drain_file import DRAIN_FILE_VARIABLE, DrainFile
 from kimi_backend.serving.runner_secret import SECRET_FILE_VARIABLE, write_secret
 
@@ -125,7 +126,8 @@ class EmbeddedServer:
         # Before the sweep: the regions of a server that has the port are in use.
         check_ports({"HTTP": self.ports.http, "gRPC": self.ports.grpc, "metrics": self.ports.metrics})
         sweep_regions(self.shm_prefix)
-        environment = {**os.environ, **self._environment}
+        # Without it Triton Server keeps what the largest requests took: see `give_large_memory_back`.
+        environment = {LARGE_BYTES_VARIABLE: str(LARGE_BYTES), **os.environ, **self._environment}
         # Not in /dev/shm, where a server's clients might reach it.
         self._secrets = tempfile.TemporaryDirectory(prefix="kimi_secrets_")
         self.runner_secret_file = write_secret(Path(self._secrets.name))

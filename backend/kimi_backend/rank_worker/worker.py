@@ -19,7 +19,7 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.parallel import TensorParallelGroup
-from kimi_backend.processes import end_with_starter
+from kimi_backend.processes import end_with_starter, keep_large_memory
 from kimi_backend.rank_worker.tensor_parallel_worker import TensorParallelWorker
 from kimi_backend.runners.load.loading import Role, load_rank
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints
@@ -75,6 +75,7 @@ def main(arguments: list[str]) -> None:
     pipe = Connection(int(arguments[0]))
     assignment = Assignment(**pipe.recv())
     end_with_starter(assignment.parent_pid)
+    keep_large_memory()
     logging.basicConfig(
         level=logging.ERROR, format=f"%(levelname)s rank {assignment.rank} of the {assignment.role}: %(message)s"
     )

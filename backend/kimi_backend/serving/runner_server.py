@@ -12,6 +12,7 @@ import torch
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.processes import keep_large_memory
 from kimi_backend.runners.step_runner import StepRunner
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.boundary import error_response, forward_logs
@@ -30,9 +31,10 @@ def us_since(start: float) -> int:
 
 def read_settings(args: dict[str, str]) -> tuple[ServingSettings, Any, bytes]:
     """The settings that a model was loaded with, the server's Python utilities, to which logs go from now on, and the
-    secret that its calls carry."""
+    secret that its calls carry. From now on the process keeps the memory of its tensors."""
     import triton_python_backend_utils as pb_utils
 
+    keep_large_memory()
     settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
     forward_logs(pb_utils, settings.log_level)
     return settings, pb_utils, read_secret(os.environ)
