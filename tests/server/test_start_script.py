@@ -18,6 +18,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from kimi_backend.hosting.embedded_server import free_port
+from kimi_backend.processes import LARGE_BYTES, LARGE_BYTES_VARIABLE
 from kimi_client import KimiClient, RequestCancelled
 from kimi_openai import EndpointSettings
 from kimi_openai.app import Endpoint
@@ -122,6 +123,11 @@ def test_the_server_may_open_as_many_files_as_the_hard_limit_allows(running):
     limits = re.search(r"Max open files +(\d+) +(\d+)", Path(f"/proc/{model}/limits").read_text())
     assert limits[1] == limits[2]
     assert f"start.sh: open files: {FEW_DESCRIPTORS} were allowed, {limits[1]} are now" in running.log.read_text()
+
+
+def test_the_server_gives_the_memory_of_large_requests_back(running):
+    environment = environment_of(stub_pids(prefix_of(running))["spec_ensemble"])
+    assert environment[LARGE_BYTES_VARIABLE] == str(LARGE_BYTES)
 
 
 @pytest.mark.parametrize("as_container", [True, False])

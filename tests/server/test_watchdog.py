@@ -22,6 +22,7 @@ import pytest
 from kimi_backend.hosting.admin_access import admin_headers
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.hosting.stubs import find_stubs
+from kimi_backend.processes import LARGE_BYTES, LARGE_BYTES_VARIABLE
 from kimi_client import KimiClient, KimiClientError, ServerFailed, ServerUnreachable
 from support.server_process import (
     ENDLESS,
@@ -142,6 +143,11 @@ def test_idle_connections_beyond_the_soft_limit_of_the_start_hold_nobody_up(serv
                 idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
         assert serve.http_streams(1) == ["length"]
         assert serve.endpoint_status() == 200
+
+
+def test_the_server_gives_the_memory_of_large_requests_back(serve):
+    pid = next(stub.pid for stub in find_stubs(serve.prefix) if stub.model == "spec_ensemble")
+    assert f"{LARGE_BYTES_VARIABLE}={LARGE_BYTES}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_killed_runners_come_back_by_themselves(serve):
