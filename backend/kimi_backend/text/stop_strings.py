@@ -26,9 +26,6 @@ class StopMatch:
     end: int
     num_chars_after: int
     """Pushed characters after `end`."""
-    num_chars_cut: int
-    """Pushed characters that are not part of the emitted text: those after `end`, and the stop string unless it is
-    included in the output. The text that was emitted in all is `end` or `start` characters long."""
 
 
 class StopStringMatcher:
@@ -85,13 +82,7 @@ class StopStringMatcher:
         emit = candidate[: cut_at - (self._num_pushed - len(self._held))]
         self._num_pushed += len(text)
         self._held = ""
-        self._match = StopMatch(
-            stop=stop,
-            start=start,
-            end=end,
-            num_chars_after=self._num_pushed - end,
-            num_chars_cut=self._num_pushed - cut_at,
-        )
+        self._match = StopMatch(stop=stop, start=start, end=end, num_chars_after=self._num_pushed - end)
         return emit, self._match
 
 

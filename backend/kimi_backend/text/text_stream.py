@@ -22,8 +22,6 @@ class TextUpdate:
     num_tokens: int
     """How many of the pushed tokens count: all, or up to the one that completed a stop string."""
     matched_stop: str | None = None
-    num_chars_cut: int = 0
-    """Decoded characters that are not emitted because of the stop string, itself included unless it is output."""
     token_offsets: tuple[int, ...] = ()
     """Characters of the request's whole text before its own, for each token that counts, where asked for."""
     control_offsets: tuple[int, ...] = ()
@@ -120,7 +118,6 @@ class TextStream:
             text=text,
             num_tokens=num_tokens,
             matched_stop=match.stop,
-            num_chars_cut=match.num_chars_cut - num_chars_after,
             control_offsets=offsets,
         )
 
@@ -135,4 +132,4 @@ class TextStream:
         if match is None:
             return TextUpdate(text=text + self._matcher.flush(), num_tokens=0)
         self._matched = True
-        return TextUpdate(text=text, num_tokens=0, matched_stop=match.stop, num_chars_cut=match.num_chars_cut)
+        return TextUpdate(text=text, num_tokens=0, matched_stop=match.stop)

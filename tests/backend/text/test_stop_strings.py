@@ -52,7 +52,7 @@ def test_agrees_with_a_search_of_the_whole_text(
     assert match is not None
     assert (match.stop, match.start, match.end) == (stop, stop_end - len(stop), stop_end)
     assert emitted == text[:cut_at]
-    assert match.num_chars_cut == pushed - cut_at
+    assert match.num_chars_after == pushed - stop_end
     assert matcher.push("more") == ("", match)
     assert matcher.flush() == ""
 

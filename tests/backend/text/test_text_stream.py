@@ -15,18 +15,18 @@ from support.tiny_tokenizers import tempting_tokenizer
 TOKENIZER = tempting_tokenizer()
 
 
-def run(stream: TextStream, token_ids: list[int], sizes: list[int]) -> tuple[str, int, str | None, int]:
-    """(text, tokens that count, matched stop, characters cut at the match) of pushes of these sizes, then finish."""
-    text, counted, matched, cut = "", 0, None, 0
+def run(stream: TextStream, token_ids: list[int], sizes: list[int]) -> tuple[str, int, str | None]:
+    """(text, tokens that count, matched stop) of pushes of these sizes, then finish."""
+    text, counted, matched = "", 0, None
     start = 0
     for size in [*sizes, len(token_ids)]:
         update = stream.push(token_ids[start : start + size])
         start += size
         text += update.text
         counted += update.num_tokens
-        matched, cut = update.matched_stop or matched, update.num_chars_cut or cut
+        matched = update.matched_stop or matched
     update = stream.finish()
-    return text + update.text, counted, update.matched_stop or matched, update.num_chars_cut or cut
+    return text + update.text, counted, update.matched_stop or matched
 
 
 @given(
@@ -45,7 +45,7 @@ def test_the_cut_into_pushes_changes_nothing(
 
     result = run(stream(), token_ids, sizes)
     assert result == run(stream(), token_ids, [1] * len(token_ids))
-    text, counted, matched, _ = result
+    text, counted, matched = result
     decoded = TOKENIZER.decode(token_ids, skip_special=True)
     if matched is None:
         assert (text, counted) == (decoded, len(token_ids))
@@ -58,7 +58,7 @@ def test_the_cut_into_pushes_changes_nothing(
 def test_tokens_after_the_stop_string_do_not_count() -> None:
     stream = TextStream(TOKENIZER, ["ND"])
     assert stream.push(list(b"xE")) == TextUpdate(text="xE", num_tokens=2)
-    assert stream.push(list(b"NDyz")) == TextUpdate(text="", num_tokens=2, matched_stop="ND", num_chars_cut=2)
+    assert stream.push(list(b"NDyz")) == TextUpdate(text="", num_tokens=2, matched_stop="ND")
     assert stream.push(list(b"more")) == TextUpdate(text="", num_tokens=0)
     assert stream.finish() == TextUpdate(text="", num_tokens=0)
 
@@ -66,20 +66,18 @@ def test_tokens_after_the_stop_string_do_not_count() -> None:
 def test_a_token_that_goes_past_the_stop_string_counts() -> None:
     pair = TOKENIZER.encode("ab")
     assert len(pair) == 1
-    assert TextStream(TOKENIZER, ["a"]).push([*pair, 97]) == TextUpdate(
-        text="", num_tokens=1, matched_stop="a", num_chars_cut=2
-    )
+    assert TextStream(TOKENIZER, ["a"]).push([*pair, 97]) == TextUpdate(text="", num_tokens=1, matched_stop="a")
 
 
 def test_include_stop_keeps_it_and_nothing_after() -> None:
     update = TextStream(TOKENIZER, ["a"], include_stop=True).push(TOKENIZER.encode("ab"))
-    assert update == TextUpdate(text="a", num_tokens=1, matched_stop="a", num_chars_cut=1)
+    assert update == TextUpdate(text="a", num_tokens=1, matched_stop="a")
 
 
 def test_the_first_min_tokens_are_not_searched() -> None:
     stream = TextStream(TOKENIZER, ["a"], min_tokens=3)
     assert stream.push(list(b"aa")) == TextUpdate(text="aa", num_tokens=2)
-    assert stream.push(list(b"aba")) == TextUpdate(text="ab", num_tokens=3, matched_stop="a", num_chars_cut=1)
+    assert stream.push(list(b"aba")) == TextUpdate(text="ab", num_tokens=3, matched_stop="a")
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
