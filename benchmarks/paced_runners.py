@@ -26,11 +26,11 @@ from kimi_backend.runners.hand_over.semaphores import SharedSemaphores
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.ranks.workers import NO_WORKERS
-from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.draft_server import DraftServer
 from kimi_backend.serving.runner_secret import read_secret
 from kimi_backend.serving.target_server import TargetServer
+from kimi_backend.serving.triton_errors import forward_logs
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_kernels.token_table import PROPOSALS, STATUS, stamp_of
 

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from kimi_backend.serving.boundary import error_response
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.responses import ResponseBuilder, merge_deltas
+from kimi_backend.serving.triton_errors import error_response
 from kimi_backend.types.request import EndCause, FinishReason, TokenDelta
 
 logger = logging.getLogger("kimi_backend.serving")

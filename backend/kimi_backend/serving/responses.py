@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kimi_backend.errors import InvalidRequestError
-from kimi_backend.serving.boundary import coded_error
+from kimi_backend.serving.triton_errors import coded_error
 from kimi_backend.types.request import EndCause, FinishReason, RequestStats, SpeculationStats, TokenDelta, TokenLogprobs
 from kimi_backend.types.scoring import TokenScores
 

@@ -15,9 +15,9 @@ from kimi_backend.errors import InvalidRequestError
 from kimi_backend.processes import keep_large_memory
 from kimi_backend.runners.step_runner import StepRunner
 from kimi_backend.serving import tensor_names as names
-from kimi_backend.serving.boundary import error_response, forward_logs
 from kimi_backend.serving.descriptions import description_to_json, model_parameters
 from kimi_backend.serving.runner_secret import Doorkeeper, read_secret
+from kimi_backend.serving.triton_errors import error_response, forward_logs
 from kimi_backend.types.plan import RunnerDescription
 from kimi_backend.types.step_costs import StepCosts
 

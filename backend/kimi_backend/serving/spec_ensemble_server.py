@@ -19,7 +19,6 @@ from kimi_backend.processes import freeze_what_is_loaded, give_large_memory_back
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving.aux_transfer import AuxTransfer, SemaphoreTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
-from kimi_backend.serving.boundary import forward_logs
 from kimi_backend.serving.bytes_inputs import limit_decoding
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.drain_file import DrainFile
@@ -31,6 +30,7 @@ from kimi_backend.serving.request_parser import RequestParser
 from kimi_backend.serving.response_sender import ResponseSender
 from kimi_backend.serving.runner_secret import read_secret
 from kimi_backend.serving.start_probe import warn_of_wrong_draft
+from kimi_backend.serving.triton_errors import forward_logs
 from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.text.chat_template import load_chat_template
 from kimi_backend.text.tokenizer import Tokenizer, load_tokenizer

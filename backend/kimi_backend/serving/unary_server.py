@@ -18,11 +18,11 @@ import numpy as np
 
 from kimi_backend.config.settings import MOST_UNARY_CALLS, ServingSettings
 from kimi_backend.errors import CapacityError, InvalidRequestError, KimiError, ModelUnavailableError
-from kimi_backend.serving.boundary import CODES, coded_error, error_response, forward_logs, triton_error
 from kimi_backend.serving.bytes_inputs import limit_decoding
 from kimi_backend.serving.descriptions import model_parameters
 from kimi_backend.serving.incoming import copied_tensors, parameters_text, read_parameters, request_name
 from kimi_backend.serving.request_fields import is_servers_own
+from kimi_backend.serving.triton_errors import CODES, coded_error, error_response, forward_logs, triton_error
 
 logger = logging.getLogger("kimi_backend.serving")
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kimi_backend.errors import CapacityError, InvalidRequestError
-from kimi_backend.serving.boundary import LONGEST_MESSAGE, error_response, forward_logs
+from kimi_backend.serving.triton_errors import LONGEST_MESSAGE, error_response, forward_logs
 from support import fake_pb_utils
 
 
