@@ -20,7 +20,7 @@ import torch
 
 from engine_overhead import Answered, InstantDraft, InstantTarget
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.hand_over import sides
+from kimi_backend.runners.hand_over import step_sync
 from kimi_backend.runners.hand_over.order import HostOrder
 from kimi_backend.runners.hand_over.semaphores import SharedSemaphores
 from kimi_backend.runners.hand_over.token_table import TokenTable
@@ -216,7 +216,7 @@ def make_server(args: dict[str, str], role: str, wait_s: float, vocab_size: int)
     settings = ServingSettings.from_parameters(model_parameters(args), os.environ)
     forward_logs(pb_utils, settings.log_level)
     stream, secret = PacedStream(), read_secret(os.environ)
-    sides.order_of = lambda semaphores, *_: PacedOrder(semaphores, stream)  # type: ignore[attr-defined]
+    step_sync.order_of = lambda semaphores, *_: PacedOrder(semaphores, stream)  # type: ignore[attr-defined]
     server: Any
     if role == "target":
         target: Any = PacedTarget(InstantTarget(settings.max_num_seqs, 0, vocab_size), wait_s, stream)

@@ -13,7 +13,7 @@ from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.graphs.recorder import EagerRecorder
 from kimi_backend.runners.load import loading
 from kimi_backend.serving import draft_server, target_server
-from kimi_backend.serving.aux_sides import AuxReceiver
+from kimi_backend.serving.aux_sharing import AuxReceiver
 from kimi_backend.serving.draft_server import DraftServer
 from kimi_backend.serving.target_server import TargetServer
 from kimi_backend.types.plan import DraftPlan
@@ -87,8 +87,8 @@ def make_server(args: dict[str, str], role: str, folder: str) -> TargetServer | 
     if role == "target":
         return TargetServer.from_model_args(args)
     server = DraftServer.from_model_args(args)
-    assert server._side is not None
-    launch = server._side.launch
+    assert server._sync is not None
+    launch = server._sync.launch
 
     def counted(plan: DraftPlan, *arguments: Any) -> Any:
         if plan.num_drawn.any():
@@ -96,5 +96,5 @@ def make_server(args: dict[str, str], role: str, folder: str) -> TargetServer | 
                 file.write("\n")
         return launch(plan, *arguments)
 
-    server._side.launch = counted  # type: ignore[method-assign]
+    server._sync.launch = counted  # type: ignore[method-assign]
     return server

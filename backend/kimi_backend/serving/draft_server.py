@@ -11,11 +11,11 @@ import torch.utils.dlpack
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.processes import freeze_what_is_loaded
 from kimi_backend.runners.draft_runner import DraftRunner
-from kimi_backend.runners.hand_over.sides import make_draft_side
+from kimi_backend.runners.hand_over.step_sync import make_draft_sync
 from kimi_backend.runners.load.loading import load_draft_runner
 from kimi_backend.runners.plan_bounds import check_step_ids
 from kimi_backend.serving import tensor_names as names
-from kimi_backend.serving.aux_sides import AUTO, AuxReceiver
+from kimi_backend.serving.aux_sharing import AUTO, AuxReceiver
 from kimi_backend.serving.runner_server import RunnerServer, read_settings, us_since
 from kimi_backend.types import codec
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RunnerDescription
@@ -42,8 +42,8 @@ class DraftServer(RunnerServer):
             secret: what each call carries (`serving.runner_secret`).
             has_semaphores: whether it offers its target semaphores, where it can (`runners.hand_over.semaphores`).
         """
-        self._side = make_draft_side(runner.table, runner.device, runner.workers) if has_semaphores else None
-        semaphores = None if self._side is None else self._side.handle
+        self._sync = make_draft_sync(runner.table, runner.device, runner.workers) if has_semaphores else None
+        semaphores = None if self._sync is None else self._sync.handle
         super().__init__(runner, pb_utils, dataclasses.replace(runner.describe(), semaphores=semaphores), secret)
         self._draft = runner
         self._most_rows = self._description.max_num_batched_tokens
@@ -61,8 +61,8 @@ class DraftServer(RunnerServer):
 
     def close(self) -> None:
         """See `RunnerServer.close`."""
-        if self._side is not None:
-            self._side.close()
+        if self._sync is not None:
+            self._sync.close()
         self._receiver.close()
         super().close()
 
@@ -86,8 +86,8 @@ class DraftServer(RunnerServer):
         plan = codec.decode(DraftPlan, packed)
         check_step_ids(plan)
         plan = dataclasses.replace(plan, aux=self._aux(plan, self._input(request, names.AUX_HIDDEN_STATES)))
-        if self._side is not None:
-            reply = self._side.launch(plan, self._draft).wait()
+        if self._sync is not None:
+            reply = self._sync.launch(plan, self._draft).wait()
         elif plan.in_table or plan.num_drawn.any():
             raise InvalidRequestError("plan: tokens of the token table wanted, but this draft shares none")
         else:

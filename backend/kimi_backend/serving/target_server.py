@@ -10,12 +10,12 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.processes import freeze_what_is_loaded
-from kimi_backend.runners.hand_over.sides import TargetSide
+from kimi_backend.runners.hand_over.step_sync import TargetSync
 from kimi_backend.runners.load.loading import load_target_runner
 from kimi_backend.runners.plan_bounds import check_step_ids
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.serving import tensor_names as names
-from kimi_backend.serving.aux_sides import AUTO, offer_aux_buffer
+from kimi_backend.serving.aux_sharing import AUTO, offer_aux_buffer
 from kimi_backend.serving.runner_server import RunnerServer, read_settings, us_since
 from kimi_backend.spec_decode.protocols import Pending
 from kimi_backend.types import codec
@@ -38,7 +38,7 @@ class TargetServer(RunnerServer):
         offered = offer_aux_buffer(runner.aux_buffer, aux_transfer, runner.workers)
         super().__init__(runner, pb_utils, dataclasses.replace(runner.describe(), aux_buffer=offered), secret)
         self._target = runner
-        self._side = TargetSide(runner.table, runner.device, runner.workers)
+        self._sync = TargetSync(runner.table, runner.device, runner.workers)
         self._in_flight: dict[int, Pending[TargetReply]] = {}
         """Replies by step, in the order of launches. The oldest has lost its asker when there are more than may be."""
 
@@ -52,11 +52,11 @@ class TargetServer(RunnerServer):
 
     def close(self) -> None:
         """See `RunnerServer.close`."""
-        self._side.close()
+        self._sync.close()
         super().close()
 
     def _open(self, handle: bytes) -> RunnerDescription:
-        return dataclasses.replace(self._description, semaphores=self._side.open(handle))
+        return dataclasses.replace(self._description, semaphores=self._sync.open(handle))
 
     def _step(self, request: Any) -> Any:
         start = time.perf_counter()
@@ -83,6 +83,6 @@ class TargetServer(RunnerServer):
 
     def _launch(self, plan: TargetPlan) -> None:
         check_step_ids(plan)
-        self._in_flight[plan.step_id] = self._side.launch(plan, self._target)
+        self._in_flight[plan.step_id] = self._sync.launch(plan, self._target)
         while len(self._in_flight) > _MOST_IN_FLIGHT:
             del self._in_flight[next(iter(self._in_flight))]

@@ -21,7 +21,7 @@ from kimi_backend.runners.hand_over.semaphores import (
     OpenedSemaphores,
     OwnSemaphores,
 )
-from kimi_backend.runners.hand_over.sides import DraftSide
+from kimi_backend.runners.hand_over.step_sync import DraftSync
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan
@@ -132,7 +132,7 @@ def test_a_stream_is_let_go_when_the_other_process_dies(caplog: pytest.LogCaptur
     device = torch.device("cuda")
     limits = RunnerLimits(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=8)
     table = TokenTable.allocate(limits, device, is_split=True)
-    side, draft, is_done = DraftSide(table, device), Watcher(table.drawn), torch.cuda.Event()
+    side, draft, is_done = DraftSync(table, device), Watcher(table.drawn), torch.cuda.Event()
     with target(side.handle, 1, "stays", "cuda") as process:
         side.launch(behind(1), draft)
         torch.cuda.synchronize()

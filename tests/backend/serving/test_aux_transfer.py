@@ -18,7 +18,7 @@ from kimi_backend.runners.cuda_ipc import CudaIpcError
 from kimi_backend.runners.ranks.workers import NO_WORKERS
 from kimi_backend.runners.step_runner import Launched
 from kimi_backend.serving import draft_server, target_server, tensor_names
-from kimi_backend.serving.aux_sides import AuxReceiver, offer_aux_buffer
+from kimi_backend.serving.aux_sharing import AuxReceiver, offer_aux_buffer
 from kimi_backend.serving.aux_transfer import AuxTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.draft_server import DraftServer

@@ -21,15 +21,15 @@ import torch
 
 from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.runners.aux_buffer import AuxBuffer
-from kimi_backend.runners.hand_over import sides
+from kimi_backend.runners.hand_over import step_sync
 from kimi_backend.runners.hand_over.semaphores import PROMISED, TARGET_PID, VERIFIED, WAITED
-from kimi_backend.runners.hand_over.sides import DraftSide, TargetSide
+from kimi_backend.runners.hand_over.step_sync import DraftSync, TargetSync
 from kimi_backend.runners.hand_over.token_table import TokenTable
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.serving import draft_server, target_server, tensor_names
-from kimi_backend.serving.aux_sides import AuxReceiver
+from kimi_backend.serving.aux_sharing import AuxReceiver
 from kimi_backend.serving.aux_transfer import AuxTransfer, SemaphoreTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.draft_server import DraftServer
@@ -458,20 +458,20 @@ def plan_behind(step_id: int) -> DraftPlan:
     return replace(plan, num_drawn=ROWS.query_lens)
 
 
-def open_pair() -> tuple[DraftSide, TargetSide]:
-    draft, target = DraftSide(empty_table(), torch.device("cpu")), TargetSide(empty_table(), torch.device("cpu"))
+def open_pair() -> tuple[DraftSync, TargetSync]:
+    draft, target = DraftSync(empty_table(), torch.device("cpu")), TargetSync(empty_table(), torch.device("cpu"))
     assert target.open(draft.handle) == draft.handle
     return draft, target
 
 
-def promise(side: DraftSide, step_id: int) -> None:
+def promise(side: DraftSync, step_id: int) -> None:
     """Promise a step, as a target does as soon as it is given a verify."""
     side._semaphores.set_value(PROMISED, step_id)
 
 
 def test_a_target_is_let_go_when_its_draft_dies(caplog: pytest.LogCaptureFixture) -> None:
     table = empty_table()
-    side, target = TargetSide(table, torch.device("cpu")), Watcher(table.proposed)
+    side, target = TargetSync(table, torch.device("cpu")), Watcher(table.proposed)
     with sleeper("draft") as (process, handle):
         assert side.open(handle.encode()) == handle.encode()
         threading.Timer(0.1, process.kill).start()
@@ -486,7 +486,7 @@ def test_a_target_is_let_go_when_its_draft_dies(caplog: pytest.LogCaptureFixture
 
 def test_a_draft_is_let_go_when_its_target_dies(caplog: pytest.LogCaptureFixture) -> None:
     table = empty_table()
-    side, draft = DraftSide(table, torch.device("cpu")), Watcher(table.drawn)
+    side, draft = DraftSync(table, torch.device("cpu")), Watcher(table.drawn)
     table.drawn[:] = 5
     with sleeper(side.handle.decode()) as (process, _):
         promise(side, 5)
@@ -498,7 +498,7 @@ def test_a_draft_is_let_go_when_its_target_dies(caplog: pytest.LogCaptureFixture
 
 
 def test_a_draft_step_never_waits_for_a_verify_that_the_target_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "PROMISE_S", 0.1)
+    monkeypatch.setattr(step_sync, "PROMISE_S", 0.1)
     draft, target = open_pair()
     runner = Watcher(torch.zeros(1))
     with pytest.raises(ModelUnavailableError, match="draft step 5: the target was not given the verify before it"):
@@ -515,7 +515,7 @@ def test_a_step_id_that_the_target_was_not_given_is_not_waited_for(
     promised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait would be a GPU's stream's, for as long as a minute."""
-    monkeypatch.setattr(sides, "PROMISE_S", 0.05)
+    monkeypatch.setattr(step_sync, "PROMISE_S", 0.05)
     draft, target = open_pair()
     promise(draft, promised)
     with pytest.raises(ModelUnavailableError, match="was not given"):
@@ -539,15 +539,15 @@ def test_a_step_that_is_not_a_new_one_is_never_shown(step_id: int) -> None:
 def test_nobody_waits_longer_than_it_must_for_one_that_lives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sides, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(step_sync, "LONGEST_WAIT_S", 0.2)
     draft, target = open_pair()
     runner = Watcher(torch.zeros(1))
     promise(draft, 5)
     draft.launch(plan_behind(5), runner)
     assert f"{LET_GO}: late" in caplog.text
     target.close()
-    monkeypatch.setattr(sides, "LONGEST_WAIT_S", PATIENCE_S)
-    monkeypatch.setattr(sides, "PROMISE_S", PATIENCE_S)
+    monkeypatch.setattr(step_sync, "LONGEST_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(step_sync, "PROMISE_S", PATIENCE_S)
     start = time.monotonic()
     with pytest.raises(ModelUnavailableError, match="was not given"):
         draft.launch(plan_behind(6), runner)
@@ -580,14 +580,14 @@ def test_one_wait_after_another_is_no_long_wait(
 ) -> None:
     """A draft of a large target waits nearly all the time."""
     clock = Clock()
-    monkeypatch.setattr(sides, "time", clock)
-    monkeypatch.setattr(sides, "LOOK_S", 0.002)
+    monkeypatch.setattr(step_sync, "time", clock)
+    monkeypatch.setattr(step_sync, "LOOK_S", 0.002)
     draft, target = open_pair()
     for step_id in range(1, 5):
         promise(draft, step_id)
         step = threading.Thread(target=draft.launch, args=(plan_behind(step_id), Watcher(torch.zeros(1))))
         step.start()
-        clock.pass_time(0.6 * sides.LONGEST_WAIT_S)
+        clock.pass_time(0.6 * step_sync.LONGEST_WAIT_S)
         clock.pass_time(0.0)
         draft._semaphores.set_value(VERIFIED, step_id)
         step.join()
@@ -597,9 +597,9 @@ def test_one_wait_after_another_is_no_long_wait(
 
 
 def test_semaphores_of_a_table_of_another_size_are_not_opened() -> None:
-    draft = DraftSide(empty_table(), torch.device("cpu"))
+    draft = DraftSync(empty_table(), torch.device("cpu"))
     limits = RunnerLimits(max_num_batched_tokens=8, max_num_seqs=5, max_model_len=8)
-    target = TargetSide(TokenTable.allocate(limits, torch.device("cpu")), torch.device("cpu"))
+    target = TargetSync(TokenTable.allocate(limits, torch.device("cpu")), torch.device("cpu"))
     assert target.open(draft.handle) is None
     assert draft._semaphores.value(TARGET_PID) == 0
     draft.close()

@@ -78,7 +78,7 @@ class _Watch:
                 self._let_go()
 
 
-class DraftSide:
+class DraftSync:
     """The draft's process, which makes the semaphores."""
 
     def __init__(self, table: TokenTable, device: torch.device, workers: Workers = NO_WORKERS) -> None:
@@ -157,19 +157,19 @@ class DraftSide:
         self._semaphores.set_value(VERIFIED, self._semaphores.value(WAITED))
 
 
-def make_draft_side(table: TokenTable | None, device: torch.device, workers: Workers = NO_WORKERS) -> DraftSide | None:
+def make_draft_sync(table: TokenTable | None, device: torch.device, workers: Workers = NO_WORKERS) -> DraftSync | None:
     """table: None for a runner that has none. None where draft and target have to wait for each other's replies, which
     is logged."""
     if table is None:
         return None
     try:
-        return DraftSide(table, device, workers)
+        return DraftSync(table, device, workers)
     except (SemaphoreError, CudaIpcError) as error:
         logger.warning("the draft is waited for in its calls: no shared semaphores: %s", error)
         return None
 
 
-class TargetSide:
+class TargetSync:
     """The target's process: one draft's semaphores at a time."""
 
     def __init__(self, table: TokenTable | None, device: torch.device, workers: Workers = NO_WORKERS) -> None:
@@ -233,7 +233,7 @@ class _TargetLines:
         self._watch = _Watch(self._awaited, lambda: opened.owner_pid, self._let_go)
 
     def launch(self, plan: TargetPlan, target: Target) -> Pending[TargetReply]:
-        """See `TargetSide.launch`. The draft is let go even if nothing comes of the step."""
+        """See `TargetSync.launch`. The draft is let go even if nothing comes of the step."""
         is_new = max(self._semaphores.value(PROMISED), self._semaphores.value(VERIFIED)) < plan.step_id
         if is_new:  # values only grow
             self._semaphores.set_value(PROMISED, plan.step_id)
