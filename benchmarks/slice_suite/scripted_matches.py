@@ -56,10 +56,10 @@ class ScriptedLookup:
     def find(self, text: Int32Array, *_: Any) -> Match | None:
         return Match(self._script.length, len(text) // 2) if self._is_match else None
 
-    def guesses(self, text: Int32Array, match: Match, count: int) -> list[int]:
+    def continuation(self, text: Int32Array, match: Match, count: int) -> list[int]:
         return continuation(text, match, count)
 
-    def most_guesses(self, most: int) -> int:
+    def most_draft_tokens(self, most: int) -> int:
         return most
 
     def _turn(self) -> None:

@@ -10,7 +10,7 @@ from kimi_backend.types.request import TokenOrigin
 from support.engine_runs import EngineHarness
 
 
-class WrongGuessError(AssertionError):
+class WrongDraftTokenError(AssertionError):
     """A verify checks other tokens than what followed where the text's last tokens stood before."""
 
 
@@ -36,7 +36,7 @@ def plain_continuation(text: Sequence[int], match: Match, count: int) -> list[in
 
 
 def checks_looked_up_rows(harness: EngineHarness, launch: Callable[[TargetPlan], Any]) -> Callable[[TargetPlan], Any]:
-    """A target's `launch` that raises WrongGuessError first."""
+    """A target's `launch` that raises WrongDraftTokenError first."""
 
     def checked(plan: TargetPlan) -> Any:
         scheduler = harness.core.scheduler
@@ -56,15 +56,15 @@ def checks_looked_up_rows(harness: EngineHarness, launch: Callable[[TargetPlan],
 def _check(sequence: EngineSequence, tokens: list[int], num_given: int, min_match: int) -> None:
     if not sequence.is_decoding:
         if sequence.num_draft_tokens:
-            raise WrongGuessError(f"{sequence.num_draft_tokens} guesses for a sequence whose prompt is being read")
+            raise WrongDraftTokenError(f"{sequence.num_draft_tokens} draft tokens while the prompt is being read")
         return
     text = sequence.token_ids.tolist()
     match = plain_match(text, min_match)
     if sequence.lookup is not None and sequence.lookup._index is not None:
         found = sequence.lookup._index.find(sequence.token_ids)
         if found != match:
-            raise WrongGuessError(f"{found} is found in {text}, expected {match}")
-    if sequence.guess_origin is TokenOrigin.LOOKUP and len(tokens) > 1:
+            raise WrongDraftTokenError(f"{found} is found in {text}, expected {match}")
+    if sequence.draft_origin is TokenOrigin.LOOKUP and len(tokens) > 1:
         expected = [] if match is None else plain_continuation(text, match, len(tokens) - 1)
         if tokens != [text[-1], *expected] or num_given != len(tokens):
-            raise WrongGuessError(f"{tokens} behind {text}: {match} gives {expected}; {num_given} are given")
+            raise WrongDraftTokenError(f"{tokens} behind {text}: {match} gives {expected}; {num_given} are given")

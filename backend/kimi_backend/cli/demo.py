@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kimi_backend.cli.comparison import Comparison, Verdict, compare, spread
-from kimi_backend.cli.guessed_text import GuessedText
+from kimi_backend.cli.drafted_text import DraftedText
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import KimiError
 from kimi_backend.serving.responses import speculation_json
@@ -44,7 +44,7 @@ class DemoRun:
     """Verifies by the draft tokens they carried."""
 
 
-Show = GuessedText | None
+Show = DraftedText | None
 """Gets the text as it comes; None where nobody watches."""
 Generate = Callable[[str, int, int, float, Show], DemoRun]
 """generate(prompt, max_tokens, num_speculative_tokens, temperature, show)."""
@@ -175,7 +175,7 @@ def run_demo(
             for name, k in drafted.items():
                 _console.rule(f"{name}, k = {k}, temperature {temperature:g}")
                 _write(prompt)
-                shown = GuessedText()
+                shown = DraftedText()
                 runs[name].append(generate(prompt, max_tokens, k, temperature, shown))
                 _write("\n")
                 guessed = "; [green]green[/]: guessed by the draft" if k else ""

@@ -124,7 +124,7 @@ def demo_command(
         float,
         typer.Option(min=0, help="0.6 is Kimi-K2's own advice; 0 is greedy: kimi-nano loops then, and gains more."),
     ] = 0.6,
-    proposer: Annotated[str, typer.Option(help="Who guesses: eagle3, lookup or lookup+eagle3.")] = "eagle3",
+    proposer: Annotated[str, typer.Option(help="Who proposes: eagle3, lookup or lookup+eagle3.")] = "eagle3",
     in_process: Annotated[bool, typer.Option("--in-process", help="Without Triton Server.")] = False,
 ) -> None:
     """Show one completion with speculation and without: the same text, and how fast each came."""

@@ -41,7 +41,7 @@ class StepOutput:
     num_draft_tokens: int = 0
     """Draft tokens that the step verified."""
     num_accepted: int = 0
-    guess_origin: TokenOrigin = TokenOrigin.DRAFT
+    draft_origin: TokenOrigin = TokenOrigin.DRAFT
     """The origin of those that were verified."""
     logprobs: LogprobRows | None = None
     prompt_scores: TokenScores | None = None
@@ -117,7 +117,7 @@ def _append(
     sequence.target_len = min(sequence.target_len + num_valid_rows, sequence.num_tokens)
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
     num_drafted = num_proposed if window is None else window.num_drafted
-    origin = sequence.guess_origin
+    origin = sequence.draft_origin
     if sequence.lookup is not None:
         sequence.speculation.looked_up.end_verify()
     if num_drafted and origin is TokenOrigin.DRAFT:

@@ -230,7 +230,7 @@ class EngineCore:
                 self.kv.withdraw(sequence.blocks)
             else:
                 self._publish([sequence])
-                self._planner.guesses.keep(sequence)
+                self._planner.host_drafts.keep(sequence)
             self.scheduler.finish(sequence)
         self.scheduler.table.set_last_tokens([output.sequence for output in outputs if output.finish is None])
 

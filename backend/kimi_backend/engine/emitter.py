@@ -172,7 +172,7 @@ class Emitter:
         """is_verify: its step did not draw the request's first token."""
         with self._lock:
             self._tokens[2] += len(delta.token_ids)
-            self._speculation.add(output.guess_origin, output.num_draft_tokens, output.num_accepted)
+            self._speculation.add(output.draft_origin, output.num_draft_tokens, output.num_accepted)
             self._num_verifies[output.num_draft_tokens] += is_verify
             if delta.finish_reason is not None and delta.stats is not None:
                 self._tokens[0] += delta.stats.num_prompt_tokens

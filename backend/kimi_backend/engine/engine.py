@@ -228,7 +228,7 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             proposer=request.proposer or self._settings.proposer,
         )
-        if sequence.proposer.uses_lookup and sequence.most_guesses:
+        if sequence.proposer.uses_lookup and sequence.most_draft_tokens:
             min_match = self._settings.lookup_min_match
             sequence.lookup = SequenceLookup.of(sequence.token_ids, min_match, self._lookup_memory)
         if self._settings.enable_prefix_cache:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kimi_backend.cache.kv_manager import SequenceBlocks
-from kimi_backend.engine.guesses import HostGuesses
+from kimi_backend.engine.host_drafts import HostDrafts
 from kimi_backend.scheduler.plan_builder import PlanBuilder
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
 from kimi_backend.scheduler.sequence import Sequence
@@ -112,7 +112,7 @@ class StepPlanner:
         self._target, self._draft = target, draft
         self._scheduler, self._plans = scheduler, plans
         self._overlaps = overlaps
-        self.guesses = HostGuesses(scheduler)
+        self.host_drafts = HostDrafts(scheduler)
 
     def plan(self, step_id: int, last: Step | None, unread: DraftStep | None) -> Step | None:
         """A step, with its blocks taken; None when nobody runs, or the next step has to wait for the last one.
@@ -124,7 +124,7 @@ class StepPlanner:
         """
         if last is not None:
             return self._plan_behind(last)
-        self.guesses.make(self._may_overlap_next)
+        self.host_drafts.make(self._may_overlap_next)
         batch = self._scheduler.schedule()
         if not batch.sequences:
             return None
@@ -141,7 +141,7 @@ class StepPlanner:
         ]
         sequences = [last.batch.sequences[i] for i in index]
         batch = StepBatch(sequences, [1] * len(index), len(index))
-        if self.guesses.are_worth_waiting_for(sequences):
+        if self.host_drafts.are_worth_waiting_for(sequences):
             return None  # its reply is waited for, and the step after it checks them
         if not index or self._depth(batch) < 2 or not self._scheduler.take_next_blocks(sequences):
             return None

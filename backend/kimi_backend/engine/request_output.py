@@ -85,7 +85,7 @@ class RequestOutput:
         if self._rounds is not None:
             self._rounds.add(output, is_round=bool(self.num_output_tokens))
         self.num_output_tokens += update.num_tokens
-        self.speculation.add(output.guess_origin, output.num_draft_tokens, output.num_accepted)
+        self.speculation.add(output.draft_origin, output.num_draft_tokens, output.num_accepted)
         finish, matched = output.finish, update.matched_stop
         text = update.text
         if matched is None and finish is not None:
@@ -126,7 +126,7 @@ class RequestOutput:
         """Those of a step's tokens, where they were asked for: accepted ones come first."""
         if not self.sequence.request.return_token_origins:
             return ()
-        return tuple(output.guess_origin if i < output.num_accepted else TokenOrigin.TARGET for i in range(num_tokens))
+        return tuple(output.draft_origin if i < output.num_accepted else TokenOrigin.TARGET for i in range(num_tokens))
 
     def _push_text(self, output: StepOutput) -> tuple[TextUpdate, list[int]]:
         """The text that a step adds and the tokens that count. A stop token counts but is not shown unless asked."""

@@ -1,6 +1,6 @@
 """A sequence's place in its grammar, and what the next verify's rows may draw.
 
-The matcher stands behind the tokens that count, always: it goes ahead over a window's guesses to make the masks of
+The matcher stands behind the tokens that count, always: it goes ahead over a window's draft tokens to make the masks of
 their rows, and comes back at once.
 """
 
@@ -23,13 +23,13 @@ more with every token, and everybody waits for it."""
 class Window:
     """A window holds what a verify checks of a sequence."""
 
-    guesses: list[int]
+    token_ids: list[int]
     masks: list[Int32Array | None]
-    """[len(guesses) + 1, num_words] the tokens that each row may draw if the guesses before it are right; None: all."""
+    """[len(token_ids) + 1, num_words] the tokens that each row may draw if those before it are right; None: all."""
     num_forced: int
-    """Guesses that the grammar made, since nothing else can come; the others are the draft's."""
+    """Draft tokens that the grammar forces, since nothing else can come; the others are the draft's."""
     num_drafted: int
-    """Tokens that the draft proposed, those that do not fit included; 0 where a guess is not its own, which says
+    """Tokens that the draft proposed, those that do not fit included; 0 where a draft token is not its own, which says
     nothing of it."""
 
 
@@ -45,7 +45,7 @@ class SequenceGrammar:
     num_words: int
     """ceil(vocab_size / 32)."""
     stop_token_ids: frozenset[int]
-    """Those that end the reply: never guessed, as nothing can follow."""
+    """Those that end the reply: never proposed, as nothing can follow."""
     is_begun: bool = field(init=False)
     _left_s: float = field(default=SPARE_SECONDS, init=False)
 
@@ -74,37 +74,37 @@ class SequenceGrammar:
         return fits
 
     def look_ahead(self, proposals: Sequence[int], most: int) -> Window:
-        """The guesses that a verify should check: what is forced, else the draft's proposals while they fit.
+        """The draft tokens that a verify should check: what is forced, else the draft's proposals while they fit.
 
         Args:
-            proposals: the draft's, which hold as long as all guesses before one are its own.
-            most: guesses at most.
+            proposals: the draft's, which hold as long as all draft tokens before one are its own.
+            most: draft tokens at most.
         """
         start_s = time.thread_time()
-        guesses: list[int] = []
+        token_ids: list[int] = []
         masks: list[Int32Array | None] = []
         num_forced, num_followed, was_begun = 0, 0, self.is_begun
         while True:
             mask = self._mask()
             masks.append(mask)
-            if len(guesses) == most:
+            if len(token_ids) == most:
                 break
-            is_own = guesses == list(proposals[: len(guesses)])
-            proposal = proposals[len(guesses)] if is_own and len(guesses) < len(proposals) else None
+            is_own = token_ids == list(proposals[: len(token_ids)])
+            proposal = proposals[len(token_ids)] if is_own and len(token_ids) < len(proposals) else None
             forced = self.matcher.forced(mask) if self.is_begun and mask is not None else None
-            guess = proposal if forced is None else forced
-            if guess is None or guess in self.stop_token_ids or not _allows(mask, guess):
+            token_id = proposal if forced is None else forced
+            if token_id is None or token_id in self.stop_token_ids or not _allows(mask, token_id):
                 break
             is_in_grammar = self.is_begun
-            if not self._follow(guess):
+            if not self._follow(token_id):
                 break
             num_followed += is_in_grammar
-            num_forced += guess != proposal
-            guesses.append(guess)
+            num_forced += token_id != proposal
+            token_ids.append(token_id)
         self.matcher.rollback(num_followed)
         self.is_begun = was_begun
         self._left_s -= time.thread_time() - start_s
-        return Window(guesses, masks, num_forced, 0 if num_forced else len(proposals))
+        return Window(token_ids, masks, num_forced, 0 if num_forced else len(proposals))
 
     def _follow(self, token_id: int) -> bool:
         if self.is_begun:

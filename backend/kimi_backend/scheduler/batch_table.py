@@ -44,11 +44,11 @@ class BatchTable:
         if len(draft_ids) > first_draft:
             self.draft_blocks[sequence.row, first_draft : len(draft_ids)] = draft_ids[first_draft:]
 
-    def give_guesses(self, sequence: Sequence, token_ids: list[int], origin: TokenOrigin) -> None:
+    def give_draft_tokens(self, sequence: Sequence, token_ids: list[int], origin: TokenOrigin) -> None:
         """Let the next verify check these, which the host has, and none that stand in the runners' token table."""
         self.pending_token_ids[sequence.row, 1 : 1 + len(token_ids)] = token_ids
         self.is_in_table[sequence.row] = False
-        sequence.num_draft_tokens, sequence.guess_origin = len(token_ids), origin
+        sequence.num_draft_tokens, sequence.draft_origin = len(token_ids), origin
 
     def set_last_tokens(self, sequences: list[Sequence]) -> None:
         """Let the last token of each be its next step's first row, with no draft tokens behind it yet."""

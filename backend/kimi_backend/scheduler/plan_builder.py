@@ -215,7 +215,7 @@ def store_proposals(
         table.pending_token_ids[proposing, 1 : 1 + reply.draft_token_ids.shape[1]] = reply.draft_token_ids
     for sequence, count in zip(sequences, num_proposals.tolist(), strict=True):
         if sequence.uses_draft:
-            sequence.num_draft_tokens, sequence.guess_origin = count, TokenOrigin.DRAFT
+            sequence.num_draft_tokens, sequence.draft_origin = count, TokenOrigin.DRAFT
             table.is_in_table[sequence.row] = reply.draft_token_ids is None
 
 

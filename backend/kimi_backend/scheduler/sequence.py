@@ -72,11 +72,11 @@ class Sequence:
         "deadline_s",
         "draft",
         "draft_len",
+        "draft_origin",
         "draft_start",
         "finish",
         "first_scheduled_s",
         "grammar",
-        "guess_origin",
         "last_token_id",
         "lookup",
         "max_num_tokens",
@@ -151,7 +151,7 @@ class Sequence:
         self.target_len = self.draft_len = 0
         self.draft_start = 0  # the position in the draft's slot 0
         self.num_draft_tokens = 0  # in flight: the next verify may check them
-        self.guess_origin = TokenOrigin.DRAFT  # of those
+        self.draft_origin = TokenOrigin.DRAFT  # of those
         self.num_preemptions = 0
         self.first_scheduled_s: float | None = None
         self.num_cached_tokens: int | None = None  # at the first start
@@ -249,10 +249,10 @@ class Sequence:
     @property
     def follows_a_match(self) -> bool:
         """The last verify checked what was looked up, and as far as the host knows the match goes on."""
-        return self.guess_origin is TokenOrigin.LOOKUP and self.lookup is not None and self.lookup.is_following
+        return self.draft_origin is TokenOrigin.LOOKUP and self.lookup is not None and self.lookup.is_following
 
     @property
-    def most_guesses(self) -> int:
+    def most_draft_tokens(self) -> int:
         """Tokens that the host may propose for the next verify: no more than the request allows a draft."""
         return max(0, min(self.speculation.num_speculative_tokens, self.num_remaining_tokens - 1))
 
@@ -302,8 +302,8 @@ class Sequence:
     def look_ahead(self, proposals: list[int]) -> list[int]:
         """The tokens of a decoding sequence with a grammar that the next verify checks: `window`, from proposals."""
         assert self.grammar is not None
-        self.window = self.grammar.look_ahead(proposals, self.most_guesses)
-        return self.window.guesses
+        self.window = self.grammar.look_ahead(proposals, self.most_draft_tokens)
+        return self.window.token_ids
 
     def grammar_masks(self, num_rows: int) -> list[Int32Array | None]:
         """[num_rows] what each of the next verify's rows may draw; None: all."""

@@ -1,4 +1,4 @@
-"""Notices a draft whose first guesses are no longer taken: what fails nothing and shows in no error."""
+"""Notices a draft whose first tokens are no longer taken: what fails nothing and shows in no error."""
 
 from kimi_backend.types.request import SpeculationStats
 

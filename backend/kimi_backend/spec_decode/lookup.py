@@ -141,13 +141,13 @@ class SequenceLookup:
         self._judged = None if match is None else pools.of(match)
         return match
 
-    def guesses(self, text: Int32Array, match: Match, count: int) -> list[int]:
+    def continuation(self, text: Int32Array, match: Match, count: int) -> list[int]:
         """The tokens that follow the match which was found last, at most `count`."""
-        return continuation(text, match, count) if self._elsewhere is None else self._elsewhere.guesses(count)
+        return continuation(text, match, count) if self._elsewhere is None else self._elsewhere.continuation(count)
 
-    def most_guesses(self, most: int) -> int:
+    def most_draft_tokens(self, most: int) -> int:
         """How many follow the match that was found last, up to `most`."""
-        return most if self._elsewhere is None else len(self._elsewhere.guesses(most))
+        return most if self._elsewhere is None else len(self._elsewhere.continuation(most))
 
     def take_index(self) -> LookupIndex | None:
         """Its index for somebody else to keep; this lookup is at its end."""

@@ -25,7 +25,7 @@ class PooledMatch(NamedTuple):
         pairs = zip(foretold, token_ids, strict=False)
         return next((i for i, (guess, token_id) in enumerate(pairs) if guess != token_id), len(foretold)), None
 
-    def guesses(self, count: int) -> list[int]:
+    def continuation(self, count: int) -> list[int]:
         """The tokens that follow, as far as the other text goes."""
         found: list[int] = self.source[self.match.end : self.match.end + count].tolist()
         return found

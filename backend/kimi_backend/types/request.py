@@ -17,10 +17,10 @@ MAX_ROUND_TIMES = 64
 
 
 class TokenOrigin(IntEnum):
-    """The source of a token. The target draws every token; a guess that equals what it drew is accepted."""
+    """The source of a token. The target draws every token; a draft token that equals what it drew is accepted."""
 
     TARGET = 0
-    """Nobody had guessed it."""
+    """Nobody had proposed it."""
     DRAFT = 1
     """Accepted from the draft."""
     LOOKUP = 2
@@ -206,8 +206,8 @@ class RequestStats:
     speculation: SpeculationStats | None
     """None when speculation did not run."""
     speculation_by_proposer: dict[str, SpeculationStats] = field(default_factory=dict)
-    """`eagle3` or `lookup` -> its rounds, of those that had any. A grammar's own guesses count for whose they replace
-    or follow."""
+    """`eagle3` or `lookup` -> its rounds, of those that had any. A grammar's own draft tokens count for whose they
+    replace or follow."""
     proposer: str = ""
     """See `Proposer`: the request's, or the server's default."""
     speculation_policy: str = ""

@@ -157,8 +157,8 @@ def by_proposed_tokens(patch: pytest.MonkeyPatch) -> None:
     append = EngineSequence.append
 
     def wrong(self: EngineSequence, token_ids: list[int]) -> int:
-        guesses = [] if self.window is None else self.window.guesses
-        patch.setattr(SequenceGrammar, "advance", lambda grammar, ids: advance(grammar, guesses or ids))
+        proposed = [] if self.window is None else self.window.token_ids
+        patch.setattr(SequenceGrammar, "advance", lambda grammar, ids: advance(grammar, proposed or ids))
         return append(self, token_ids)
 
     patch.setattr(EngineSequence, "append", wrong)

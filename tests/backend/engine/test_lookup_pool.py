@@ -44,7 +44,7 @@ def run(harness: EngineHarness, **changes: Any) -> Outcome:
 
 
 def num_accepted(outcome: Outcome) -> int:
-    return sum(step.num_accepted for step in outcome.steps if step.guess_origin is TokenOrigin.LOOKUP)
+    return sum(step.num_accepted for step in outcome.steps if step.draft_origin is TokenOrigin.LOOKUP)
 
 
 @pytest.mark.parametrize("with_draft", [False, True])
@@ -98,7 +98,7 @@ def test_it_keeps_the_latest_texts_within_its_bytes() -> None:
         text, _ = text_of(number)
         found = alone.find("a", LookupIndex(text[:50], 4), text[:50], 1)
         assert (found is not None) is is_kept
-        assert found is None or (found.match == Match(50, 50) and found.guesses(3) == text[50:53].tolist())
+        assert found is None or (found.match == Match(50, 50) and found.continuation(3) == text[50:53].tolist())
     small = LookupPool(100)
     small.keep("a", *text_of(0))
     assert small.num_bytes == 0
@@ -108,7 +108,7 @@ def test_a_match_is_followed_to_the_end_of_its_text() -> None:
     source = np.arange(10, dtype=np.int32)
     count, found = PooledMatch(source, Match(4, 6)).foretells([6, 7])
     assert (count, found) == (2, PooledMatch(source, Match(6, 8)))
-    assert found is not None and found.guesses(7) == [8, 9]
+    assert found is not None and found.continuation(7) == [8, 9]
     assert found.foretells([8, 9]) == (2, None)
     assert found.foretells([8, 9, 1]) == (2, None)
     assert found.foretells([8, 1, 1]) == (1, None)

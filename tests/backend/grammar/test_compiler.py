@@ -183,8 +183,8 @@ def test_what_is_forced_without_an_end_is_said_token_by_token(nano: Compiled) ->
     for form, text in ((endless, '{"n": {"n": {"n": '), (doubled, "ababababab")):
         grammar = SequenceGrammar.of(Grammar(form, "f"), nano.grammar(form), frozenset(nano.tokenizer.eos_token_ids))
         window = grammar.look_ahead([], 7)
-        assert len(window.guesses) == window.num_forced == 7
-        assert nano.tokenizer.decode(window.guesses)[:8] == text[:8]
+        assert len(window.token_ids) == window.num_forced == 7
+        assert nano.tokenizer.decode(window.token_ids)[:8] == text[:8]
 
 
 def test_no_token_makes_a_text_that_is_not_unicode(nano: Compiled) -> None:

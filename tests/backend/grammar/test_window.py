@@ -1,4 +1,4 @@
-"""A verify of a sequence with a grammar checks guesses that fit, with a mask for each row; the matcher stays."""
+"""A verify of a sequence with a grammar checks draft tokens that fit, with a mask for each row; the matcher stays."""
 
 from collections.abc import Iterator
 
@@ -43,12 +43,12 @@ def allowed(mask: Int32Array | None) -> set[bytes]:
 def test_the_drafts_proposals_are_taken_while_they_fit(compiler: GrammarCompiler) -> None:
     grammar = sequence_grammar(compiler, "abab", "baba")
     window = grammar.look_ahead(letters(TOKENIZER, "1b"), 3)
-    assert (window.guesses, len(window.masks), window.num_forced, window.num_drafted) == ([], 1, 0, 2)
+    assert (window.token_ids, len(window.masks), window.num_forced, window.num_drafted) == ([], 1, 0, 2)
     first = allowed(window.masks[0])
     assert {b"a", b"b", b"ab", b"ba"} <= first
     window = grammar.look_ahead(letters(TOKENIZER, "b"), 3)
-    assert TOKENIZER.decode(window.guesses) == "baba"[: len(TOKENIZER.decode(window.guesses))]
-    assert window.guesses[0] == letters(TOKENIZER, "b")[0]
+    assert TOKENIZER.decode(window.token_ids) == "baba"[: len(TOKENIZER.decode(window.token_ids))]
+    assert window.token_ids[0] == letters(TOKENIZER, "b")[0]
     assert allowed(window.masks[0]) == first, "the matcher is where it was"
     assert allowed(grammar.look_ahead([], 0).masks[0]) == first
 
@@ -56,21 +56,21 @@ def test_the_drafts_proposals_are_taken_while_they_fit(compiler: GrammarCompiler
 def test_what_is_forced_needs_no_draft(compiler: GrammarCompiler) -> None:
     grammar = sequence_grammar(compiler, "tab12tab")
     window = grammar.look_ahead([], 7)
-    assert TOKENIZER.decode(window.guesses) == "tab12tab"
-    assert window.num_forced == len(window.guesses) == len(window.masks) - 1
+    assert TOKENIZER.decode(window.token_ids) == "tab12tab"
+    assert window.num_forced == len(window.token_ids) == len(window.masks) - 1
     assert window.num_drafted == 0
     assert allowed(window.masks[-1]) == {TOKENIZER.token_bytes(token_id) for token_id in END}, "only the end is left"
-    assert grammar.look_ahead(letters(TOKENIZER, "1"), 2).guesses == window.guesses[:2], "the draft is wrong there"
-    right = grammar.look_ahead(window.guesses, 7)
-    assert (right.guesses, right.num_forced) == (window.guesses, 0), "the draft said it as well"
+    assert grammar.look_ahead(letters(TOKENIZER, "1"), 2).token_ids == window.token_ids[:2], "the draft is wrong there"
+    right = grammar.look_ahead(window.token_ids, 7)
+    assert (right.token_ids, right.num_forced) == (window.token_ids, 0), "the draft said it as well"
 
 
-def test_the_end_is_never_guessed(compiler: GrammarCompiler) -> None:
+def test_the_end_is_never_proposed(compiler: GrammarCompiler) -> None:
     grammar = sequence_grammar(compiler, "a")
     end = min(END)
     window = grammar.look_ahead([letters(TOKENIZER, "a")[0], end, end, end], 4)
-    assert window.guesses == letters(TOKENIZER, "a")
-    assert grammar.advance([*window.guesses, end])
+    assert window.token_ids == letters(TOKENIZER, "a")
+    assert grammar.advance([*window.token_ids, end])
 
 
 def test_a_token_that_does_not_fit_is_noticed(compiler: GrammarCompiler) -> None:
@@ -83,8 +83,8 @@ def test_it_begins_behind_its_token_and_once(compiler: GrammarCompiler, must_beg
     grammar = sequence_grammar(compiler, "ab", begins_after=THINK_END, must_begin=must_begin)
     thoughts = letters(TOKENIZER, "t1")
     window = grammar.look_ahead([*thoughts, THINK_END, *letters(TOKENIZER, "a"), THINK_END], 7)
-    assert window.guesses[:3] == [*thoughts, THINK_END]
-    assert TOKENIZER.decode(window.guesses[3:]) in ("a", "ab")
+    assert window.token_ids[:3] == [*thoughts, THINK_END]
+    assert TOKENIZER.decode(window.token_ids[3:]) in ("a", "ab")
     assert allowed(window.masks[3]) == {b"a", b"ab"}
     if must_begin:
         before = allowed(window.masks[0])

@@ -1,4 +1,4 @@
-"""The guesses that the host makes for a sequence's next verify: of its own text, or of its grammar."""
+"""The draft tokens that the host proposes for a sequence's next verify: of its own text, or of its grammar."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ MOST_GROWN_TOKENS = 2**14
 and every other request would wait."""
 
 
-class HostGuesses:
-    """Puts guesses into the batch table, where the host knows all tokens that count."""
+class HostDrafts:
+    """Puts draft tokens into the batch table, where the host knows all tokens that count."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -33,8 +33,8 @@ class HostGuesses:
             self._texts.keep(sequence.request.cache_salt, sequence.token_ids, index)
 
     def make(self, overlaps_next: Callable[[], bool]) -> None:
-        """Make the guesses of a verify that is behind nothing, before it is planned: what stood in the text before,
-        then what the grammar lets come.
+        """Propose the draft tokens of a verify that is behind nothing, before it is planned: what stood in the text
+        before, then what the grammar lets come.
 
         Args:
             overlaps_next: tells whether the next verify would be behind that one, had each sequence one row.
@@ -42,12 +42,12 @@ class HostGuesses:
         table, running = self._scheduler.table, self._scheduler.running
         for sequence, match, count in self._looked_up(running, overlaps_next):
             assert sequence.lookup is not None
-            guesses = sequence.lookup.guesses(sequence.token_ids, match, count)
-            table.give_guesses(sequence, guesses, TokenOrigin.LOOKUP)
+            draft_token_ids = sequence.lookup.continuation(sequence.token_ids, match, count)
+            table.give_draft_tokens(sequence, draft_token_ids, TokenOrigin.LOOKUP)
         for sequence in running:
             if sequence.grammar is not None and sequence.is_decoding:
                 proposals = table.pending_token_ids[sequence.row, 1 : 1 + sequence.num_draft_tokens]
-                table.give_guesses(sequence, sequence.look_ahead(proposals.tolist()), sequence.guess_origin)
+                table.give_draft_tokens(sequence, sequence.look_ahead(proposals.tolist()), sequence.draft_origin)
 
     def are_worth_waiting_for(self, sequences: list[Sequence]) -> bool:
         """Tell whether the text of some, as far as the host knows it, has a match that a verify would check."""
@@ -56,10 +56,10 @@ class HostGuesses:
     def _looked_up(
         self, sequences: list[Sequence], overlaps_next: Callable[[], bool]
     ) -> list[tuple[Sequence, Match, int]]:
-        """Those whose next guesses are looked up, where, and how many."""
+        """Those whose next draft tokens are looked up, where, and how many."""
         found, candidates, num_left = [], [], MOST_GROWN_TOKENS
         for sequence in sequences:
-            lookup, most = sequence.lookup, sequence.most_guesses
+            lookup, most = sequence.lookup, sequence.most_draft_tokens
             if lookup is None or not most or not sequence.is_decoding:
                 continue
             if num_left > 0 and lookup.is_crowded:
@@ -68,7 +68,7 @@ class HostGuesses:
             salt = sequence.request.cache_salt
             match = lookup.find(sequence.token_ids, self._chooser.pools, self._texts, salt)
             if match is not None:
-                most = lookup.most_guesses(most)
+                most = lookup.most_draft_tokens(most)
                 found.append((sequence, match))
                 candidates.append(Candidate(lookup, match, sequence.speculation, sequence.num_draft_tokens, most))
         if not found:

@@ -1,4 +1,4 @@
-"""Text in the terminal as it comes, with what was guessed in color: by the draft, or by what stood in it before."""
+"""Text in the terminal as it comes, with what was proposed in color: by the draft, or by what stood in it before."""
 
 import time
 
@@ -13,7 +13,7 @@ COMMANDS = dict.fromkeys([*(c for c in range(32) if chr(c) not in "\n\t"), *rang
 STYLES = {TokenOrigin.TARGET: "", TokenOrigin.DRAFT: "green", TokenOrigin.LOOKUP: "cyan"}
 
 
-class GuessedText:
+class DraftedText:
     """Shows one completion. Where standard output is no terminal, the text comes plain."""
 
     def __init__(self) -> None:

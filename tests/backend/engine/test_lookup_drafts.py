@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kimi_backend.engine import guesses
+from kimi_backend.engine import host_drafts
 from kimi_backend.scheduler.batch_table import BatchTable
 from kimi_backend.scheduler.scheduler import Scheduler
 from kimi_backend.scheduler.sequence import Sequence
@@ -22,7 +22,7 @@ from kimi_backend.types.request import GenerateRequest, SamplingParams, TokenOri
 from support.check_errors import WrongTokensError
 from support.engine_checks import check_identities
 from support.engine_runs import EngineHarness
-from support.lookup_checks import WrongGuessError, checks_looked_up_rows
+from support.lookup_checks import WrongDraftTokenError, checks_looked_up_rows
 from support.plain_decoding import decode_plainly
 from support.random_requests import random_requests
 from support.scripted_logits import LogitScript
@@ -69,7 +69,7 @@ def run(
 
 def rounds_of(harness: EngineHarness, origin: TokenOrigin) -> list[tuple[int, int]]:
     """(checked, accepted) of each verify of tokens of one origin."""
-    steps = [step for outcome in harness.outcomes for step in outcome.steps if step.guess_origin is origin]
+    steps = [step for outcome in harness.outcomes for step in outcome.steps if step.draft_origin is origin]
     return [(step.num_draft_tokens, step.num_accepted) for step in steps if step.num_draft_tokens]
 
 
@@ -105,7 +105,7 @@ def test_a_request_may_ask_for_less_than_the_server_has() -> None:
     for outcome in harness.outcomes:
         proposer = outcome.request.proposer
         assert proposer is not None
-        origins = {step.guess_origin for step in outcome.steps if step.num_draft_tokens}
+        origins = {step.draft_origin for step in outcome.steps if step.num_draft_tokens}
         allowed = {TokenOrigin.DRAFT} if proposer.uses_draft else set()
         assert origins <= allowed | ({TokenOrigin.LOOKUP} if proposer.uses_lookup else set())
 
@@ -165,7 +165,7 @@ def test_indexes_that_fill_up_in_the_same_step_grow_one_after_the_other(monkeypa
         grow(self, text)
 
     monkeypatch.setattr(SequenceLookup, "grow", counted)
-    monkeypatch.setattr(guesses, "MOST_GROWN_TOKENS", 1)
+    monkeypatch.setattr(host_drafts, "MOST_GROWN_TOKENS", 1)
     sampling = SamplingParams(max_tokens=50, ignore_eos=True)
     prompt = tuple(i % VOCAB for i in range(62))
     requests = [
@@ -208,7 +208,7 @@ def test_a_step_grows_indexes_of_sixteen_thousand_tokens() -> None:
         outcome.sequence.lookup = Crowded()  # type: ignore[assignment]
         outcome.sequence.target_len = 5999
         sequences.append(outcome.sequence)
-    assert not harness.core._planner.guesses.are_worth_waiting_for(sequences)
+    assert not harness.core._planner.host_drafts.are_worth_waiting_for(sequences)
     assert grown == [6000] * 3
 
 
@@ -228,22 +228,22 @@ def a_match_past_the_end(patch: Patch) -> None:
 
 
 def an_override_in_the_wrong_row(patch: Patch) -> None:
-    give = BatchTable.give_guesses
+    give = BatchTable.give_draft_tokens
 
     def planted(self: BatchTable, sequence: Sequence, token_ids: list[int], origin: TokenOrigin) -> None:
         give(self, sequence, token_ids, origin)
         self.pending_token_ids[:, 1 : 1 + len(token_ids)] = self.pending_token_ids[::-1, 1 : 1 + len(token_ids)].copy()
 
-    patch.setattr(BatchTable, "give_guesses", planted)
+    patch.setattr(BatchTable, "give_draft_tokens", planted)
 
 
-def guesses_kept_over_a_preemption(patch: Patch) -> None:
+def draft_tokens_kept_over_a_preemption(patch: Patch) -> None:
     preempt = Scheduler.preempt
 
     def planted(self: Scheduler, sequence: Sequence) -> None:
-        num_guesses = sequence.num_draft_tokens
+        num_draft_tokens = sequence.num_draft_tokens
         preempt(self, sequence)
-        sequence.num_draft_tokens = num_guesses
+        sequence.num_draft_tokens = num_draft_tokens
 
     patch.setattr(Scheduler, "preempt", planted)
 
@@ -260,14 +260,14 @@ def an_index_that_takes_a_preempted_text_twice(patch: Patch) -> None:
 
 
 def proposals_of_the_table_taken_for_given(patch: Patch) -> None:
-    give = BatchTable.give_guesses
+    give = BatchTable.give_draft_tokens
 
     def planted(self: BatchTable, sequence: Sequence, token_ids: list[int], origin: TokenOrigin) -> None:
         was_in_table = self.is_in_table[sequence.row]
         give(self, sequence, token_ids, origin)
         self.is_in_table[sequence.row] = was_in_table
 
-    patch.setattr(BatchTable, "give_guesses", planted)
+    patch.setattr(BatchTable, "give_draft_tokens", planted)
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def proposals_of_the_table_taken_for_given(patch: Patch) -> None:
     [
         a_match_past_the_end,
         an_override_in_the_wrong_row,
-        guesses_kept_over_a_preemption,
+        draft_tokens_kept_over_a_preemption,
         an_index_that_takes_a_preempted_text_twice,
         proposals_of_the_table_taken_for_given,
     ],
 )
 def test_a_planted_fault_is_seen(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    with pytest.raises((WrongGuessError, IndexError, AssertionError)):
+    with pytest.raises((WrongDraftTokenError, IndexError, AssertionError)):
         run(some_requests(24), num_blocks=90)

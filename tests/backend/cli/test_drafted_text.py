@@ -2,7 +2,7 @@
 
 import re
 
-from kimi_backend.cli.guessed_text import GuessedText
+from kimi_backend.cli.drafted_text import DraftedText
 from kimi_client import Chunk
 
 CHUNKS = [
@@ -14,7 +14,7 @@ CHUNKS = [
 
 
 def shown(capsys):
-    text = GuessedText()
+    text = DraftedText()
     for chunk in CHUNKS:
         text.show(chunk)
     return capsys.readouterr().out, text.summary()
