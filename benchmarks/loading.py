@@ -1,4 +1,4 @@
-"""How fast a rank reads Kimi-K2.5's files, what of it is Python, and how much memory the host needs for it.
+"""Measure how fast a rank reads Kimi-K2.5's files, what of it is Python, and how much memory the host needs.
 
 The checkpoint is sparse files of the real sizes, 553 GiB in the order of layers, that take a few megabytes of disk:
 what a disk adds is not in the figures, what the loader adds is. All headers are read, and as many layers as are asked

@@ -98,7 +98,7 @@ class Bench:
         return done, result.output_tokens_per_second
 
     def edits(self, prompts: list[LoadPrompt]) -> tuple[dict[str, int], list[LoadPrompt]]:
-        """How many of the pool repeat, and those."""
+        """The number of the pool's texts that repeat, and those."""
         completions, _ = self.send(prompts, "none", 0.0)
         repeating = [
             prompt

@@ -21,7 +21,7 @@ from kimi_client import KimiClient, KimiClientError
 READY_WITHIN_S = 120.0
 WHOLE = "whole"
 CUT_OFF = "cut off"
-"""How a stream ends that has said nothing of its end."""
+"""The end of a stream that has said nothing of its end."""
 
 
 @dataclass

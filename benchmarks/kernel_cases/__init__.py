@@ -72,7 +72,7 @@ class Case:
 
 
 def num_input_sets(bytes_per_call: float, *, at_least: int = 2, at_most: int = 512) -> int:
-    """How many input sets a case needs so that its calls read `ROTATED_BYTES` before they repeat."""
+    """The number of input sets that a case needs so that its calls read `ROTATED_BYTES` before they repeat."""
     return max(at_least, min(at_most, math.ceil(ROTATED_BYTES / max(1.0, bytes_per_call))))
 
 

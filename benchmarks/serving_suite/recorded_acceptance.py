@@ -1,4 +1,4 @@
-"""How many draft tokens would be kept at each place of kimi-nano's texts: requests run with k at random."""
+"""The draft tokens that would be kept at each place of kimi-nano's texts: requests run with k at random."""
 
 import random
 import threading

@@ -39,7 +39,7 @@ class ReplayResult:
 
     load: LoadResult
     late_s: tuple[float, ...]
-    """How much later than scheduled each first turn was sent: of many ms, this machine is too busy to measure with."""
+    """The delay with which each first turn was sent: of many ms, this machine is too busy to measure with."""
     most_running: int
 
 

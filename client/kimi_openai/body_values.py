@@ -1,4 +1,4 @@
-"""How many values a body may hold, counted before it is parsed.
+"""The number of values that a body may hold, counted before it is parsed.
 
 Parsing is one call in C, and checking types another, in which the event loop serves nobody: a second and more for a
 body of millions of values. Counting goes on piece by piece, others in between.

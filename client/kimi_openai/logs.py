@@ -1,4 +1,4 @@
-"""How the endpoint logs: text or JSON to standard error, its own lines at a rate, an access log if it is wanted."""
+"""Logs of the endpoint: text or JSON to standard error, its own lines at a rate, an access log if it is wanted."""
 
 import logging
 

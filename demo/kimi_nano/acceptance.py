@@ -85,7 +85,7 @@ def standard_error(values: Tensor) -> float:
 
 
 def drop_in_errors(right: Acceptance, wrong: Acceptance) -> float:
-    """How many standard errors over prompts (paired) `wrong` accepts less than `right`."""
+    """The standard errors over prompts (paired) by which `wrong` accepts less than `right`."""
     difference = (right.lengths - wrong.lengths).double()
     return float(difference.mean() / max(standard_error(difference), 1e-12))
 

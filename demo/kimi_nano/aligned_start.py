@@ -22,7 +22,7 @@ from kimi_nano.target import NanoTarget
 
 RIDGE = 1e-3
 MATCH_GAIN = 2.5
-"""How much the carrying heads prefer rows of their own token."""
+"""The weight with which the carrying heads prefer rows of their own token."""
 
 
 @torch.no_grad()

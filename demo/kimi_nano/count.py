@@ -1,4 +1,4 @@
-"""How often each token stands in the training text: what a draft with fewer tokens keeps."""
+"""The number of times that each token stands in the training text: what a draft with fewer tokens keeps."""
 
 from pathlib import Path
 

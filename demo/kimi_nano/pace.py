@@ -1,4 +1,4 @@
-"""How far a time-boxed stage is, and the learning rate that follows from it."""
+"""The progress of a time-boxed stage, and the learning rate that follows from it."""
 
 import json
 import time

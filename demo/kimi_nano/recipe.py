@@ -22,7 +22,7 @@ NUM_RESERVED_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloopRecipe:
-    """How the target is kept from looping, see `unloop`."""
+    """The way to keep the target from looping, see `unloop`."""
 
     peak_lr: float = 1.5e-3
     warmup_steps: int = 40

@@ -1,4 +1,4 @@
-"""How often each token of a vocabulary occurs: what a reduced draft head is chosen by.
+"""The number of times that each token of a vocabulary occurs: what a reduced draft head is chosen by.
 
 The file is JSON: `{"vocab_size": 4096, "num_tokens": 812, "token_ids": [7, 11, …], "counts": [90, 61, …]}`, most
 frequent first, tokens that never occurred left out.

@@ -55,7 +55,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def _num_outside(number: int) -> int:
-    """How many values may lie beyond each end of the interval: the sign test's critical value."""
+    """The number of values that may lie beyond each end of the interval: the sign test's critical value."""
     tail, outside = 0.5**number, 0
     while outside + 1 < number / 2:
         tail += math.comb(number, outside + 1) * 0.5**number

@@ -90,7 +90,7 @@ class Eagle3DraftConfig(ABC):
     quantization: QuantizationConfig
     """The quantization of the linear layers in the file."""
     aux_layer_rule: str = dataclasses.field(default="", compare=False)
-    """How aux_layer_ids came about, for the log."""
+    """The origin of aux_layer_ids, for the log."""
     warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The warnings that the user must be told about the file."""
 

@@ -46,7 +46,7 @@ def load_json_object(source: JsonSource, file_name: str = "config.json") -> Json
 
 
 def describe_source(source: JsonSource, name: str, file_name: str = "config.json") -> str:
-    """How messages call `source`: by its path where it has one."""
+    """The name of `source` in messages: its path where it has one."""
     if isinstance(source, Mapping):
         return name
     return str(Path(source) / file_name if Path(source).is_dir() else source)

@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided between weights and the two KV pools: a pure function, so that the target's and the
+"""A GPU's memory, divided between weights and the two KV pools: a pure function, so that the target's and the
 draft's runner come to the same numbers without looking at what the other has allocated."""
 
 from dataclasses import dataclass, replace

@@ -91,7 +91,7 @@ class KimiModelConfig(MlaDims):
 
     @property
     def expert_format(self) -> StoredFormat:
-        """How the routed experts are stored: all alike, which the parser checks. Without any, what dense layers are."""
+        """The format of the routed experts: all alike, which the parser checks. Without any, what dense layers are."""
         moe_layers = (layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer))
         layer = next(moe_layers, None)
         if layer is None:

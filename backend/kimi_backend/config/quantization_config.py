@@ -1,4 +1,4 @@
-"""How a checkpoint stores its linear layers: as they are, or in one of the quantised formats; which layers in which."""
+"""The formats of a checkpoint's linear layers: as they are, or one of the quantised ones; which layers in which."""
 
 import fnmatch
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class QuantizationMethod(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
-    """How one linear layer is stored: `module.values` and `module.scales` are its tensors."""
+    """The format of one linear layer: `module.values` and `module.scales` are its tensors."""
 
     method: QuantizationMethod = QuantizationMethod.NONE
     group_size: int = 0

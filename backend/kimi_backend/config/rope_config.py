@@ -14,7 +14,7 @@ DEFAULT_MSCALE_ALL_DIM = 0.0
 
 
 class RopeType(str, Enum):
-    """How frequencies are stretched beyond the trained length; values are those of the files."""
+    """The ways to stretch frequencies beyond the trained length; values are those of the files."""
 
     DEFAULT = "default"
     """They are not."""

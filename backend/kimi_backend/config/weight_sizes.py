@@ -19,7 +19,7 @@ _NIBBLES_PER_BYTE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How a rank keeps weights."""
+    """The forms in which a rank keeps weights."""
 
     tp_size: int = 1
     item_bytes: int = 2

@@ -152,7 +152,7 @@ def _keep_scores(sequence: Sequence, scores: TokenScores) -> bool:
 
 
 def _failed(sequence: Sequence, status: int) -> Finish:
-    """How a sequence ends whose row drew nothing: a request that bans every token is told from bad logits."""
+    """The end of a sequence whose row drew nothing: a request that bans every token is told from bad logits."""
     fields = banning_fields(sequence.params)
     if status == STATUS_NO_TOKEN_LEFT and fields:
         message = f"{', '.join(fields)}: no token is left to draw as output token {sequence.num_output_tokens + 1}"

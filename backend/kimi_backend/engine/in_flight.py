@@ -50,7 +50,7 @@ class DraftStep:
                 yield index, sequence
 
     def count(self, num_accepted: Int32Array) -> Int32Array:
-        """How many proposals there are, [S], now that it is known how many draft tokens were accepted, [S]."""
+        """The number of proposals, [S], now that it is known how many draft tokens were accepted, [S]."""
         plan = self.plan
         checked = np.maximum(plan.num_drawn - 1, 0)
         accepted = np.minimum(num_accepted, checked)

@@ -30,13 +30,13 @@ SHUTTING_DOWN = "the server is shutting down; send the request again"
 LONGEST_WAIT_S = 0.05
 """An idle engine thread looks around at least this often; anything in the inbox wakes it at once."""
 SWITCH_INTERVAL_S = 0.0005
-"""How long another thread may keep the interpreter while the engine thread wants it. Python's own 5 ms would let the
+"""The longest that another thread keeps the interpreter if the engine wants it. Python's own 5 ms would let the
 emitter delay a step by more than the step's whole host time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long the engine waits for an absent runner."""
+    """The time for which the engine waits for an absent runner."""
 
     draft_s: float = 600.0
     """The start waits so long for the draft once the target is there; then it serves without speculation."""

@@ -1,4 +1,4 @@
-"""How a runner names its device in the handshake."""
+"""The name of a runner's device in the handshake."""
 
 import torch
 

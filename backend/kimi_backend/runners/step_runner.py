@@ -175,7 +175,7 @@ class StepRunner:
 
     @property
     def num_warm_up_steps(self) -> int:
-        """How often `warm_up` advances."""
+        """The number of times that `warm_up` advances."""
         graphs = self._captured()
         return graphs.num_buckets + len(prefill_lengths(self._limits)) if graphs is not None else 0
 

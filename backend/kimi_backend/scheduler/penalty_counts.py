@@ -27,7 +27,7 @@ class PenaltyCounts:
 
     @property
     def counts(self) -> Int32Array:
-        """How often each stands in the output."""
+        """The number of times that each stands in the output."""
         return self._counts[: self._num_ids]
 
     @property

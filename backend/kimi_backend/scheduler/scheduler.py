@@ -27,7 +27,7 @@ class StepBatch:
     num_rows: list[int]
     """Rows of each: the last token and draft tokens under verification, or a chunk."""
     num_decodes: int
-    """How many of the sequences, from the first, bring their last token and draft tokens."""
+    """The number of the sequences, from the first, that bring their last token and draft tokens."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""How aux hidden states get from the target's process to the draft's: a shared GPU buffer, or a tensor a step.
+"""Aux hidden states go from the target's process to the draft's: in a shared GPU buffer, or a tensor a step.
 
 A GPU tensor costs about 0.7 ms on its way through the server, so where both runners share a GPU the draft opens the
 target's buffer once and a step names a region of it. The engine's process decides step by step: it knows what the

@@ -1,4 +1,4 @@
-"""How large each field of a request may be, asked before any of its work: decoding, parsing, rendering, tokenising.
+"""The largest size of each field of a request, asked before any of its work: decoding, parsing, rendering, tokenising.
 
 Otherwise what is refused later for its length costs Triton Server's thread, and with it every new request, seconds.
 """

@@ -1,4 +1,4 @@
-"""How often a draft is right: for requests of one kind together, and how a sequence differs from its kind.
+"""The acceptance of a draft: for requests of one kind together, and how a sequence differs from its kind.
 
 A rate at position j is conditional: of the rounds that kept position j - 1, the share that kept j. Positions behind a
 rejection were compared with nothing and say nothing.
@@ -26,7 +26,7 @@ SEQUENCE_WEIGHT = 16.0
 """Verified tokens that its kind's rate counts for in a sequence's own."""
 HIGHEST_RATE = 0.99
 DEVIATIONS = 1.5
-"""How far above what was seen, in standard deviations of it, a rate may be: few rounds may have been bad luck."""
+"""The most that a rate may exceed what was seen, in standard deviations of it: few rounds may have been bad luck."""
 
 _OUTCOMES = MAX_SPECULATIVE_TOKENS + 1
 """Numbers of draft tokens that a verify can have, and can keep."""
@@ -102,7 +102,7 @@ class AcceptancePool:
 
 
 class SequenceAcceptance:
-    """How one sequence differs from its kind: one factor on all positions."""
+    """The difference of one sequence from its kind: one factor on all positions."""
 
     __slots__ = ("kept", "seen", "tried")
 

@@ -1,4 +1,4 @@
-"""How many tokens to draft next for a request."""
+"""The number of tokens to draft next for a request."""
 
 from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
 from kimi_backend.spec_decode.looked_up import LookedUp

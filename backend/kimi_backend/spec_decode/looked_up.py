@@ -1,4 +1,4 @@
-"""How much sequences look up: what a round without the draft has too, and where nobody needs the draft's proposals."""
+"""The share looked up: what a round without the draft has too, and where nobody needs the draft's proposals."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

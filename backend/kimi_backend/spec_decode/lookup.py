@@ -53,7 +53,7 @@ class LookupMemory:
 
 
 class LookupPools:
-    """How often what follows a match is right, by the match's length: of all sequences together."""
+    """The rate at which what follows a match is right, by the match's length: of all sequences together."""
 
     def __init__(self) -> None:
         self._pools = [AcceptancePool() for _ in range(NUM_LENGTH_CLASSES)]
@@ -146,7 +146,7 @@ class SequenceLookup:
         return continuation(text, match, count) if self._elsewhere is None else self._elsewhere.continuation(count)
 
     def most_draft_tokens(self, most: int) -> int:
-        """How many follow the match that was found last, up to `most`."""
+        """Count what follows the match that was found last, up to `most`."""
         return most if self._elsewhere is None else len(self._elsewhere.continuation(most))
 
     def take_index(self) -> LookupIndex | None:

@@ -35,7 +35,7 @@ class LookupChooser:
         self._untried = AcceptancePool()
 
     def choose(self, candidates: list[Candidate], policy: SpeculationPolicy, batch: Batch) -> list[int]:
-        """How many tokens each checks of what follows its match; 0: what the draft has proposed, if anything.
+        """Choose how many tokens each checks of what follows its match; 0: what the draft has proposed, if anything.
 
         Args:
             candidates: one at least.

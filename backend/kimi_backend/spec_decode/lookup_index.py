@@ -182,7 +182,7 @@ def continuation(text: Int32Array, match: Match, count: int) -> list[int]:
 
 
 def _common_length(source: Int32Array, place: int, text: Int32Array) -> int:
-    """How many tokens of `source` up to the one at `place` are the last ones of `text`."""
+    """Count the tokens of `source` up to the one at `place` that are the last ones of `text`."""
     length, chunk, most = 0, _FIRST_CHUNK, min(place + 1, len(text))
     while length < most:
         size = min(chunk, most - length)

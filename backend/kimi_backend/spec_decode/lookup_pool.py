@@ -17,7 +17,7 @@ class PooledMatch(NamedTuple):
     match: Match
 
     def foretells(self, token_ids: list[int]) -> tuple[int, "PooledMatch | None"]:
-        """How many of these tokens, one after the other; and the match behind them, if it goes on."""
+        """Count those of these tokens, one after the other; return the match behind them too, if it goes on."""
         length, end = self.match
         foretold = self.source[end : end + len(token_ids)].tolist()
         if foretold == token_ids and end + len(token_ids) < len(self.source):

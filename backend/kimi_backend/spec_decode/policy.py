@@ -126,7 +126,7 @@ class FixedPolicy:
 
 
 def policy_shares(histogram: list[int]) -> str:
-    """How verifies were spread over k: `12 %, 0 %, 88 %`, as far as the largest k that was used."""
+    """Tell the shares of verifies by k: `12 %, 0 %, 88 %`, as far as the largest k that was used."""
     largest = max((k for k, count in enumerate(histogram) if count), default=0)
     total = max(sum(histogram), 1)
     return ", ".join(f"{count / total:.0%}" for count in histogram[: largest + 1])

@@ -1,4 +1,4 @@
-"""How long a round takes: what was measured of both models' steps once, and how far off that is by now."""
+"""The time of a round: what was measured of both models' steps once, and how far off that is by now."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ LARGEST_SURPRISE = 0.3
 FIRST_WAY = 0.5
 """The way to the draft until it has been seen, of the rest of the host's time."""
 OWN_SHARE = 0.2
-"""How far each factor moves alone, beside what moves all: a clock is the likelier cause."""
+"""The share by which each factor moves alone, beside what moves all: a clock is the likelier cause."""
 LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0
 BASE, ROWS, DRAFT = range(3)
 _OF_TARGET = np.array([1.0, 1.0, 0.0])
@@ -63,7 +63,7 @@ class RoundTimes:
 
     @property
     def factors(self) -> list[float]:
-        """How far the table is off by now, of a target's step, its further rows, and the draft."""
+        """The factors by which the table is off by now, of a target's step, its further rows, and the draft."""
         return [round(float(value), 4) for value in self._factors]
 
     @property

@@ -14,7 +14,7 @@ OTHERS_KEPT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
-    """How many draft tokens each of C sequences has, and how fast that is."""
+    """The draft tokens of each of C sequences, and the speed with them."""
 
     num_draft_tokens: Ints
     """[C]"""

@@ -1,4 +1,4 @@
-"""How long steps of any shape take, by what was measured of some (`types.step_costs`): seconds of J shapes at once."""
+"""The times of steps of any shape, by what was measured of some (`types.step_costs`): seconds of J shapes at once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -169,7 +169,7 @@ def _is_control(token: AddedToken) -> bool:
 
 
 def _token_bytes_rule(decoder: Any) -> Callable[[str], bytes] | None:
-    """How a token's text becomes bytes, when that does not depend on its neighbours; None when it does."""
+    """The bytes of a token's text, when that does not depend on its neighbours; None when it does."""
     if not isinstance(decoder, dict):
         return None
     parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]

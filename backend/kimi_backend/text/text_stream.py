@@ -20,7 +20,7 @@ class TextUpdate:
 
     text: str
     num_tokens: int
-    """How many of the pushed tokens count: all, or up to the one that completed a stop string."""
+    """The number of the pushed tokens that count: all, or up to the one that completed a stop string."""
     matched_stop: str | None = None
     token_offsets: tuple[int, ...] = ()
     """Characters of the request's whole text before its own, for each token that counts, where asked for."""

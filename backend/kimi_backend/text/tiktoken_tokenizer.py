@@ -46,7 +46,7 @@ PRE_TOKENIZER_ALTERNATIVES = (
     r"\s+(?!\S)",
     r"\s+",
 )
-"""How text is cut into pieces before merging, tried in this order at each place. A fact of the checkpoints: the file
+"""Patterns of the pieces that text is cut into before merging, in this order. A fact of the checkpoints: the file
 format does not carry it."""
 
 MAX_SLICE_CHARS = 400_000

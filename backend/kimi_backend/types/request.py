@@ -70,7 +70,7 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens and when to stop. Ranges are checked where a request enters (`scheduler.admission`)."""
+    """Rules for drawing tokens and stopping. Ranges are checked where a request enters (`scheduler.admission`)."""
 
     temperature: float = 1.0
     top_k: int = 0

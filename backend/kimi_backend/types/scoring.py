@@ -20,7 +20,7 @@ class ScoringPlan:
     token_ids: npt.NDArray[np.int32]
     """[N] the token that follows each."""
     num_top: int
-    """How many of the most likely tokens to tell beside it."""
+    """The number of most likely tokens to tell beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How the steps of two processes come after one another: on a GPU its streams wait, on a CPU the caller does."""
+"""The order of two processes' steps: on a GPU its streams wait, on a CPU the caller does."""
 
 import time
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""How the processes of a tensor-parallel group find one another, and part.
+"""Processes of a tensor-parallel group join, and part.
 
 They meet at a TCP store that rank 0 opens, on the address that it is given and no other.
 """

@@ -13,7 +13,7 @@ class Workers(Protocol):
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of workers."""
         ...
 
     def run(self, plan: TargetPlan | DraftPlan, aux: torch.Tensor | None = None) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""How long requests took and how large they were, as histograms over those that ended."""
+"""The times and sizes of requests, as histograms over those that ended."""
 
 from kimi_backend.serving.metric_kinds import Metric, histogram
 from kimi_backend.types.request import RequestStats
