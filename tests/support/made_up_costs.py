@@ -17,5 +17,6 @@ def linear_costs(base_us: float, row_us: float, proposal_us: float = 0.0, *, is_
         step_us=steps,
         padded_us=steps,
         context_us=(0.0,) * len(SIZES),
+        row_context_us=(0.0,) * len(SIZES),
         proposals_us=proposals if proposal_us else (),
     )

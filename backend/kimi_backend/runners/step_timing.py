@@ -6,7 +6,7 @@ meanwhile: rounds in service do not either, and at its power limit its clock is 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,8 @@ Launch = Callable[[RowPlan, int], Pending[Any]]
 SHORT_CONTEXT, LONG_CONTEXT = 64, 4096
 """Tokens of each sequence; less where the runner takes no such sequence."""
 CPU_SIZES, CPU_QUERY_LENS = (1, 4, 16), (1, 2, 4, 8)
+CPU_LONG_ROWS = 16
+"""The most rows of a step over long contexts on a CPU: a key costs a row there as much with more of them."""
 FEWEST_PASSES, MOST_PASSES = 4, 6
 """Passes from the smallest shape to the largest and back: a card's clock lags behind what its power limit allows, once
 from above and once from below."""
@@ -175,11 +177,17 @@ def shapes_of(limits: RunnerLimits, *, is_captured: bool, is_draft: bool) -> lis
         shapes += [Shape(size, length, num_proposals=one) for length in reversed(lens or [1])]
         if is_captured and size > 1:
             shapes += [Shape(size, length, is_full=False, num_proposals=one) for length in reversed(lens[1:])]
-        shapes.append(Shape(size, 1, is_long=True, num_proposals=one))
+        longs = {1, _long_rows(lens, size, is_captured=is_captured)}
+        shapes += [Shape(size, length, is_long=True, num_proposals=one) for length in sorted(longs, reverse=True)]
         most = limits.max_speculative_tokens if is_draft else 0
         counts = range(2, most + 1) if is_captured else sorted({most} - {0, 1})
         shapes += [Shape(size, 1, num_proposals=count) for count in [*reversed(counts), *[0] * is_draft]]
     return shapes
+
+
+def _long_rows(lens: Sequence[int], size: int, *, is_captured: bool) -> int:
+    """Rows of each sequence that are timed over long contexts beside one."""
+    return max([length for length in lens if is_captured or size * length <= CPU_LONG_ROWS], default=1)
 
 
 def time_steps(
@@ -236,14 +244,24 @@ def _costs(sequences: Sequences, us: dict[Shape, float], *, is_captured: bool) -
     steps = [_row(us, size, lens, one) for size in sizes]
     if not is_captured:
         _bound_by_larger(steps)
-    padded, context, proposals = [], [], []
+    padded, context, row_context, proposals = [], list[float](), list[float](), []
     for size, row in zip(sizes, steps, strict=True):
         short, long = sequences.contexts(size)
         padded.append(
             [us.get(Shape(size, n, is_full=False, num_proposals=one), step) for n, step in zip(lens, row, strict=True)]
         )
-        longer_us = us[Shape(size, 1, is_long=True, num_proposals=one)] - row[0]
-        context.append(max(longer_us, 0.0) / (size * max(long - short, 1)))
+        further_tokens = size * max(long - short, 1)
+        of_token = {
+            n: max(us[shape] - step, 0.0) / further_tokens
+            for n, step in zip(lens, row, strict=True)
+            if (shape := Shape(size, n, is_long=True, num_proposals=one)) in us
+        }
+        context.append(of_token[1])
+        most_rows = max(of_token)
+        if most_rows > 1:
+            row_context.append(max(of_token[most_rows] - of_token[1], 0.0) / (most_rows - 1))
+        else:
+            row_context.append(row_context[-1] if row_context else 0.0)
         if not most:
             continue
         first_us = max(row[0] - us[Shape(size, 1)], 0.0)
@@ -261,6 +279,7 @@ def _costs(sequences: Sequences, us: dict[Shape, float], *, is_captured: bool) -
         step_us=_tuples(steps),
         padded_us=_tuples(padded if is_captured else steps),
         context_us=tuple(context),
+        row_context_us=tuple(row_context),
         proposals_us=_tuples(proposals) if most else (),
     )
 

@@ -44,7 +44,9 @@ class StepTimes:
         # By every number of sequences from 0 on, so that a shape is looked up and not worked out.
         self._step = _by_num_seqs(costs, costs.step_us)
         self._padding = _by_num_seqs(costs, tuple(_padding_us(costs)))
-        self._context = _by_num_seqs(costs, tuple((value,) for value in costs.context_us))[:, 0]
+        self._context, self._row_context = _by_num_seqs(
+            costs, tuple(zip(costs.context_us, costs.row_context_us, strict=True))
+        ).T
         none = tuple((0.0,) for _ in costs.num_seqs)
         self._proposals = _by_num_seqs(costs, costs.proposals_us or none)
         # By whole rows a sequence, the place of the next larger number in `query_lens`.
@@ -62,26 +64,28 @@ class StepTimes:
         share = (per_seq - left_len) / (right_len - left_len)
         base, left = self._step[size, 0], self._step[size, right - 1]
         whole = left + share * (self._step[size, right] - left)
-        fixed = base + self._further_context(size, times, num_context_tokens)
+        further = self._further_tokens(size, times, num_context_tokens)
+        fixed = base + self._context[size] * further
         if self._is_captured:
             bucket = np.minimum(np.searchsorted(self._query_lens, longest), len(self._query_lens) - 1)
             bucket_len = np.maximum(self._query_lens[bucket], 1.5)  # one of 1 has no padding
             # With all rows live nothing is padding.
             fixed = fixed + self._padding[size, bucket] * (bucket_len - per_seq) / (bucket_len - 1)
-        return times * fixed, times * (whole - base)
+        return times * fixed, times * (whole - base + self._row_context[size] * further * (per_seq - 1))
 
     def proposals(self, num_seqs: int | Ints, depth: int | Ints, num_context_tokens: Numbers) -> Floats:
         """[J] what drawing `depth` proposals adds to a draft's step; 0 for none."""
         size, times = self._size(num_seqs)
         last = np.clip(np.asarray(depth) - 1, 0, self._proposals.shape[1] - 1)
-        drawn = self._proposals[size, last] + last * self._further_context(size, times, num_context_tokens)
+        further = self._further_tokens(size, times, num_context_tokens)
+        drawn = self._proposals[size, last] + last * self._context[size] * further
         found: Floats = times * drawn * (np.asarray(depth) > 0)
         return found
 
-    def _further_context(self, size: Ints, times: Floats, num_context_tokens: Numbers) -> Floats:
-        """Return what the keys beyond those of the measured context add to a pass over them."""
-        added: Floats = self._context[size] * np.maximum(num_context_tokens / times - size * self._context_len, 0)
-        return added
+    def _further_tokens(self, size: Ints, times: Floats, num_context_tokens: Numbers) -> Floats:
+        """Return the keys beyond those of the measured context."""
+        further: Floats = np.maximum(num_context_tokens / times - size * self._context_len, 0)
+        return further
 
     def _size(self, num_seqs: int | Ints) -> tuple[Ints, Floats]:
         """(a number of sequences in the table, how many times as many there are): 1 but where it has too few."""

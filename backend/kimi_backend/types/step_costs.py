@@ -26,17 +26,20 @@ class StepCosts:
     padded_us: Grid
     """[n, q] with all rows of one sequence live and one of every other; the same of a runner that does not capture."""
     context_us: tuple[float, ...]
-    """[n] of each further token of context of all sequences together, for one pass over it."""
+    """[n] of each further token of context of all sequences together, for one pass over it with a row a sequence."""
+    row_context_us: tuple[float, ...]
+    """[n] what each further row of all sequences adds to that: a row's keys are its own."""
     proposals_us: Grid = ()
     """[n, K] of a draft: what drawing 1, 2, … K proposals adds to its step."""
 
     def __post_init__(self) -> None:
         grids = [self.step_us, self.padded_us]
-        fits = all(len(grid) == len(self.num_seqs) for grid in [*grids, self.context_us])
+        fits = all(len(grid) == len(self.num_seqs) for grid in [*grids, self.context_us, self.row_context_us])
         fits = fits and all(len(row) == len(self.query_lens) for grid in grids for row in grid)
         drawn = {len(row) for row in self.proposals_us}
         fits = fits and len(self.proposals_us) in (0, len(self.num_seqs)) and len(drawn) < 2 and 0 not in drawn
         numbers = [value for grid in [*grids, self.proposals_us] for row in grid for value in row]
+        numbers += [*self.context_us, *self.row_context_us]
         if not fits or not self.num_seqs or len(self.query_lens) < 2 or min(numbers) < 0:
             raise InvalidRequestError("step costs: their shapes do not fit together, or a time is below 0")
 

@@ -5,12 +5,15 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.cost_file import CostFile, costs_folder
+from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.step_timing import FEWEST_PASSES, scheduled_seconds, shapes_of
+from kimi_backend.spec_decode.step_times import StepTimes
 from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
@@ -58,6 +61,29 @@ def test_on_a_cpu_a_step_takes_no_longer_than_a_larger_one_did(counted: list[int
     steps = target.measure_costs().step_us
     assert all(left <= right for row in steps for left, right in itertools.pairwise(row))
     assert all(left <= right for rows in zip(*steps, strict=True) for left, right in itertools.pairwise(rows))
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_rows_have_keys_of_their_own(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose rows each read the keys of their sequence is timed right in shapes that are not run."""
+
+    def us_of(query_lens: np.ndarray, contexts: np.ndarray) -> float:
+        return float(1000 + 50 * query_lens.sum() + (contexts * (0.3 + 0.2 * query_lens)).sum())
+
+    def seconds_of(launch, device: torch.device, burst_s: float) -> float:  # type: ignore[no-untyped-def]
+        rows = launch.args[0]
+        return 1e-6 * us_of(rows.query_lens, rows.seq_lens - rows.query_lens + 1)
+
+    monkeypatch.setattr("kimi_backend.runners.step_timing.step_seconds", seconds_of)
+    limits = RunnerLimits(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512)
+    setting = Setting(kernels=KernelSet.plain(), limits=limits, num_blocks=512)
+    target, _ = runner_pair(setting, "mla", PlainRecorder() if is_captured else None)
+    times = StepTimes(target.measure_costs())
+    for num_seqs, num_rows, context in itertools.product((1, 4, 8), (1, 3, 8), (65, 260, 480)):
+        lens = np.full(num_seqs, num_rows)
+        parts = times.parts(num_seqs, num_seqs * num_rows, num_rows, num_seqs * context)
+        expected_us = us_of(lens, np.full(num_seqs, context))
+        assert 1e6 * float(sum(part[0] for part in parts)) == pytest.approx(expected_us, rel=1e-6)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The choice from a table is the best there is, by trying everything; a round takes what the table says."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,14 @@ def test_nothing_is_drafted_where_rows_are_dear_and_all_where_they_are_free() ->
     dear = RoundTimes(linear_costs(1000, 1000), linear_costs(1000, 1000, 100))
     assert choose_rows(chances, 4, 0, dear).num_draft_tokens.tolist() == [0] * 4
     assert choose_rows(np.zeros((1, 7)), 1, 0, free).num_draft_tokens.tolist() == [0]
+
+
+def test_fewer_tokens_are_drafted_over_a_long_context_whose_keys_each_row_reads() -> None:
+    costs = replace(linear_costs(1000, 100), context_us=(1.0,) * 4, row_context_us=(1.0,) * 4)
+    times = RoundTimes(costs, linear_costs(100, 10, 10))
+    likely = np.full((1, 7), 0.7).cumprod(axis=1)
+    short, long = (int(choose_rows(likely, 1, context, times).num_draft_tokens[0]) for context in (64, 1024))
+    assert 0 < long < short
 
 
 def test_a_sequence_that_is_guessed_better_has_more() -> None:
