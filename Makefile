@@ -56,9 +56,10 @@ test: $(STAMP)  ## everything that runs on a CPU, but for soak tests
 soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
 	$(BIN)/pytest -m soak tests/server
 
-test-gpu:  ## on a CUDA host, with its own torch and triton; needs no virtual environment
+test-gpu:  ## on a CUDA host, with its own torch and triton; needs no virtual environment; tests/server where its packages are
 	PYTHONPATH=$(CURDIR)/backend:$(CURDIR)/kernels:$(CURDIR)/client $(PYTHON) -m pytest -m gpu -p no:cacheprovider \
-		$$(grep -rl 'mark\.gpu' tests --include='test_*.py')
+		$$(grep -rl 'mark\.gpu' tests --include='test_*.py' \
+		$$($(PYTHON) -c 'import pytriton, tritonclient' 2>/dev/null || echo --exclude-dir=server))
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
