@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> float:
-        """Experts touched under uniform routing, activations, and each choice's product written and read once."""
+        """Experts touched under uniform routing, activations, and each assignment's product written and read once."""
         touched = NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** self.tokens)
         weights = touched * 3 * HIDDEN * self.width * BYTES_A_WEIGHT[self.kind]
         return weights + self.tokens * HIDDEN * 2 * (2 + 2 * TOP_K)
@@ -153,10 +153,10 @@ def expected_rows(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: ExpertW
     """The layer in float32, expert by expert: dequantised whole, only one at a time fits."""
     out = torch.zeros(x.shape[0], HIDDEN, device="cuda")
     for expert in ids.unique().tolist():
-        row, choice = (ids == expert).nonzero(as_tuple=True)
+        row, assignment = (ids == expert).nonzero(as_tuple=True)
         gate, up = (x[row].float() @ dequantize(one(weights.gate_up, expert)).float().T).chunk(2, dim=1)
         product = (torch.nn.functional.silu(gate) * up) @ dequantize(one(weights.down, expert)).float().T
-        out.index_add_(0, row, product * topk_weights[row, choice].unsqueeze(1))
+        out.index_add_(0, row, product * topk_weights[row, assignment].unsqueeze(1))
     return out
 
 

@@ -10,7 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 KINDS = (
-    ("experts", r"gate_up|down_few|down_sorted|down_tall|sum_choices|place_kernel|sort_|overlapped|count_|scatter_"),
+    (
+        "experts",
+        r"gate_up|down_few|down_sorted|down_tall|sum_assignments|place_kernel|sort_|overlapped|count_|scatter_",
+    ),
     ("attention", r"attend|merge_|plan_balanced|plan_|prefill|gather_latent|store_latent|store_kv|absorb"),
     ("sums over ranks", r"rank_sum|rank_gather|sum_in_parts|all_reduce_norm"),
     ("sampling", r"draw|sample|noise|select|process_|candidate|logprob|verify_kernel|accept|mass|shard|check_kernel"),

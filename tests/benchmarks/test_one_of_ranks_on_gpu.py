@@ -61,23 +61,23 @@ def test_sums_and_norms_in_a_graph(size: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 64])
-def test_products_of_choices_are_summed_before_they_are_sent(rows: int) -> None:
+def test_products_of_assignments_are_summed_before_they_are_sent(rows: int) -> None:
     device = torch.device("cuda")
     group = one_of_ranks(8, device, 0.0)  # holds the receive buffers, which kernels know by their addresses only
     all_reduce_norm: AllReduceNorm | None = group.all_reduce_norm
     assert all_reduce_norm is not None
-    choices = ExpertOutputs(
+    assignments = ExpertOutputs(
         outputs=torch.randn(8 * rows, WIDTH, device=device).bfloat16(),
         topk_ids=torch.randint(-1, 384, (rows, 8), dtype=torch.int32, device=device),
         topk_weights=torch.rand(rows, 8, device=device),
         first_expert=0,
         num_experts=384,
     )
-    choices.outputs[(choices.topk_ids < 0).flatten()] = torch.nan
+    assignments.outputs[(assignments.topk_ids < 0).flatten()] = torch.nan
     second, residual = torch.randn(2, rows, WIDTH, device=device).bfloat16()
     weight = torch.randn(WIDTH, device=device).bfloat16()
-    found = all_reduce_norm(choices, residual, weight, EPS, second)
-    for out, want in zip(found, all_reduce_norm(sum_terms(choices), residual, weight, EPS, second), strict=True):
+    found = all_reduce_norm(assignments, residual, weight, EPS, second)
+    for out, want in zip(found, all_reduce_norm(sum_terms(assignments), residual, weight, EPS, second), strict=True):
         assert torch.equal(out, want)
 
 

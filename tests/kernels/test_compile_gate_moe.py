@@ -10,8 +10,8 @@ MAX_SHARED_BYTES = 232_448
 SPILLED_BYTES = {"down tall 128": 96}
 """Kernels that may spill, all of it outside the loop's critical path, and how much."""
 MMA_SYNC = (
-    "gate_up choice",
-    "down choice",
+    "gate_up unsorted",
+    "down unsorted",
     "linear 8",
     "gate_up sorted int4 8",
     "gate_up sorted int4 16",
@@ -86,8 +86,8 @@ def test_an_mxfp4_weight_costs_what_an_int4_one_does(
 
 
 def test_blocks_share_a_multiprocessor(compiled: dict[str, dict[str, Any]]) -> None:
-    """Four blocks of the kernels for few choices: their loads in flight are what hides the memory's latency."""
-    for name in ("gate_up choice", "down choice", "linear 8", "gate_up sorted int4 8", "gate_up sorted int4 16"):
+    """Four blocks of the kernels for few assignments: their loads in flight are what hides the memory's latency."""
+    for name in ("gate_up unsorted", "down unsorted", "linear 8", "gate_up sorted int4 8", "gate_up sorted int4 16"):
         kernel = compiled[name]
         assert kernel["registers"] * 128 * 4 <= 65_536, name
         assert kernel["shared_bytes"] * 4 <= MAX_SHARED_BYTES, name

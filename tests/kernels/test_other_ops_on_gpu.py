@@ -128,7 +128,7 @@ def test_router_and_a_narrow_layers_second_half(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 300])
-def test_sums_of_choices(rows: int) -> None:
+def test_sums_of_assignments(rows: int) -> None:
     kernels = KernelSet.triton()
     terms = ExpertOutputs(
         outputs=randn(rows * 8, 7168).cuda(),

@@ -293,7 +293,7 @@ def collectives(name: str, size: int) -> Build:
 
 
 def all_reduce_norm(name: str, size: int) -> Build:
-    """A sum over `size` ranks with its norm, of two addends in rows of 7168, in one shot or two; "of choices": the
+    """A sum over `size` ranks with its norm, of two addends in rows of 7168, in one shot or two; "of assignments": the
     first addend is the sum of eight."""
     from kimi_kernels.collectives import kernel_norm
 
@@ -301,7 +301,7 @@ def all_reduce_norm(name: str, size: int) -> Build:
     sizes = ("residual_stride", "width", "columns", "slot_elements", "most_programs")
     types = dict.fromkeys(tensors, "*bf16") | {"buffers": "*i64", "calls": "*i32", "squares": "*i32"}
     types |= dict.fromkeys(("rank", *sizes), "i32") | {"eps": "fp32"}
-    top_k = 8 if "of choices" in name else 0
+    top_k = 8 if "of assignments" in name else 0
     if top_k:
         types |= {"topk_ids": "*i32", "topk_weights": "*fp32", "first_expert": "i32", "num_experts": "i32"}
     constants = {
@@ -325,7 +325,7 @@ COLLECTIVES: dict[str, Callable[[], Build]] = {
     f"{name} over {size} ranks": lambda make=make, name=name, size=size: make(name, size)  # type: ignore[misc]
     for make, names in (
         (collectives, ("sum", "gather", "sum in two shots")),
-        (all_reduce_norm, ("norm", "norm in two shots", "norm of choices", "norm of choices in two shots")),
+        (all_reduce_norm, ("norm", "norm in two shots", "norm of assignments", "norm of assignments in two shots")),
     )
     for name in names
     for size in (2, 8)

@@ -29,7 +29,7 @@ def random_experts(
     )
 
 
-def random_choices(num_tokens: int, num_experts: int, top_k: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def random_assignments(num_tokens: int, num_experts: int, top_k: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Distinct experts a token, and their weights."""
     ids = torch.rand(num_tokens, num_experts, device=device).topk(top_k, dim=1).indices.to(torch.int32)
     return ids, torch.rand(num_tokens, top_k, device=device)

@@ -10,7 +10,7 @@ from kimi_kernels.linear.kernel import tiled_linear_kernel
 from kimi_kernels.linear.kernel_dequantize import dequantize_kernel
 from kimi_kernels.moe_experts.kernel_align import place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
-from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
+from kimi_kernels.moe_experts.kernel_gate_up import gate_up_sorted_kernel, gate_up_unsorted_kernel
 from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
 from kimi_kernels.moe_route.kernel import route_kernel
 from kimi_kernels.moe_route.kernel_choose import sigmoid_scores
@@ -19,7 +19,7 @@ from support.hopper_compiler import compile_for_hopper
 
 BF16 = ("X", "HIDDEN", "OUT", "PRODUCTS")
 FLOAT = ("PARTIALS", "TOPK_WEIGHTS", "LOGITS", "BIAS")
-INTS = ("ARRIVALS", "TOPK_IDS", "TILE_ENTRIES", "TILE_CHOICES", "NUM_TILES", "COUNTS")
+INTS = ("ARRIVALS", "TOPK_IDS", "TILE_ENTRIES", "TILE_ASSIGNMENTS", "NUM_TILES", "COUNTS")
 SMALL = {"scaling_factor": "fp32", "SLOTS": "*i64"}
 TYPES = dict.fromkeys(BF16, "*bf16") | SMALL | dict.fromkeys(FLOAT, "*fp32") | dict.fromkeys(INTS, "*i32")
 WEIGHT_TYPES = {
@@ -52,9 +52,9 @@ def compile_case(function: Any, kind: str, num_warps: int, **constants: Any) -> 
 def main() -> None:
     few = {"COLUMNS": 8, "STAGES": 4, "SPLITS": 8}
     results = {
-        "gate_up choice": compile_case(gate_up_choice_kernel, "int4", 4, **few),
+        "gate_up unsorted": compile_case(gate_up_unsorted_kernel, "int4", 4, **few),
         "route": compile_case(route_kernel, "int4", 1, **ROUTER),
-        "down choice": compile_case(down_sorted_kernel, "int4", 4, COLUMNS=8, STAGES=3, SORTED=False, **RESIDENT),
+        "down unsorted": compile_case(down_sorted_kernel, "int4", 4, COLUMNS=8, STAGES=3, SORTED=False, **RESIDENT),
         "place": compile_case(place_kernel, "int4", 4, COLUMNS=16, CHUNK=512, BINS=512, SINGLE=True),
         "linear 8": compile_case(tiled_linear_kernel, "int4", 4, COLUMNS=8, STAGES=4, SCALE_WEIGHTS=False, SPLITS=1),
     }

@@ -26,7 +26,7 @@ from kimi_kernels.collectives.kernel_receive import (
 )
 from kimi_kernels.collectives.op import check_all_reduce_norm
 from kimi_kernels.collectives.receive_buffers import BLOCK_BYTES, MOST_PROGRAMS, NUM_SECTIONS, ReceiveBuffers
-from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
+from kimi_kernels.moe_experts.kernel_sum import assignment_arguments, sum_of_assignments
 from kimi_kernels.moe_experts.op import Terms
 
 BLOCK = BLOCK_BYTES // 2
@@ -67,8 +67,8 @@ def _two_shot_sum(
 
 @triton.jit(do_not_specialize=["rank"])
 def all_reduce_norm_kernel(
-    x,  # [T, width], contiguous; products of choices where TOP_K is not 0
-    topk_ids,  # as the next ones: of `sum_of_choices`
+    x,  # [T, width], contiguous; products of assignments where TOP_K is not 0
+    topk_ids,  # as the next ones: of `sum_of_assignments`
     topk_weights,
     first_expert,
     num_experts,
@@ -110,7 +110,7 @@ def all_reduce_norm_kernel(
         gdc_wait()
     call = tl.load(calls + program)
     if TOP_K:
-        term = sum_of_choices(
+        term = sum_of_assignments(
             x, topk_ids, topk_weights, row, column, inside, width, first_expert, num_experts, TOP_K
         ).to(dtype)
     else:
@@ -161,7 +161,7 @@ class FusedAllReduceNorm:
         self, x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         check_all_reduce_norm(x, residual, weight, second)
-        terms, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(x)
+        terms, topk_ids, topk_weights, first_expert, num_experts, top_k = assignment_arguments(x)
         terms, own = terms.contiguous(), self._buffers
         out = torch.empty(x.shape, dtype=x.dtype, device=terms.device)
         total = torch.empty(x.shape, dtype=residual.dtype, device=terms.device)

@@ -12,9 +12,9 @@ from kimi_kernels.moe_experts.kernel_layer import (
     expert_outputs,
     gate_up_few,
     gate_up_sorted,
-    sort_choices,
+    sort_assignments,
 )
-from kimi_kernels.moe_experts.launch import FEW_CHOICES, few_launch, is_few, sorted_launch
+from kimi_kernels.moe_experts.launch import FEW_ASSIGNMENTS, few_launch, is_few, sorted_launch
 from kimi_kernels.moe_experts.op import Terms, check_experts, check_weights
 from kimi_kernels.quantization.tiles import cut_tiles, gate_up_rows, identity_rows
 from kimi_kernels.weights import ExpertWeights, PackedExperts, Weight
@@ -31,7 +31,7 @@ def pack_experts(weights: ExpertWeights) -> PackedExperts:
     gate_up = cut_tiles(weights.gate_up, gate_up_rows(intermediate_size, device))
     down = cut_tiles(weights.down, identity_rows(hidden_size, device))
     require(gate_up.kind == down.kind, "down", f"{down.kind} weights", f"{gate_up.kind}, as gate_up")
-    arrivals = torch.zeros(FEW_CHOICES * gate_up.tiles.shape[1], dtype=torch.int32, device=device)
+    arrivals = torch.zeros(FEW_ASSIGNMENTS * gate_up.tiles.shape[1], dtype=torch.int32, device=device)
     return PackedExperts(
         kind=f"triton.{gate_up.kind}",
         tensors=(gate_up.tiles, gate_up.scales, down.tiles, down.scales, arrivals),
@@ -49,11 +49,11 @@ def moe_experts(
     if x.shape[0] == 0:
         return torch.empty_like(x)
     layer = Layer(x, topk_ids, topk_weights, experts, first_expert)
-    if is_few(layer.num_choices, layer.down_steps):
-        few = few_launch(layer.num_choices, layer.gate_up_row_tiles, layer.gate_up_steps, layer.down_row_tiles)
+    if is_few(layer.num_assignments, layer.down_steps):
+        few = few_launch(layer.num_assignments, layer.gate_up_row_tiles, layer.gate_up_steps, layer.down_row_tiles)
         return expert_outputs(layer, down_few(layer, few, gate_up_few(layer, few)))
-    many = sorted_launch(layer.num_choices, experts.num_experts, layer.down_steps, layer.tall_shapes())
-    order = sort_choices(layer, many.columns)
+    many = sorted_launch(layer.num_assignments, experts.num_experts, layer.down_steps, layer.tall_shapes())
+    order = sort_assignments(layer, many.columns)
     hidden = gate_up_sorted(layer, many, order)
     return expert_outputs(layer, down_sorted(layer, many, order, hidden))
 

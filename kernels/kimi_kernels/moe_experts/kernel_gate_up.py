@@ -1,10 +1,10 @@
-"""The experts' first product with the activation: hidden = silu(gate(x)) * up(x), for each choice of each token."""
+"""The experts' first product with the activation: hidden = silu(gate(x)) * up(x), for each assignment of each token."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT, half_columns, load_choices
+from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT, half_columns, load_assignments
 from kimi_kernels.quantization.kernel_tiles import TILE_ROWS, first_column, multiply_steps
 
 STRIPE = tl.constexpr(8)
@@ -23,7 +23,7 @@ def gate_up_sorted_kernel(
     SCALES,
     HIDDEN,
     TILE_ENTRIES,
-    TILE_CHOICES,
+    TILE_ASSIGNMENTS,
     NUM_TILES,
     x_stride,
     top_k,
@@ -40,11 +40,12 @@ def gate_up_sorted_kernel(
     PORTABLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a tile of choices of one expert and a row tile: 64 gate rows and their 64 up rows in stripes of 8.
+    """One program a tile of assignments of one expert and a row tile: 64 gate rows and their 64 up rows in stripes of
+    8.
 
     Args:
-        X: [T, in_features]. TILES, SCALES: of gate_up. HIDDEN: [T * top_k, intermediate_size], row = choice.
-        TILE_ENTRIES, TILE_CHOICES, NUM_TILES: as `place_kernel` writes them.
+        X: [T, in_features]. TILES, SCALES: of gate_up. HIDDEN: [T * top_k, intermediate_size], row = assignment.
+        TILE_ENTRIES, TILE_ASSIGNMENTS, NUM_TILES: as `place_kernel` writes them.
     """
     program = tl.program_id(0)
     row_tile = program % num_row_tiles
@@ -55,35 +56,35 @@ def gate_up_sorted_kernel(
         return
     entry = tl.load(TILE_ENTRIES + tile)
     count = entry >> TILE_COUNT_SHIFT
-    choices = TILE_CHOICES + tile * COLUMNS
+    assignments = TILE_ASSIGNMENTS + tile * COLUMNS
     matrix = (entry & 0xFFFF).to(tl.int64) * num_row_tiles + row_tile
     tiles = TILES + matrix * num_steps * (TILE_ROWS * WORDS)
     scales = SCALES + matrix * num_steps * TILE_ROWS
     HALF_COLUMNS: tl.constexpr = half_columns(COLUMNS)
     if COLUMNS > HALF_COLUMNS:
         if count > HALF_COLUMNS:
-            _multiply_choices(
-                X, tiles, scales, HIDDEN, choices, count, x_stride, top_k, in_features, intermediate_size, row_tile,
+            _multiply_assignments(
+                X, tiles, scales, HIDDEN, assignments, count, x_stride, top_k, in_features, intermediate_size, row_tile,
                 num_steps, KIND, WORDS, 2, HALF_COLUMNS, STAGES, SCALE_WEIGHTS, EVEN, PORTABLE,
             )  # fmt: skip
             return
-    _multiply_choices(
-        X, tiles, scales, HIDDEN, choices, count, x_stride, top_k, in_features, intermediate_size, row_tile,
+    _multiply_assignments(
+        X, tiles, scales, HIDDEN, assignments, count, x_stride, top_k, in_features, intermediate_size, row_tile,
         num_steps, KIND, WORDS, 1, HALF_COLUMNS, STAGES, SCALE_WEIGHTS, EVEN, PORTABLE,
     )  # fmt: skip
 
 
 @triton.jit
-def _multiply_choices(
-    X, tiles, scales, HIDDEN, choices, count, x_stride, top_k, in_features, intermediate_size, row_tile, num_steps,
+def _multiply_assignments(
+    X, tiles, scales, HIDDEN, assignments, count, x_stride, top_k, in_features, intermediate_size, row_tile, num_steps,
     KIND: tl.constexpr, WORDS: tl.constexpr, HALVES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr, EVEN: tl.constexpr, PORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """The activations of a row tile and one or two halves of a tile of choices."""
-    choice, is_valid = load_choices(choices, count, HALVES, COLUMNS)
+    """The activations of a row tile and one or two halves of a tile of assignments."""
+    assignment, is_valid = load_assignments(assignments, count, HALVES, COLUMNS)
     x_rows = ()
     for half in tl.static_range(HALVES):
-        x_rows = x_rows + (X + (choice[half] // top_k).to(tl.int64) * x_stride,)
+        x_rows = x_rows + (X + (assignment[half] // top_k).to(tl.int64) * x_stride,)
     accs = multiply_steps(
         tiles, scales, x_rows, is_valid, 0, num_steps, in_features, KIND, WORDS, TILE_ROWS, COLUMNS, STAGES,
         SCALE_WEIGHTS, EVEN, PORTABLE,
@@ -93,13 +94,13 @@ def _multiply_choices(
         # Rows r and r + 8 belong to the same thread: splitting the stripes moves no data.
         gate, up = tl.split(accs[half].reshape(STRIPE, 2, STRIPE, COLUMNS).permute(0, 2, 3, 1))
         hidden = _activate(gate, up).reshape(HALF, COLUMNS)
-        target = HIDDEN + choice[half].to(tl.int64)[None, :] * intermediate_size + row[:, None]
+        target = HIDDEN + assignment[half].to(tl.int64)[None, :] * intermediate_size + row[:, None]
         mask = is_valid[half][None, :] & (row < intermediate_size)[:, None]
         tl.store(target, hidden.to(HIDDEN.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def gate_up_choice_kernel(
+def gate_up_unsorted_kernel(
     X,
     TILES,
     SCALES,
@@ -124,7 +125,7 @@ def gate_up_choice_kernel(
     PORTABLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product for few tokens, unsorted: one program a choice, a row tile and one of SPLITS ranges of columns.
+    """The product for few tokens, unsorted: one program an assignment, a row tile and one of SPLITS ranges of columns.
 
     The last of a row tile's programs to finish sums the partial products, always in the order of the ranges.
 
@@ -136,14 +137,14 @@ def gate_up_choice_kernel(
     program = tl.program_id(0)
     split = program % SPLITS
     row_tile = program // SPLITS % num_row_tiles
-    choice = program // SPLITS // num_row_tiles
+    assignment = program // SPLITS // num_row_tiles
     if PDL:
         gdc_wait()
-    expert = tl.load(TOPK_IDS + choice) - first_expert
+    expert = tl.load(TOPK_IDS + assignment) - first_expert
     if (expert < 0) | (expert >= num_experts):
         return
     matrix = expert.to(tl.int64) * num_row_tiles + row_tile
-    x_row = X + (choice // top_k).to(tl.int64) * x_stride
+    x_row = X + (assignment // top_k).to(tl.int64) * x_stride
     accs = multiply_steps(
         TILES + matrix * num_steps * (TILE_ROWS * WORDS),
         SCALES + matrix * num_steps * TILE_ROWS,
@@ -163,13 +164,13 @@ def gate_up_choice_kernel(
     )
     product = first_column(accs[0])
     hidden_row = row_tile * HALF + tl.arange(0, HALF)
-    target = HIDDEN + choice * intermediate_size + hidden_row
+    target = HIDDEN + assignment * intermediate_size + hidden_row
     if SPLITS == 1:
         gate, up = tl.split(product.reshape(STRIPE, 2, STRIPE).permute(0, 2, 1))
         hidden = _activate(gate, up).reshape(HALF)
         tl.store(target, hidden.to(HIDDEN.dtype.element_ty), mask=hidden_row < intermediate_size)
     else:
-        place = choice * num_row_tiles + row_tile
+        place = assignment * num_row_tiles + row_tile
         partials = PARTIALS + place * (SPLITS * TILE_ROWS)
         tl.store(partials + split * TILE_ROWS + tl.arange(0, TILE_ROWS), product)
         # Every thread's store must come before the count that announces it.

@@ -10,7 +10,7 @@ from torch import Tensor
 from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
-from kimi_kernels.moe_experts.kernel_gate_up import gate_up_choice_kernel, gate_up_sorted_kernel
+from kimi_kernels.moe_experts.kernel_gate_up import gate_up_sorted_kernel, gate_up_unsorted_kernel
 from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
 from kimi_kernels.moe_experts.launch import (
     MAX_CHUNK,
@@ -45,7 +45,7 @@ class Layer:
         self.hidden_size = experts.hidden_size
         self.intermediate_size = experts.intermediate_size
         self.num_tokens, self.top_k = topk_ids.shape
-        self.num_choices = topk_ids.numel()
+        self.num_assignments = topk_ids.numel()
         self.gate_up, self.gate_up_scales, self.down, self.down_scales, self.arrivals = experts.tensors
         self.gate_up_row_tiles, self.gate_up_steps = self.gate_up.shape[1:3]
         self.down_row_tiles, self.down_steps = self.down.shape[1:3]
@@ -78,10 +78,10 @@ class Layer:
 
 
 def gate_up_few(layer: Layer, launch: FewLaunch) -> Tensor:
-    """[choices, intermediate_size] activations of unsorted choices."""
-    hidden = layer.empty(layer.num_choices, layer.intermediate_size)
-    num_programs = layer.num_choices * layer.gate_up_row_tiles * launch.splits
-    gate_up_choice_kernel[(num_programs,)](
+    """[assignments, intermediate_size] activations of unsorted assignments."""
+    hidden = layer.empty(layer.num_assignments, layer.intermediate_size)
+    num_programs = layer.num_assignments * layer.gate_up_row_tiles * launch.splits
+    gate_up_unsorted_kernel[(num_programs,)](
         layer.x,
         layer.gate_up,
         layer.gate_up_scales,
@@ -107,7 +107,7 @@ def gate_up_few(layer: Layer, launch: FewLaunch) -> Tensor:
 
 
 def down_few(layer: Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
-    """[choices, hidden_size] products of unsorted choices; rows of experts held elsewhere are not written."""
+    """[assignments, hidden_size] products of unsorted assignments; rows of experts held elsewhere are not written."""
     constants = {"COLUMNS": FEW_COLUMNS, "STAGES": launch.down_stages, "SCALE_WEIGHTS": False}
     resident_steps = layer.down_steps if layer.down_steps <= RESIDENT_STEPS else 0
     tiles_a_group = launch.down_tiles_a_group if resident_steps else 1
@@ -116,22 +116,22 @@ def down_few(layer: Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Choices sorted by expert, as `place_kernel` writes them."""
+    """Assignments sorted by expert, as `place_kernel` writes them."""
 
     entries: Tensor
-    choices: Tensor
+    assignments: Tensor
     num_tiles: Tensor
 
 
-def sort_choices(layer: Layer, columns: int) -> Order:
-    """Tiles of `columns` choices of one expert each."""
+def sort_assignments(layer: Layer, columns: int) -> Order:
+    """Tiles of `columns` assignments of one expert each."""
     bins = max(16, triton.next_power_of_2(layer.num_experts))
-    chunk = min(MAX_CHUNK, max(32, triton.next_power_of_2(layer.num_choices)))
-    num_chunks = triton.cdiv(layer.num_choices, chunk)
-    limit = max_tiles(layer.num_choices, layer.num_experts, columns)
+    chunk = min(MAX_CHUNK, max(32, triton.next_power_of_2(layer.num_assignments)))
+    num_chunks = triton.cdiv(layer.num_assignments, chunk)
+    limit = max_tiles(layer.num_assignments, layer.num_experts, columns)
     counts = layer.empty(num_chunks if num_chunks > 1 else 0, bins, dtype=torch.int32)
-    entries, choices, num_tiles = (layer.empty(size, dtype=torch.int32) for size in (limit, limit * columns, 1))
-    sizes = (layer.num_choices, layer.first_expert, layer.num_experts)
+    entries, assignments, num_tiles = (layer.empty(size, dtype=torch.int32) for size in (limit, limit * columns, 1))
+    sizes = (layer.num_assignments, layer.first_expert, layer.num_experts)
     shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4, **layer.early}
     if num_chunks > 1:
         count_kernel[(num_chunks,)](layer.topk_ids, counts, *sizes, **shape)
@@ -139,7 +139,7 @@ def sort_choices(layer: Layer, columns: int) -> Order:
         layer.topk_ids,
         counts,
         entries,
-        choices,
+        assignments,
         num_tiles,
         *sizes,
         num_chunks,
@@ -147,12 +147,12 @@ def sort_choices(layer: Layer, columns: int) -> Order:
         SINGLE=num_chunks == 1,
         **shape,
     )
-    return Order(entries, choices, num_tiles)
+    return Order(entries, assignments, num_tiles)
 
 
 def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
-    """[choices, intermediate_size] activations; rows of experts held elsewhere are not written."""
-    hidden = layer.empty(layer.num_choices, layer.intermediate_size)
+    """[assignments, intermediate_size] activations; rows of experts held elsewhere are not written."""
+    hidden = layer.empty(layer.num_assignments, layer.intermediate_size)
     if launch.gate_up_tall_rows:
         return _gate_up_tall(layer, launch, order, hidden)
     gate_up_sorted_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
@@ -161,7 +161,7 @@ def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
         layer.gate_up_scales,
         hidden,
         order.entries,
-        order.choices,
+        order.assignments,
         order.num_tiles,
         layer.x.stride(0),
         layer.top_k,
@@ -186,7 +186,7 @@ def _gate_up_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tens
         layer.gate_up_scales,
         hidden,
         order.entries,
-        order.choices,
+        order.assignments,
         order.num_tiles,
         layer.x.stride(0),
         layer.top_k,
@@ -204,21 +204,21 @@ def _gate_up_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tens
 
 
 def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
-    """[choices, hidden_size] products; rows of experts held elsewhere are not written."""
+    """[assignments, hidden_size] products; rows of experts held elsewhere are not written."""
     if launch.down_tall_rows:
-        return _down_tall(layer, launch, order, hidden, layer.empty(layer.num_choices, layer.hidden_size))
+        return _down_tall(layer, launch, order, hidden, layer.empty(layer.num_assignments, layer.hidden_size))
     constants = {"COLUMNS": launch.columns, "STAGES": launch.stages, "SCALE_WEIGHTS": launch.scale_weights}
     resident_steps = layer.down_steps if launch.resident else 0
     return _down(layer, order, launch.tiles_a_group, hidden, constants | {"RESIDENT_STEPS": resident_steps})
 
 
 def _down(layer: Layer, order: Order | None, tiles_a_group: int, hidden: Tensor, constants: dict[str, Any]) -> Tensor:
-    """order: of the tiles; None where each is a choice."""
-    products = layer.empty(layer.num_choices, layer.hidden_size)
+    """order: of the tiles; None where each is an assignment."""
+    products = layer.empty(layer.num_assignments, layer.hidden_size)
     num_groups = triton.cdiv(layer.down_row_tiles, tiles_a_group)
     ids = layer.topk_ids
-    num_tiles = layer.num_choices if order is None else order.entries.numel()
-    tiles = (ids, ids, ids) if order is None else (order.entries, order.choices, order.num_tiles)
+    num_tiles = layer.num_assignments if order is None else order.entries.numel()
+    tiles = (ids, ids, ids) if order is None else (order.entries, order.assignments, order.num_tiles)
     down_sorted_kernel[(num_tiles * num_groups,)](
         hidden,
         layer.down,
@@ -250,7 +250,7 @@ def _down_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor,
         layer.down_scales,
         products,
         order.entries,
-        order.choices,
+        order.assignments,
         order.num_tiles,
         layer.intermediate_size,
         layer.hidden_size,

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False, disallow-incomplete-defs=False
-"""The weighted sum of a token's experts in the order of its choices: for who adds it, and as a kernel of its own."""
+"""The weighted sum of a token's experts in the order of its assignments: for who adds it, and as a kernel."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def sum_of_choices(
+def sum_of_assignments(
     products,  # [T * TOP_K, width]
     topk_ids,  # [T, TOP_K]
     topk_weights,  # [T, TOP_K]
@@ -29,8 +29,8 @@ def sum_of_choices(
 ):
     """Some columns of a token's sum, float32; experts held elsewhere add nothing."""
     total = tl.zeros(column.shape, tl.float32)
-    for choice in tl.static_range(TOP_K):
-        index = token.to(tl.int64) * TOP_K + choice
+    for assignment in tl.static_range(TOP_K):
+        index = token.to(tl.int64) * TOP_K + assignment
         local = tl.load(topk_ids + index) - first_expert
         weight = tl.load(topk_weights + index)
         # Read whatever is there: a load that waits for the id would come later.
@@ -40,8 +40,8 @@ def sum_of_choices(
 
 
 @triton.jit
-def sum_choices_kernel(
-    products,  # as the next ones: of `sum_of_choices`
+def sum_assignments_kernel(
+    products,  # as the next ones: of `sum_of_assignments`
     topk_ids,
     topk_weights,
     second,  # [T, width], contiguous, or unused
@@ -62,7 +62,7 @@ def sum_choices_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     dtype: tl.constexpr = out.dtype.element_ty
-    total = sum_of_choices(
+    total = sum_of_assignments(
         products, topk_ids, topk_weights, token, column, inside, width, first_expert, num_experts, TOP_K
     ).to(dtype)
     if HAS_SECOND:
@@ -71,7 +71,7 @@ def sum_choices_kernel(
     tl.store(out + token * width + column, total, mask=inside)
 
 
-def choice_arguments(terms: Terms) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
+def assignment_arguments(terms: Terms) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
     """Make the arguments of a kernel that adds terms: their tensor, ids, weights, first expert, number of experts and
     TOP_K; 0 where the terms are one tensor, which then stands for ids and weights too."""
     if isinstance(terms, Tensor):
@@ -88,9 +88,9 @@ def sum_terms(terms: Terms, second: Tensor | None = None) -> Tensor:
         return terms if second is None else terms + second
     num_tokens, width = terms.shape
     out = torch.empty(num_tokens, width, dtype=terms.dtype, device=terms.outputs.device)
-    products, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(terms)
+    products, topk_ids, topk_weights, first_expert, num_experts, top_k = assignment_arguments(terms)
     if num_tokens:
-        sum_choices_kernel[(num_tokens, triton.cdiv(width, BLOCK))](
+        sum_assignments_kernel[(num_tokens, triton.cdiv(width, BLOCK))](
             products, topk_ids, topk_weights, products if second is None else second.contiguous(), out, first_expert,
             num_experts, width, TOP_K=top_k, HAS_SECOND=second is not None, BLOCK=BLOCK, **pdl_options(out.device),
         )  # fmt: skip

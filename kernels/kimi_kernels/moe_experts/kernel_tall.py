@@ -1,4 +1,4 @@
-"""The experts' two products for many choices an expert, on `kernel_overlapped` (Gluon, Hopper only)."""
+"""The experts' two products for many assignments an expert, on `kernel_overlapped` (Gluon, Hopper only)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,11 +10,11 @@ STRIPE = gl.constexpr(8)
 
 
 @gluon.jit
-def _load_choices(TILE_CHOICES, tile, count, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """A tile's choices and which of its columns hold one."""
+def _load_assignments(TILE_ASSIGNMENTS, tile, count, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """A tile's assignments and which of its columns hold one."""
     column = gl.arange(0, COLUMNS, layout)
     is_valid = column < count
-    return gl.load(TILE_CHOICES + tile + column, mask=is_valid, other=0).to(gl.int64), is_valid
+    return gl.load(TILE_ASSIGNMENTS + tile + column, mask=is_valid, other=0).to(gl.int64), is_valid
 
 
 @gluon.jit
@@ -23,7 +23,7 @@ def _gate_up_tile(
     tiles,
     scales,
     HIDDEN,
-    choices,
+    assignments,
     count,
     x_stride,
     top_k,
@@ -37,17 +37,17 @@ def _gate_up_tile(
     WARPS: gl.constexpr,
 ):
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
-    choice, is_valid = _load_choices(choices, 0, count, COLUMNS, copy)
+    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, copy)
     acc = multiply_overlapped(
-        tiles, scales, X + choice // top_k * x_stride, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
+        tiles, scales, X + assignment // top_k * x_stride, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
     )
     gate, up = acc.reshape([ROWS // (2 * STRIPE), 2, STRIPE, COLUMNS]).permute((0, 2, 3, 1)).split()
     hidden = (gate / (1.0 + gl.exp(-gate)) * up).reshape([ROWS // 2, COLUMNS])
     store: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     hidden = gl.convert_layout(hidden.to(HIDDEN.dtype.element_ty), store)
-    choice, is_valid = _load_choices(choices, 0, count, COLUMNS, gl.SliceLayout(0, store))
+    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, gl.SliceLayout(0, store))
     row = row_group * (ROWS // 2) + gl.arange(0, ROWS // 2, gl.SliceLayout(1, store))
-    target = HIDDEN + choice.expand_dims(0) * intermediate_size + row.expand_dims(1)
+    target = HIDDEN + assignment.expand_dims(0) * intermediate_size + row.expand_dims(1)
     gl.store(target, hidden, mask=is_valid.expand_dims(0) & (row < intermediate_size).expand_dims(1))
 
 
@@ -58,7 +58,7 @@ def gate_up_tall_kernel(
     SCALES,
     HIDDEN,
     TILE_ENTRIES,
-    TILE_CHOICES,
+    TILE_ASSIGNMENTS,
     NUM_TILES,
     x_stride,
     top_k,
@@ -83,14 +83,14 @@ def gate_up_tall_kernel(
     matrix = (entry & 0xFFFF).to(gl.int64) * num_row_tiles + row_group * (ROWS // TILE_ROWS)
     tiles = TILES + matrix * num_steps * (TILE_ROWS * WORDS)
     scales = SCALES + matrix * num_steps * TILE_ROWS
-    choices = TILE_CHOICES + tile * COLUMNS
+    assignments = TILE_ASSIGNMENTS + tile * COLUMNS
     if count > COLUMNS // 2:
         _gate_up_tile(
             X,
             tiles,
             scales,
             HIDDEN,
-            choices,
+            assignments,
             count,
             x_stride,
             top_k,
@@ -109,7 +109,7 @@ def gate_up_tall_kernel(
             tiles,
             scales,
             HIDDEN,
-            choices,
+            assignments,
             count,
             x_stride,
             top_k,
@@ -130,7 +130,7 @@ def _down_tile(
     tiles,
     scales,
     OUT,
-    choices,
+    assignments,
     count,
     intermediate_size,
     out_features,
@@ -143,15 +143,15 @@ def _down_tile(
     WARPS: gl.constexpr,
 ):
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
-    choice, is_valid = _load_choices(choices, 0, count, COLUMNS, copy)
+    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, copy)
     acc = multiply_overlapped(
-        tiles, scales, HIDDEN + choice * intermediate_size, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
+        tiles, scales, HIDDEN + assignment * intermediate_size, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
     )
     store: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])
     product = gl.convert_layout(acc, store).to(OUT.dtype.element_ty)
-    choice, is_valid = _load_choices(choices, 0, count, COLUMNS, gl.SliceLayout(0, store))
+    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, gl.SliceLayout(0, store))
     row = row_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, store))
-    target = OUT + choice.expand_dims(0) * out_features + row.expand_dims(1)
+    target = OUT + assignment.expand_dims(0) * out_features + row.expand_dims(1)
     gl.store(target, product, mask=is_valid.expand_dims(0) & (row < out_features).expand_dims(1))
 
 
@@ -162,7 +162,7 @@ def down_tall_kernel(
     SCALES,
     OUT,
     TILE_ENTRIES,
-    TILE_CHOICES,
+    TILE_ASSIGNMENTS,
     NUM_TILES,
     intermediate_size,
     out_features,
@@ -186,14 +186,14 @@ def down_tall_kernel(
     matrix = (entry & 0xFFFF).to(gl.int64) * num_row_tiles + row_group * (ROWS // TILE_ROWS)
     tiles = TILES + matrix * num_steps * (TILE_ROWS * WORDS)
     scales = SCALES + matrix * num_steps * TILE_ROWS
-    choices = TILE_CHOICES + tile * COLUMNS
+    assignments = TILE_ASSIGNMENTS + tile * COLUMNS
     if count > COLUMNS // 2:
         _down_tile(
             HIDDEN,
             tiles,
             scales,
             OUT,
-            choices,
+            assignments,
             count,
             intermediate_size,
             out_features,
@@ -211,7 +211,7 @@ def down_tall_kernel(
             tiles,
             scales,
             OUT,
-            choices,
+            assignments,
             count,
             intermediate_size,
             out_features,

@@ -1,12 +1,12 @@
-"""How the expert kernels are launched: tile shapes by the number of choices an expert gets, grids by worst case.
+"""How the expert kernels are launched: tile shapes by the number of assignments an expert gets, grids by worst case.
 
 The numbers were chosen by measurement on an H100 and an H200 (docs/benchmarks_kernels.md, "Mixture of experts").
 """
 
 from dataclasses import dataclass
 
-FEW_CHOICES = 64
-"""The most choices that are not sorted: sorting them saves next to nothing, as they rarely share an expert."""
+FEW_ASSIGNMENTS = 64
+"""The most assignments that are not sorted: sorting them saves next to nothing, as they rarely share an expert."""
 FEW_DOWN_PROGRAMS = 224
 """Programs of the few-token second product, at least, where each walks through several row tiles."""
 FEW_DOWN_STEPS = 4
@@ -16,18 +16,18 @@ RESIDENT_STEPS = 2
 MAX_SPLITS = 8
 MAX_TILES_A_GROUP = 7
 MAX_CHUNK = 512
-"""Choices that one program sorts."""
+"""Assignments that one program sorts."""
 WIDE_COLUMNS = ((8, 4.0), (16, 12.0), (32, 24.0), (64, 64.0))
-"""Choices a tile, and the mean number of choices an expert up to which it is taken."""
+"""Assignments a tile, and the mean number of assignments an expert up to which it is taken."""
 NARROW_COLUMNS = ((8, 7.0), (32, 24.0), (64, 64.0))
-"""The same where the second product's activations stay on the multiprocessor: registers hold those of eight choices."""
+"""The same where the second product's activations stay on the multiprocessor: registers hold those of eight."""
 PROCESSORS = 132
 """Multiprocessors of an H100: a split of the few-token products aims at several programs on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewLaunch:
-    """Unsorted kernels: programs of one choice each."""
+    """Unsorted kernels: programs of one assignment each."""
 
     splits: int
     """Ranges of the first product's columns."""
@@ -39,10 +39,10 @@ class FewLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedLaunch:
-    """Sorted kernels: a program a tile of choices of one expert."""
+    """Sorted kernels: a program a tile of assignments of one expert."""
 
     columns: int
-    """Choices a tile."""
+    """Assignments a tile."""
     scale_weights: bool
     """Scale int4 weights rather than the products of a group."""
     stages: int
@@ -51,9 +51,9 @@ class SortedLaunch:
     """Row tiles of the second product that one program walks through."""
     resident: bool
     """The second product's activations stay on the multiprocessor meanwhile; for at most two steps of columns."""
-    gate_up_tall_rows: int = 0
+    gate_up_tall_rows: int
     """Rows of the weight a program of `kernel_tall` takes, 128 or 256; 0: the plain kernel runs."""
-    down_tall_rows: int = 0
+    down_tall_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,9 @@ class TallShapes:
     down: bool
 
 
-def is_few(num_choices: int, down_steps: int) -> bool:
+def is_few(num_assignments: int, down_steps: int) -> bool:
     """Tell whether the unsorted kernels are the faster ones."""
-    return num_choices <= FEW_CHOICES and down_steps <= FEW_DOWN_STEPS
+    return num_assignments <= FEW_ASSIGNMENTS and down_steps <= FEW_DOWN_STEPS
 
 
 def may_start_early(down_steps: int) -> bool:
@@ -75,22 +75,22 @@ def may_start_early(down_steps: int) -> bool:
     return down_steps <= FEW_DOWN_STEPS
 
 
-def few_launch(num_choices: int, gate_up_row_tiles: int, gate_up_steps: int, down_row_tiles: int) -> FewLaunch:
-    """A launch for up to `FEW_CHOICES` choices: about two programs of a product a multiprocessor."""
+def few_launch(num_assignments: int, gate_up_row_tiles: int, gate_up_steps: int, down_row_tiles: int) -> FewLaunch:
+    """A launch for up to `FEW_ASSIGNMENTS` assignments: about two programs of a product a multiprocessor."""
     splits = 1
     while (
         splits < MAX_SPLITS
-        and 2 * num_choices * gate_up_row_tiles * splits < 3 * PROCESSORS
+        and 2 * num_assignments * gate_up_row_tiles * splits < 3 * PROCESSORS
         and gate_up_steps >= 8 * splits
     ):
         splits *= 2
-    tiles_a_group = min(MAX_TILES_A_GROUP, max(1, num_choices * down_row_tiles // FEW_DOWN_PROGRAMS))
+    tiles_a_group = min(MAX_TILES_A_GROUP, max(1, num_assignments * down_row_tiles // FEW_DOWN_PROGRAMS))
     return FewLaunch(splits=splits, gate_up_stages=4, down_tiles_a_group=tiles_a_group, down_stages=3)
 
 
-def sorted_launch(num_choices: int, num_experts: int, down_steps: int, tall: TallShapes) -> SortedLaunch:
-    """A launch for any number of choices."""
-    mean = num_choices / num_experts
+def sorted_launch(num_assignments: int, num_experts: int, down_steps: int, tall: TallShapes) -> SortedLaunch:
+    """A launch for any number of assignments."""
+    mean = num_assignments / num_experts
     resident = down_steps <= RESIDENT_STEPS
     columns_by_mean = NARROW_COLUMNS if resident else WIDE_COLUMNS
     columns = next((size for size, most in columns_by_mean if mean <= most), 128 if tall.down else 64)
@@ -108,6 +108,6 @@ def sorted_launch(num_choices: int, num_experts: int, down_steps: int, tall: Tal
     )
 
 
-def max_tiles(num_choices: int, num_experts: int, columns: int) -> int:
-    """Most tiles that `num_choices` can fill: every expert with a choice ends in a partial one."""
-    return min(num_choices, num_choices // columns + min(num_experts, num_choices))
+def max_tiles(num_assignments: int, num_experts: int, columns: int) -> int:
+    """Most tiles that `num_assignments` can fill: every expert with an assignment ends in a partial one."""
+    return min(num_assignments, num_assignments // columns + min(num_experts, num_assignments))

@@ -61,7 +61,7 @@ def _outputs(x: Tensor, local_ids: list[list[int]], experts: PackedExperts) -> T
         return None
     sizes = [len(rows) for rows in row_of_token.values()]
     nowhere = sum(sizes)
-    # One token's experts stand in the order of its choice.
+    # One token's experts stand in the order of its assignments.
     is_in_order = num_tokens == 1 and nowhere == len(local_ids[0])
     places = (
         []

@@ -73,7 +73,7 @@ class Router:
     scores: Any
     """A function of the form of `sigmoid_scores`."""
 
-    def new_choices(self) -> tuple[Tensor, Tensor]:
+    def new_routing(self) -> tuple[Tensor, Tensor]:
         """Room for ids and weights, [T, top_k] each."""
         shape, device = (self.logits.shape[0], self.top_k), self.logits.device
         ids = torch.empty(shape, dtype=torch.int32, device=device)
@@ -152,7 +152,7 @@ def plain_router(
 
 def route(by: Router) -> tuple[Tensor, Tensor]:
     """The router's choices, as of `RouteExperts`."""
-    topk_ids, topk_weights = by.new_choices()
+    topk_ids, topk_weights = by.new_routing()
     if len(topk_ids):
         route_kernel[(len(topk_ids),)](
             by.logits, by.bias, topk_ids, topk_weights, by.slots, *by.sizes, **by.constants, num_warps=1,

@@ -95,7 +95,7 @@ def routed_beside(
     if cut is None:
         return *route(by), silu_down(gate_up, weight, dtype)
     num_tokens = gate_up.shape[0]
-    topk_ids, topk_weights = by.new_choices()
+    topk_ids, topk_weights = by.new_routing()
     out = torch.empty(num_tokens, weight.out_features, dtype=dtype, device=gate_up.device)
     route_silu_down_kernel[(num_tokens + cut.tiles * cut.row_blocks,)](
         by.logits, by.bias, topk_ids, topk_weights, by.slots, gate_up, weight.tensors[0], out, *by.sizes, num_tokens,

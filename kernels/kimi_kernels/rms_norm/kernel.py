@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kimi_kernels.dependent_launch import has_dependent_launch
-from kimi_kernels.moe_experts.kernel_sum import choice_arguments, sum_of_choices
+from kimi_kernels.moe_experts.kernel_sum import assignment_arguments, sum_of_assignments
 from kimi_kernels.moe_experts.op import Terms
 from kimi_kernels.rms_norm.op import check_add, check_chunks, check_concat, check_norm
 
@@ -46,8 +46,8 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    x,  # [T, width]; products of choices where TOP_K is not 0
-    topk_ids,  # as the next ones: of `sum_of_choices`
+    x,  # [T, width]; products of assignments where TOP_K is not 0
+    topk_ids,  # as the next ones: of `sum_of_assignments`
     topk_weights,
     first_expert,
     num_experts,
@@ -74,7 +74,9 @@ def add_rms_norm_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if TOP_K:
-        summed = sum_of_choices(x, topk_ids, topk_weights, row, column, inside, width, first_expert, num_experts, TOP_K)
+        summed = sum_of_assignments(
+            x, topk_ids, topk_weights, row, column, inside, width, first_expert, num_experts, TOP_K
+        )
         added = summed.to(x.dtype.element_ty).to(tl.float32)
     else:
         added = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -138,7 +140,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`AddRmsNorm`."""
     check_add(x, residual, weight, second)
-    terms, topk_ids, topk_weights, first_expert, num_experts, top_k = choice_arguments(x)
+    terms, topk_ids, topk_weights, first_expert, num_experts, top_k = assignment_arguments(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=terms.device)
     total = torch.empty(x.shape, dtype=residual.dtype, device=terms.device)
     if x.shape[0]:

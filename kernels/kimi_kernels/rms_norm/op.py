@@ -24,7 +24,7 @@ class AddRmsNorm(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
-            x, residual: [T, H]; of products of choices, x is their sum, rounded to their dtype.
+            x, residual: [T, H]; of products of assignments, x is their sum, rounded to their dtype.
             second: [T, H] of x's dtype; x + second, rounded to it, is added in place of x.
         Returns:
             (normed [T, H], x + residual [T, H]).

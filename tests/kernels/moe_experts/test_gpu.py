@@ -9,7 +9,7 @@ from kimi_kernels.moe_experts import kernel, kernel_layer, naive
 from kimi_kernels.moe_experts.kernel_sum import sum_terms
 from kimi_kernels.moe_experts.launch import sorted_launch
 from kimi_kernels.weights import ExpertWeights, Mxfp4Weight
-from support.expert_layers import random_choices, random_experts
+from support.expert_layers import random_assignments, random_experts
 from support.row_errors import worst_row_error
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_experts(kind: str, intermediate: int, num_tokens: int) -> None:
     torch.manual_seed(num_tokens)
     weights = random_experts(kind, 12, 1024, intermediate, "cuda", torch.bfloat16)
     x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
-    ids, topk_weights = random_choices(num_tokens, 15, 4, "cuda")
+    ids, topk_weights = random_assignments(num_tokens, 15, 4, "cuda")
     packed = kernel.pack_experts(weights)
     out = sum_terms(kernel.moe_experts(x, ids, topk_weights, packed, first_expert=2))
     expected = naive.moe_experts(x, ids, topk_weights, weights, first_expert=2)
@@ -41,17 +41,17 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(kind: str, columns:
     torch.manual_seed(0)
     packed = kernel.pack_experts(random_experts(kind, 6, 1024, 512, "cuda"))
     x = torch.randn(700, 1024, device="cuda", dtype=torch.bfloat16)
-    ids, weights = random_choices(700, 6, 3, "cuda")
+    ids, weights = random_assignments(700, 6, 3, "cuda")
     layer = kernel_layer.Layer(x, ids, weights, packed, 0)
     plain = dataclasses.replace(
-        sorted_launch(layer.num_choices, 6, layer.down_steps, layer.tall_shapes()),
+        sorted_launch(layer.num_assignments, 6, layer.down_steps, layer.tall_shapes()),
         columns=columns,
         gate_up_tall_rows=0,
         down_tall_rows=0,
         stages=2,
     )
     tall = dataclasses.replace(plain, gate_up_tall_rows=rows, down_tall_rows=rows)
-    order = kernel_layer.sort_choices(layer, columns)
+    order = kernel_layer.sort_assignments(layer, columns)
     hidden = kernel_layer.gate_up_sorted(layer, plain, order)
     assert torch.equal(kernel_layer.gate_up_sorted(layer, tall, order), hidden)
     assert torch.equal(
@@ -64,13 +64,13 @@ def test_pairs_of_halves_have_the_bits_of_tiles_of_eight(kind: str) -> None:
     torch.manual_seed(0)
     packed = kernel.pack_experts(random_experts(kind, 12, 1024, 512, "cuda", torch.bfloat16))
     x = torch.randn(48, 1024, device="cuda", dtype=torch.bfloat16)
-    ids, weights = random_choices(48, 12, 2, "cuda")
+    ids, weights = random_assignments(48, 12, 2, "cuda")
     layer = kernel_layer.Layer(x, ids, weights, packed, 0)
-    pairs = sorted_launch(layer.num_choices, 12, layer.down_steps, layer.tall_shapes())
+    pairs = sorted_launch(layer.num_assignments, 12, layer.down_steps, layer.tall_shapes())
     assert pairs.columns == 16
     found = []
     for launch in (pairs, dataclasses.replace(pairs, columns=8)):
-        order = kernel_layer.sort_choices(layer, launch.columns)
+        order = kernel_layer.sort_assignments(layer, launch.columns)
         hidden = kernel_layer.gate_up_sorted(layer, launch, order)
         found.append((hidden, kernel_layer.down_sorted(layer, launch, order, hidden)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -88,19 +88,19 @@ def test_every_code_and_scale_of_mxfp4(num_tokens: int) -> None:
         matrices.append(Mxfp4Weight(codes=codes, scales=scales))
     weights = ExpertWeights(gate_up=matrices[0], down=matrices[1])
     x = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
-    ids, topk_weights = random_choices(num_tokens, 16, 4, "cuda")
+    ids, topk_weights = random_assignments(num_tokens, 16, 4, "cuda")
     out = sum_terms(kernel.moe_experts(x, ids, topk_weights, kernel.pack_experts(weights)))
     assert worst_row_error(out, naive.moe_experts(x, ids, topk_weights, weights)) < MXFP4_TOLERANCE
 
 
 @pytest.mark.parametrize("num_tokens", [2, 200])
-def test_a_graph_replays_with_other_choices(num_tokens: int) -> None:
+def test_a_graph_replays_with_other_assignments(num_tokens: int) -> None:
     """Grids and scratch do not depend on what the router chose."""
     torch.manual_seed(0)
     weights = random_experts("int4", 12, 512, 256, "cuda")
     packed = kernel.pack_experts(weights)
     x = torch.randn(num_tokens, 512, device="cuda", dtype=torch.bfloat16)
-    ids, topk_weights = random_choices(num_tokens, 12, 4, "cuda")
+    ids, topk_weights = random_assignments(num_tokens, 12, 4, "cuda")
     kernel.moe_experts(x, ids, topk_weights, packed)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -108,7 +108,9 @@ def test_a_graph_replays_with_other_choices(num_tokens: int) -> None:
         out = sum_terms(kernel.moe_experts(x, ids, topk_weights, packed))
     for skewed in (False, True):
         fresh = (
-            torch.arange(4, device="cuda").expand_as(ids) if skewed else random_choices(num_tokens, 12, 4, "cuda")[0]
+            torch.arange(4, device="cuda").expand_as(ids)
+            if skewed
+            else random_assignments(num_tokens, 12, 4, "cuda")[0]
         )
         ids.copy_(fresh)
         x.normal_()

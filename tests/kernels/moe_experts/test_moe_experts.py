@@ -17,7 +17,7 @@ from kimi_kernels.moe_experts.scratch import moe_scratch_bytes
 from kimi_kernels.rms_norm import kernel as kernel_norm
 from kimi_kernels.rms_norm import plain as plain_norm
 from kimi_kernels.weights import ExpertWeights
-from support.expert_layers import random_choices, random_experts, random_weight
+from support.expert_layers import random_assignments, random_experts, random_weight
 from support.implementations import ROUNDING, implementations
 from support.interpreted import INTERPRETED
 from support.row_errors import worst_row_error
@@ -69,24 +69,27 @@ def test_widths_and_counts(
     ops: ModuleType, kind: str, num_tokens: int, num_experts: int, hidden: int, intermediate: int, top_k: int
 ) -> None:
     weights = random_experts(kind, num_experts, hidden, intermediate)
-    check(ops, weights, torch.randn(num_tokens, hidden), *random_choices(num_tokens, num_experts, top_k))
+    check(ops, weights, torch.randn(num_tokens, hidden), *random_assignments(num_tokens, num_experts, top_k))
 
 
 @every_implementation
 def test_a_token_may_take_every_expert(ops: ModuleType) -> None:
-    check(ops, random_experts("fp8", 3, 160, 64), torch.randn(3, 160), *random_choices(3, 3, 3))
+    check(ops, random_experts("fp8", 3, 160, 64), torch.randn(3, 160), *random_assignments(3, 3, 3))
 
 
 @every_implementation
 def test_tiles_of_few_tokens(ops: ModuleType) -> None:
-    check(ops, random_experts("mxfp4", 4, 96, 64), torch.randn(33, 96), *random_choices(33, 4, 2))
+    check(ops, random_experts("mxfp4", 4, 96, 64), torch.randn(33, 96), *random_assignments(33, 4, 2))
 
 
 @every_implementation
 @pytest.mark.parametrize("num_tokens", [3, 40])
 def test_half_precision(ops: ModuleType, num_tokens: int) -> None:
     check(
-        ops, random_experts("int4", 4, 256, 128), torch.randn(num_tokens, 256).half(), *random_choices(num_tokens, 4, 2)
+        ops,
+        random_experts("int4", 4, 256, 128),
+        torch.randn(num_tokens, 256).half(),
+        *random_assignments(num_tokens, 4, 2),
     )
 
 
@@ -95,7 +98,7 @@ def test_half_precision(ops: ModuleType, num_tokens: int) -> None:
 def test_some_experts_are_held_elsewhere_and_padding_takes_none(
     ops: ModuleType, num_tokens: int, first_expert: int
 ) -> None:
-    ids, topk_weights = random_choices(num_tokens, 12, 4)
+    ids, topk_weights = random_assignments(num_tokens, 12, 4)
     ids[3::5] = -1
     out = check(ops, random_experts("int4", 4, 64, 32), torch.randn(num_tokens, 64), ids, topk_weights, first_expert)
     assert (out[3::5] == 0).all()
@@ -117,7 +120,7 @@ def test_experts_that_nobody_takes_are_not_read(ops: ModuleType, num_tokens: int
 @pytest.mark.parametrize("num_tokens", [3, 6])
 def test_a_token_that_is_not_a_number_stays_alone(ops: ModuleType, num_tokens: int) -> None:
     weights, x = random_experts("int4", 4, 64, 32), torch.randn(num_tokens, 64)
-    ids, topk_weights = random_choices(num_tokens, 4, 2)
+    ids, topk_weights = random_assignments(num_tokens, 4, 2)
     expected = run(ops, weights, x, ids, topk_weights)
     x[2] = torch.nan
     out = run(ops, weights, x, ids, topk_weights)
@@ -141,7 +144,7 @@ def test_an_expert_taken_twice_by_a_token_counts_twice(ops: ModuleType, num_toke
 
 @every_implementation
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_experts_are_added_in_the_order_of_a_tokens_choice(ops: ModuleType, num_tokens: int) -> None:
+def test_experts_are_added_in_the_order_of_its_assignments(ops: ModuleType, num_tokens: int) -> None:
     """Another order gives other bits: large terms that cancel."""
     down = torch.eye(16).expand(3, 16, 16) * torch.tensor([1e8, 1.0, -1e8])[:, None, None]
     weights, x = ExpertWeights(gate_up=torch.ones(3, 32, 16), down=down.contiguous()), torch.ones(num_tokens, 16)
@@ -157,7 +160,7 @@ def test_experts_are_added_in_the_order_of_a_tokens_choice(ops: ModuleType, num_
 def test_rows_may_lie_apart(ops: ModuleType, num_tokens: int) -> None:
     wide = torch.full((2 * num_tokens, 128), torch.nan)
     wide[::2, 10:74] = torch.randn(num_tokens, 64)
-    check(ops, random_experts("int4", 4, 64, 32), wide[::2, 10:74], *random_choices(num_tokens, 4, 2))
+    check(ops, random_experts("int4", 4, 64, 32), wide[::2, 10:74], *random_assignments(num_tokens, 4, 2))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 4, 17, 130])
@@ -177,7 +180,7 @@ def test_plain_weights_of_any_width(
     """Twelve experts to take, ten of which are held here."""
     weights = random_experts("plain", 10, hidden, intermediate, dtype=dtype)
     assert plain.pack_experts(weights).kind == kind
-    ids, topk_weights = random_choices(num_tokens, 12, 3)
+    ids, topk_weights = random_assignments(num_tokens, 12, 3)
     ids[3::5] = -1
     check(plain, weights, torch.randn(num_tokens, hidden), ids, topk_weights, first_expert=2)
 
@@ -188,7 +191,7 @@ def test_experts_are_of_one_kind() -> None:
     assert isinstance(weights.down, Tensor)
     weights.down[2] *= 1e7
     assert plain.pack_experts(weights).kind == FLOAT_KIND
-    check(plain, weights, torch.randn(6, 32), *random_choices(6, 3, 2))
+    check(plain, weights, torch.randn(6, 32), *random_assignments(6, 3, 2))
 
 
 OUTPUTS = ExpertOutputs(
@@ -283,20 +286,20 @@ kernel_alone = pytest.mark.parametrize("ops", [pytest.param(kernel, id="kernel",
 
 
 @kernel_alone
-def test_more_choices_than_one_program_sorts(ops: ModuleType) -> None:
+def test_more_assignments_than_one_program_sorts(ops: ModuleType) -> None:
     num_tokens = MAX_CHUNK // 4 + 3
     weights = random_experts("float", 6, 64, 16)
-    check(ops, weights, torch.randn(num_tokens, 64), *random_choices(num_tokens, 6, 4))
+    check(ops, weights, torch.randn(num_tokens, 64), *random_assignments(num_tokens, 6, 4))
 
 
 @kernel_alone
-def test_few_and_many_choices_agree(ops: ModuleType) -> None:
+def test_few_and_many_assignments_agree(ops: ModuleType) -> None:
     """The unsorted kernels, split or not, and the sorted ones, on the same tokens."""
     experts = ops.pack_experts(random_experts("int4", 4, 512, 64))
-    x, (ids, weights) = torch.randn(3, 512), random_choices(3, 4, 2)
+    x, (ids, weights) = torch.randn(3, 512), random_assignments(3, 4, 2)
     layer = kernel_layer.Layer(x, ids, weights, experts, 0)
-    many = sorted_launch(layer.num_choices, 4, layer.down_steps, layer.tall_shapes())
-    order = kernel_layer.sort_choices(layer, many.columns)
+    many = sorted_launch(layer.num_assignments, 4, layer.down_steps, layer.tall_shapes())
+    order = kernel_layer.sort_assignments(layer, many.columns)
     hidden = kernel_layer.gate_up_sorted(layer, many, order)
     products = kernel_layer.down_sorted(layer, many, order, hidden)
     for splits in (1, 4):
@@ -318,7 +321,7 @@ def test_scratch_is_what_the_plan_says(ops: ModuleType, num_tokens: int, monkeyp
         return made[-1]
 
     monkeypatch.setattr(kernel_layer.Layer, "empty", recorded)
-    x, (ids, weights) = torch.randn(num_tokens, 512), random_choices(num_tokens, 4, 2)
+    x, (ids, weights) = torch.randn(num_tokens, 512), random_assignments(num_tokens, 4, 2)
     ops.moe_experts(x, ids, weights, ops.pack_experts(random_experts("int4", 4, 512, 64)))
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made)
     planned = moe_scratch_bytes(num_tokens, 2, 4, 512, 64, bytes_a_value=4)
@@ -335,7 +338,7 @@ def test_a_wide_layer_never_starts_early(
     """A device whose kernels may: a CPU's never do."""
     monkeypatch.setattr(kernel_layer, "pdl_options", lambda device: {"PDL": True})
     packed = ops.pack_experts(random_experts("int4", 2, 64, width))
-    layer = kernel_layer.Layer(torch.randn(1, 64), *random_choices(1, 2, 2), packed, 0)
+    layer = kernel_layer.Layer(torch.randn(1, 64), *random_assignments(1, 2, 2), packed, 0)
     assert layer.early == {"PDL": is_early}
 
 
