@@ -7,19 +7,20 @@ The table has a row for every running sequence and one more, the last, that padd
 """
 
 import importlib
-from typing import Any
+from typing import cast
 
 from kimi_kernels.kernel_set import KernelSet
+from kimi_kernels.token_table.op import TokenTableOps
 
 STAMP, STATUS, PROPOSALS = 0, 1, 2
 """Columns of the draft's half; proposals stand from the last one on."""
 STAMP_MASK = 2**31 - 1
 
 
-def token_table_ops(kernels: KernelSet) -> Any:
+def token_table_ops(kernels: KernelSet) -> TokenTableOps:
     """The module of the ops that matches the set: on a CPU nothing may need Triton-language."""
     module = "kernel" if kernels.name == "triton" else "plain"
-    return importlib.import_module(f"kimi_kernels.token_table.{module}")
+    return cast("TokenTableOps", importlib.import_module(f"kimi_kernels.token_table.{module}"))
 
 
 def stamp_of(step_id: int) -> int:

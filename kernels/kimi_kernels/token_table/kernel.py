@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE
+from kimi_kernels.token_table.op import check_output_token_ids, check_window
 
 PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
 NOT_FINITE = tl.constexpr(STATUS_NOT_FINITE)
@@ -262,9 +262,8 @@ def read_tokens(
     *,
     vocab_size: int,
 ) -> None:
-    """See `plain.read_tokens`."""
     num_rows, num_seqs = len(step["token_ids"]), len(step["table_rows"])
-    require(window.shape[1] == 0 or window.stride(1) == 1, "window", f"last stride {window.stride(1)}", "1")
+    check_window(window)
     read_tokens_kernel[(triton.cdiv(max(num_rows, num_seqs), BLOCK),)](
         *(step[name] for name in READ_TOKENS),
         drawn,
@@ -285,9 +284,8 @@ def read_tokens(
 
 
 def store_drawn(output_token_ids: Tensor, num_accepted_tokens: Tensor, table_rows: Tensor, drawn: Tensor) -> None:
-    """See `plain.store_drawn`."""
     num_seqs, width = output_token_ids.shape
-    require(output_token_ids.is_contiguous(), "output_token_ids", output_token_ids.stride(), "contiguous rows")
+    check_output_token_ids(output_token_ids)
     store_drawn_kernel[(triton.cdiv(num_seqs, BLOCK),)](
         output_token_ids,
         num_accepted_tokens,
@@ -302,7 +300,6 @@ def store_drawn(output_token_ids: Tensor, num_accepted_tokens: Tensor, table_row
 
 
 def read_drawn(step: Mapping[str, Tensor], drawn: Tensor, *, vocab_size: int) -> None:
-    """See `plain.read_drawn`."""
     num_rows, num_seqs = len(step["token_ids"]), len(step["last_rows"])
     read_drawn_kernel[(triton.cdiv(max(num_rows, num_seqs), BLOCK),)](
         *(step[name] for name in READ_DRAWN),
@@ -317,7 +314,6 @@ def read_drawn(step: Mapping[str, Tensor], drawn: Tensor, *, vocab_size: int) ->
 
 
 def plan_steps(step: Mapping[str, Tensor], block_table: Tensor, drawn: Tensor, *, block_size: int) -> None:
-    """See `plain.plan_steps`."""
     num_draws, num_seqs = step["token_index"].shape
     plan_steps_kernel[(triton.cdiv(num_seqs, BLOCK),)](
         *(step[name] for name in GIVEN),
@@ -335,7 +331,6 @@ def plan_steps(step: Mapping[str, Tensor], block_table: Tensor, drawn: Tensor, *
 
 
 def store_proposals(token_ids: Tensor, status: Tensor, step: Mapping[str, Tensor], proposed: Tensor) -> None:
-    """See `plain.store_proposals`."""
     num_draws, num_seqs = token_ids.shape
     store_proposals_kernel[(triton.cdiv(num_seqs, BLOCK),)](
         token_ids,

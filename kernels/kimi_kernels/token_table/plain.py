@@ -1,4 +1,4 @@
-"""The ops on the token table in torch. T rows and B sequences of a step, padding among them."""
+"""The ops on the token table in torch."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE
+from kimi_kernels.token_table.op import check_output_token_ids, check_window
 
 
 def read_tokens(
@@ -18,20 +19,7 @@ def read_tokens(
     *,
     vocab_size: int,
 ) -> None:
-    """Put a verify's tokens together from what its plan gives and what the table holds, in one read of the table.
-
-    Args:
-        step: token_ids [T] int32; sequence [T] int64, of each row; cu_seqlens [B + 1] int32; num_given [B] int32,
-            leading rows whose token stands in token_ids; table_rows [B] int64; num_draft_tokens [B] int32, rows at the
-            end that hold draft tokens; stamp [1] int32, of the draft step whose proposals count.
-        drawn, proposed: the table's halves.
-        token_ids: [T] int32, written: what to embed; 0 in rows behind the last sequence's end.
-        window: [B, W] int32, may be strided, written: draft tokens under verification, PLACEHOLDER_TOKEN_ID where there
-            is none.
-        draft_status: [B] int32, written: what the draft step says of each sequence; STATUS_NOT_FINITE where it says
-            nothing.
-        vocab_size: what is no token is embedded as some token.
-    """
+    check_window(window)
     cu_seqlens, sequence, counts = step["cu_seqlens"].long(), step["sequence"], step["num_draft_tokens"].long()
     starts, ends, rows = cu_seqlens[:-1], cu_seqlens[1:], step["table_rows"]
     theirs, ours = proposed[rows], drawn[rows]
@@ -51,12 +39,7 @@ def read_tokens(
 
 
 def store_drawn(output_token_ids: Tensor, num_accepted_tokens: Tensor, table_rows: Tensor, drawn: Tensor) -> None:
-    """Keep what a verify drew.
-
-    Args:
-        output_token_ids: [B, at most W] int64. num_accepted_tokens: [B] int32. table_rows: [B] int64.
-        drawn: the target's half.
-    """
+    check_output_token_ids(output_token_ids)
     drawn[table_rows, 0] = num_accepted_tokens
     drawn[table_rows, 1 : 1 + output_token_ids.shape[1]] = output_token_ids.to(drawn.dtype)
 
@@ -68,15 +51,6 @@ def _accepted(step: Mapping[str, Tensor], drawn: Tensor) -> Tensor:
 
 
 def read_drawn(step: Mapping[str, Tensor], drawn: Tensor, *, vocab_size: int) -> None:
-    """Put what the verify drew into a draft's extension, in place.
-
-    Args:
-        step: token_ids [T] int32, corrected in the rows that embed drawn tokens; sequence [T] int64; cu_seqlens [B + 1]
-            int32; num_drawn [B] int32, rows at the end that embed them; table_rows [B] int64; last_rows [B] int64,
-            which becomes each sequence's last row that counts.
-        drawn: the target's half.
-        vocab_size: what is no token is embedded as some token.
-    """
     cu_seqlens, sequence, counts = step["cu_seqlens"].long(), step["sequence"], step["num_drawn"].long()
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
     row = torch.arange(len(sequence), device=sequence.device)
@@ -89,18 +63,6 @@ def read_drawn(step: Mapping[str, Tensor], drawn: Tensor, *, vocab_size: int) ->
 
 
 def plan_steps(step: Mapping[str, Tensor], block_table: Tensor, drawn: Tensor, *, block_size: int) -> None:
-    """Work out a draft's draws and the single-row steps between them, in place.
-
-    Args:
-        step: of B sequences and k draws. Given, [B] int64: first_len and first_index, length after the extension and
-            index of the first token drawn, of a sequence of which nothing is accepted, first_len 0 for padding; most
-            draws wanted, and room, from which accepted tokens take away; table_rows; [B] int32 num_drawn. Worked out:
-            token_index [k, B] int64; is_wanted and counts [k, B] int32, draws that are wanted and those whose failure
-            counts; seq_lens [k - 1, B] int32, positions and slots [k - 1, B] int64 of the steps between the draws.
-        block_table: [B, max_blocks] int32.
-        drawn: the target's half.
-        block_size: of the cache that the slots lie in.
-    """
     accepted, is_live = _accepted(step, drawn), step["first_len"] > 0
     length = step["first_len"] + accepted
     wanted = torch.minimum(step["room"] - accepted, step["most"]).clamp(min=0) * is_live
@@ -119,13 +81,6 @@ def plan_steps(step: Mapping[str, Tensor], block_table: Tensor, drawn: Tensor, *
 
 
 def store_proposals(token_ids: Tensor, status: Tensor, step: Mapping[str, Tensor], proposed: Tensor) -> None:
-    """Keep a draft step's draws: the wanted ones, but none of a sequence of which one that counts failed.
-
-    Args:
-        token_ids: [k, B] int64. status: [k, B] int32.
-        step: is_wanted and counts, as `plan_steps` has them; table_rows [B] int64; stamp [1] int32 of this step.
-        proposed: the draft's half. Columns behind the k tokens are left as they are.
-    """
     rows, failed = step["table_rows"], (status * step["counts"]).amax(0)
     is_kept = (step["is_wanted"] > 0) & (failed == 0)
     proposed[rows, 0] = step["stamp"].expand(len(rows))

@@ -1,4 +1,4 @@
-"""A verify and a draft step read the token table and write it: kernels against plain torch."""
+"""A verify and a draft step read the token table and write it: each implementation against one row after another."""
 
 from typing import Any
 
@@ -7,9 +7,11 @@ import torch
 
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID, STATUS_NOT_FINITE
-from kimi_kernels.token_table import kernel, plain, stamp_of, token_table_ops
+from kimi_kernels.token_table import kernel, naive, plain, stamp_of, token_table_ops
+from kimi_kernels.token_table.op import TokenTableOps
 from support.interpreted import INTERPRETED
 
+CPU = torch.device("cpu")
 VOCAB = 50
 BLOCK_SIZE = 4
 POISON = 2**30
@@ -84,68 +86,86 @@ class Case:
 CASES = ((1, 1, 1), (1, 4, 3), (5, 8, 7), (64, 4, 3), (70, 2, 2))
 
 
-def both(device: torch.device) -> list[tuple[Case, Case]]:
-    return [(Case(device, *sizes, seed), Case(device, *sizes, seed)) for sizes in CASES for seed in range(2)]
+DEVICES = {"plain": "cpu", "kernel": "cpu", "kernel on a GPU": "cuda"}
+MARKS: dict[str, Any] = {"plain": (), "kernel": INTERPRETED, "kernel on a GPU": pytest.mark.gpu}
 
 
-def read_by(module: Any, case: Case, width: int) -> list[torch.Tensor]:
-    shapes = (case.num_rows,), (case.num_seqs, width), (case.num_seqs,)
-    found = [torch.full(shape, POISON, dtype=torch.int32, device=case.device) for shape in shapes]
-    module.read_tokens(case.verify, case.drawn, case.proposed, *found, vocab_size=VOCAB)
-    return found
+@pytest.fixture(params=[pytest.param(name, marks=marks) for name, marks in MARKS.items()])
+def ops(request: pytest.FixtureRequest) -> tuple[TokenTableOps, torch.device]:
+    """Each implementation, and where it runs."""
+    return (plain if request.param == "plain" else kernel), torch.device(DEVICES[request.param])
 
 
-def check_read_tokens(device: torch.device) -> None:
-    for ours, theirs in both(device):
+Ops = tuple[TokenTableOps, torch.device]
+
+
+def pairs(device: torch.device) -> list[tuple[Case, Case]]:
+    """The same cases twice: for an implementation, and for the judge."""
+    return [(Case(device, *sizes, seed), Case(CPU, *sizes, seed)) for sizes in CASES for seed in range(2)]
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].cpu(), tensor), name
+
+
+def test_read_tokens(ops: Ops) -> None:
+    for case, judged in pairs(ops[1]):
         for width in (0, 3, 7):
-            found, expected = read_by(kernel, ours, width), read_by(plain, theirs, width)
-            assert all(map(torch.equal, found, expected)), (ours.num_seqs, width)
+            results = []
+            for module, given in ((ops[0], case), (naive, judged)):
+                shapes = (given.num_rows,), (given.num_seqs, width), (given.num_seqs,)
+                found = [torch.full(shape, POISON, dtype=torch.int32, device=given.device) for shape in shapes]
+                module.read_tokens(given.verify, given.drawn, given.proposed, *found, vocab_size=VOCAB)
+                results.append({"token_ids": found[0], "window": found[1], "draft_status": found[2]})
+            assert_equal(*results)
 
 
-def check_store_drawn(device: torch.device) -> None:
-    for ours, theirs in both(device):
+def test_store_drawn(ops: Ops) -> None:
+    for case, judged in pairs(ops[1]):
         for width in (1, 5, 8):
-            token_ids, accepted = ours.tokens(ours.num_seqs, width).to(device), ours.ints(width, ours.num_seqs).int()
-            for module, case in ((kernel, ours), (plain, theirs)):
-                module.store_drawn(token_ids, accepted.to(device), case.verify["table_rows"], case.drawn)
-            assert torch.equal(ours.drawn[:-1], theirs.drawn[:-1])
+            token_ids, accepted = judged.tokens(judged.num_seqs, width), judged.ints(width, judged.num_seqs).int()
+            for module, given in ((ops[0], case), (naive, judged)):
+                arguments = (tensor.to(given.device) for tensor in (token_ids, accepted, judged.verify["table_rows"]))
+                module.store_drawn(*arguments, given.drawn)
+            assert torch.equal(case.drawn[:-1].cpu(), judged.drawn[:-1])
 
 
-def check_read_drawn(device: torch.device) -> None:
-    for ours, theirs in both(device):
-        kernel.read_drawn(ours.extension, ours.drawn, vocab_size=VOCAB)
-        plain.read_drawn(theirs.extension, theirs.drawn, vocab_size=VOCAB)
-        for name, expected in theirs.extension.items():
-            assert torch.equal(ours.extension[name], expected), (ours.num_seqs, name)
+def test_read_drawn(ops: Ops) -> None:
+    for case, judged in pairs(ops[1]):
+        ops[0].read_drawn(case.extension, case.drawn, vocab_size=VOCAB)
+        naive.read_drawn(judged.extension, judged.drawn, vocab_size=VOCAB)
+        assert_equal(case.extension, judged.extension)
 
 
-def check_plan_steps(device: torch.device) -> None:
-    for ours, theirs in both(device):
-        kernel.plan_steps(ours.proposals, ours.block_table, ours.drawn, block_size=BLOCK_SIZE)
-        plain.plan_steps(theirs.proposals, theirs.block_table, theirs.drawn, block_size=BLOCK_SIZE)
-        for name, expected in theirs.proposals.items():
-            assert torch.equal(ours.proposals[name], expected), (ours.num_seqs, name)
+def test_plan_steps(ops: Ops) -> None:
+    for case, judged in pairs(ops[1]):
+        ops[0].plan_steps(case.proposals, case.block_table, case.drawn, block_size=BLOCK_SIZE)
+        naive.plan_steps(judged.proposals, judged.block_table, judged.drawn, block_size=BLOCK_SIZE)
+        assert_equal(case.proposals, judged.proposals)
 
 
-def check_store_proposals(device: torch.device) -> None:
-    for ours, theirs in both(device):
-        shape = ours.proposals["counts"].shape
-        token_ids, status = ours.ints(VOCAB, *shape).to(device), ours.ints(2, *shape).int().to(device)
+def test_store_proposals(ops: Ops) -> None:
+    for case, judged in pairs(ops[1]):
+        shape = judged.proposals["counts"].shape
+        token_ids, status = judged.ints(VOCAB, *shape), judged.ints(2, *shape).int()
         for name in ("is_wanted", "counts"):
-            ours.proposals[name] = theirs.proposals[name] = ours.ints(2, *shape).int().to(device)
-        kernel.store_proposals(token_ids, status, ours.proposals, ours.proposed)
-        plain.store_proposals(token_ids, status, theirs.proposals, theirs.proposed)
-        assert torch.equal(ours.proposed[:-1], theirs.proposed[:-1])
+            judged.proposals[name] = judged.ints(2, *shape).int()
+            case.proposals[name] = judged.proposals[name].to(ops[1])
+        for module, given in ((ops[0], case), (naive, judged)):
+            module.store_proposals(token_ids.to(given.device), status.to(given.device), given.proposals, given.proposed)
+        assert torch.equal(case.proposed[:-1].cpu(), judged.proposed[:-1])
 
 
-@pytest.mark.parametrize(
-    "check", [check_read_tokens, check_store_drawn, check_read_drawn, check_plan_steps, check_store_proposals]
-)
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
-def test_kernels_equal_plain_torch(check: Any, device: str) -> None:
-    check(torch.device(device))
+@pytest.mark.parametrize("module", [plain, pytest.param(kernel, marks=INTERPRETED)])
+def test_a_tensor_whose_rows_lie_apart_is_refused(module: TokenTableOps) -> None:
+    case = Case(CPU, 2, 2, 2, 0)
+    embedded, status = torch.zeros(case.num_rows, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    window = torch.zeros(3, 2, dtype=torch.int32).T
+    with pytest.raises(ValueError, match="window: got last stride 2"):
+        module.read_tokens(case.verify, case.drawn, case.proposed, embedded, window, status, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="output_token_ids: got"):
+        module.store_drawn(window.long(), status, case.verify["table_rows"], case.drawn)
 
 
 def test_host_given_and_device_given_proposals_stand_side_by_side() -> None:
@@ -185,7 +205,7 @@ def test_a_failure_that_counts_takes_all_tokens_of_its_sequence() -> None:
 
 def test_a_count_that_cannot_be_is_cut() -> None:
     """Whatever stands in the table: no row, slot or length lies outside what the plan speaks of."""
-    case = Case(torch.device("cpu"), 5, 4, 3, 3)
+    case = Case(CPU, 5, 4, 3, 3)
     case.drawn[:, 0] = 2**30
     plain.read_drawn(case.extension, case.drawn, vocab_size=VOCAB)
     ends = case.extension["cu_seqlens"][1:-1]
