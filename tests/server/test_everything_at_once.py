@@ -185,7 +185,9 @@ def over_openai(client, asked, k):
         seen["token_ids"] += getattr(choice, "token_ids", None) or []
         for runs in (getattr(choice, "text_origins", None) or {}).values():
             seen["origins"] += runs
-        for part in (choice.logprobs.model_dump() if choice.logprobs else {}).values():
-            seen["logprobs"] += [each["logprob"] for each in part or []]
+        parts = choice.logprobs.model_dump() if choice.logprobs else {}
+        # A chunk may hold the end of the thoughts and the first of the content, which the library names first.
+        for name in sorted(parts, key="content".__eq__):
+            seen["logprobs"] += [each["logprob"] for each in parts[name] or []]
         seen["finish_reason"] = choice.finish_reason
     return seen
