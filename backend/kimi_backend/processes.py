@@ -17,13 +17,12 @@ _KEPT_BYTES = 2**25
 """The most that glibc takes for a usual object."""
 LARGE_BYTES = 2**19
 """Above what a socket is read by, which is 256 KiB: each such piece would cost its pages."""
-
-
 LARGE_BYTES_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 """The variable by which a process that is started does what `give_large_memory_back` does in this one."""
 MOST_DESCRIPTORS = 2**20
 """The limit where the hard one is higher, or there is none: Linux gives a process no more unless it is told to."""
 FEW_DESCRIPTORS = 4096
+"""Below it the user is told: the endpoint alone takes as many connections."""
 
 
 def is_alive(process_id: int, proc: Path = Path("/proc")) -> bool:

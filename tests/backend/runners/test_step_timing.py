@@ -75,11 +75,11 @@ def test_rows_have_keys_of_their_own(is_captured: bool, monkeypatch: pytest.Monk
         return 1e-6 * us_of(rows.query_lens, rows.seq_lens - rows.query_lens + 1)
 
     monkeypatch.setattr("kimi_backend.runners.step_timing.step_seconds", seconds_of)
-    limits = RunnerLimits(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512)
-    setting = Setting(kernels=KernelSet.plain(), limits=limits, num_blocks=512)
+    limits = RunnerLimits(max_num_batched_tokens=256, max_num_seqs=16, max_model_len=512)
+    setting = Setting(kernels=KernelSet.plain(), limits=limits, num_blocks=1024)
     target, _ = runner_pair(setting, "mla", PlainRecorder() if is_captured else None)
     times = StepTimes(target.measure_costs())
-    for num_seqs, num_rows, context in itertools.product((1, 4, 8), (1, 3, 8), (65, 260, 480)):
+    for num_seqs, num_rows, context in itertools.product((1, 4, 16), (1, 3, 8), (65, 260, 480)):
         lens = np.full(num_seqs, num_rows)
         parts = times.parts(num_seqs, num_seqs * num_rows, num_rows, num_seqs * context)
         expected_us = us_of(lens, np.full(num_seqs, context))
