@@ -15,6 +15,8 @@ from kimi_backend.types.plan import AuxHandle, RowPlan, SamplingPlan, TargetPlan
 from slice_suite.gpu_time import profile_rounds
 
 NUM_TURNS, STEPS_A_TURN, NUM_PROFILED = 3, 5, 2
+NUM_GAPS = 8
+"""The longest gaps between kernels that are told; the one around the host's work between two steps is among them."""
 KV_BLOCK, PROPOSALS = 64, 8
 
 
@@ -121,6 +123,7 @@ def _gpu(run: Callable[[], object], step_ms: float) -> dict[str, Any]:
         "gpu_share": round(time.covered_us / 1e3 / step_ms, 3),
         "num_kernels": time.num_kernels,
         "by_kind_us": time.by_kind,
+        "idle": time.idle[:NUM_GAPS],
     }
 
 
