@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ def measure(
     }
 
 
+steps_of = cache(StepTimes)
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The costs of rounds."""
@@ -101,14 +105,13 @@ class Machine:
 
     def steps(self, target: StepShape, draft: StepShape | None) -> tuple[float, float]:
         """Seconds of both."""
-        shape = (target.num_seqs, target.num_rows, target.longest, target.num_context_tokens)
-        target_s = sum(float(part[0]) for part in StepTimes(self.target).parts(*shape))
+        times, context_len = steps_of(self.target), target.num_context_tokens / target.num_seqs
+        target_s = float(sum(times.parts(target.num_seqs, target.num_rows, target.longest, context_len)))
         if draft is None:
             return target_s, 0.0
-        times = StepTimes(self.draft)
-        extended = times.parts(draft.num_seqs, draft.num_rows, 1, draft.num_context_tokens)
-        proposed = times.proposals(draft.num_seqs, draft.num_proposals, draft.num_context_tokens)
-        return target_s, sum(float(part[0]) for part in (*extended, proposed))
+        times, context_len = steps_of(self.draft), draft.num_context_tokens / draft.num_seqs
+        extended = times.parts(draft.num_seqs, draft.num_rows, 1, context_len)
+        return target_s, float(sum(extended) + times.proposals(draft.num_seqs, draft.num_proposals, context_len))
 
 
 @dataclass(slots=True)

@@ -72,8 +72,7 @@ def choices(target: StepCosts, draft: StepCosts) -> list[Report]:
     for size in BATCH_SIZES:
         for name, first in TYPICAL_RATES.items() if size <= target.num_seqs[-1] else ():
             rates = np.array([*first, *[first[-1]] * (MAX_SPECULATIVE_TOKENS - len(first))])
-            limits = np.full(size, target.query_lens[-1] - 1)
-            likely = chances(np.tile(rates, (size, 1)), np.ones(size), limits)
+            likely = chances(np.tile(rates, (size, 1)), [1.0] * size, [target.query_lens[-1] - 1] * size)
             choice = choose_rows(likely, size, size * NUM_CONTEXT_TOKENS, times)
             found.append(
                 {

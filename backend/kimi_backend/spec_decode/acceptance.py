@@ -5,7 +5,7 @@ rejection were compared with nothing and say nothing.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from math import sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,7 @@ class AcceptancePool:
         """Those that may be, for all that was seen; a position is expected to be no better than the one before."""
         found, highest = [], HIGHEST_RATE
         for rate, seen in zip(self.rates(), self._seen, strict=True):
-            highest = min(float(highest_rate(rate, seen + GUESS_WEIGHT)), highest)
+            highest = min(highest_rate(rate, seen + GUESS_WEIGHT), highest)
             found.append(highest)
         return found
 
@@ -119,8 +119,24 @@ class SequenceAcceptance:
         self.kept = decay * self.kept + num_accepted
         self.seen += verified
 
+    def factor(self, pool_mean: float, *, highest: bool = False) -> float:
+        """Return what to multiply the rates of its kind by; 1 while nothing is known.
 
-def chances(rates: Floats, factors: Floats, limits: npt.NDArray[np.int64]) -> Floats:
+        Args:
+            pool_mean: `AcceptancePool.mean_rate` of its kind.
+            highest: what may be, as in `AcceptancePool.highest_rates`; it makes a sequence no better than its kind.
+        """
+        rate = (self.kept + SEQUENCE_WEIGHT * pool_mean) / (self.tried + SEQUENCE_WEIGHT)
+        if highest:
+            rate = max(rate, min(highest_rate(rate, self.seen + SEQUENCE_WEIGHT), pool_mean))
+        return rate / pool_mean
+
+
+_WITHIN = np.arange(MAX_SPECULATIVE_TOKENS) < np.arange(MAX_SPECULATIVE_TOKENS + 1)[:, None]
+"""[count] the positions of so many tokens."""
+
+
+def chances(rates: Floats, factors: Sequence[float], limits: Sequence[int]) -> Floats:
     """[C, MAX_SPECULATIVE_TOKENS] how likely each draft token is kept, all before it being kept too.
 
     Args:
@@ -128,34 +144,15 @@ def chances(rates: Floats, factors: Floats, limits: npt.NDArray[np.int64]) -> Fl
         factors: [C] of `SequenceAcceptance`.
         limits: [C] draft tokens that a sequence may have; the chance of one more is 0.
     """
-    return np.where(np.arange(rates.shape[1]) < limits[:, None], kept_chances(rates, factors), 0.0)
+    return kept_chances(rates, factors) * _WITHIN[limits]
 
 
-def kept_chances(rates: Floats, factors: Floats) -> Floats:
+def kept_chances(rates: Floats, factors: Sequence[float]) -> Floats:
     """`chances` without limits."""
-    kept: Floats = np.minimum(rates * factors[:, None], HIGHEST_RATE).cumprod(axis=1)
+    kept: Floats = np.minimum(rates * np.array(factors)[:, None], HIGHEST_RATE).cumprod(axis=1)
     return kept
 
 
-def factors(own: Sequence[SequenceAcceptance], pool_means: Floats, *, highest: bool = False) -> Floats:
-    """[C] what to multiply the rates of each sequence's kind by; 1 while nothing is known.
-
-    Args:
-        pool_means: [C] `AcceptancePool.mean_rate` of their kinds.
-        highest: what may be, as in `AcceptancePool.highest_rates`; it makes a sequence no better than its kind.
-    """
-    tried, kept = np.array([(acceptance.tried, acceptance.kept) for acceptance in own]).reshape(-1, 2).T
-    rates = (kept + SEQUENCE_WEIGHT * pool_means) / (tried + SEQUENCE_WEIGHT)
-    if highest:
-        weights = np.array([acceptance.seen for acceptance in own]) + SEQUENCE_WEIGHT
-        rates = np.maximum(rates, np.minimum(highest_rate(rates, weights), pool_means))
-    found: Floats = rates / pool_means
-    return found
-
-
-Rates = TypeVar("Rates", float, Floats)
-
-
-def highest_rate(rate: Rates, weight: Rates) -> Rates:
+def highest_rate(rate: float, weight: float) -> float:
     """DEVIATIONS above a rate that so many verified tokens have shown."""
-    return rate + DEVIATIONS * np.sqrt(rate * (1 - rate) / (weight + 1))  # type: ignore[no-any-return]
+    return rate + DEVIATIONS * sqrt(rate * (1 - rate) / (weight + 1))

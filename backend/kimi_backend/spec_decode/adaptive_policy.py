@@ -5,15 +5,17 @@ chosen is `row_choice`. No round is run to find anything out.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from kimi_backend.spec_decode.acceptance import AcceptancePool, chances, factors
+from kimi_backend.spec_decode.acceptance import AcceptancePool, chances
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.looked_up import KIND_MEMORY, Expected, LookedUp
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
 from kimi_backend.spec_decode.row_choice import Batch, RowChoice, choose_more_rows, choose_rows
 from kimi_backend.spec_decode.step_times import Floats, Ints
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_backend.types.step_costs import StepCosts
 
 ROUNDS_A_CHOICE = 4
@@ -132,31 +134,36 @@ class AdaptivePolicy:
         num_context_tokens: int,
         least_gain: float = 1.0,
     ) -> RowChoice:
-        is_away = [not c.uses_draft for c in controllers]
-        looked_up = Expected.of([c.looked_up for c in controllers])
-
-        def choose(highest: bool = False, of: Ints | None = None) -> RowChoice:
-            likely = self._likely(controllers, highest=highest)
-            likely[is_away] *= RETURNING_SHARE
-            if of is not None:
-                likely[of == 0] = 0.0
-            batch = (num_sequences, num_context_tokens, self.times)
-            return choose_rows(likely, *batch, looked_up=looked_up, least_gain=least_gain, finds_out=of is not None)
-
-        choice, self._finds_out = choose(), False
-        if choice.num_draft_tokens.any() or all(is_away):
+        choose = partial(
+            choose_rows,
+            num_seqs=num_sequences,
+            num_context_tokens=num_context_tokens,
+            times=self.times,
+            looked_up=Expected.of([c.looked_up for c in controllers]),
+        )
+        likely = self._likely(controllers, highest=False)
+        choice, self._finds_out = choose(likely, least_gain=least_gain), False
+        if choice.num_draft_tokens.any() or not any(c.uses_draft for c in controllers):
             return choice
         # Those that draft stop when they would lose even if all that was seen was bad luck.
-        hoped = choose(highest=True).num_draft_tokens
-        self._finds_out = bool(hoped.any())
-        return choose(of=hoped) if self._finds_out else choice
+        hoped = choose(self._likely(controllers, highest=True), least_gain=least_gain).num_draft_tokens
+        if not hoped.any():
+            return choice
+        self._finds_out = True
+        likely[hoped == 0] = 0.0
+        return choose(likely, finds_out=True)
 
     def _likely(self, controllers: list[SpeculationController], *, highest: bool) -> Floats:
         """[C, MAX_SPECULATIVE_TOKENS] chances of each, or the highest that they may be."""
-        rates = {kind: pool.highest_rates() if highest else pool.rates() for kind, pool in self._pools.items()}
-        means = {kind: pool.mean_rate for kind, pool in self._pools.items()}
-        own = factors(
-            [c.acceptance for c in controllers], np.array([means[c.kind] for c in controllers]), highest=highest
-        )
-        limits = np.array([c.num_speculative_tokens for c in controllers])
-        return chances(np.array([rates[c.kind] for c in controllers]), own, limits)
+        kinds = [c.kind for c in controllers]
+        rates, means = np.empty((len(self._pools), MAX_SPECULATIVE_TOKENS)), {}
+        for kind in set(kinds):
+            pool = self._pools[kind]
+            rates[kind] = pool.highest_rates() if highest else pool.rates()
+            means[kind] = pool.mean_rate
+        factors = [c.acceptance.factor(means[c.kind], highest=highest) for c in controllers]
+        found = chances(rates[kinds], factors, [c.num_speculative_tokens for c in controllers])
+        is_away = [not c.uses_draft for c in controllers]
+        if any(is_away):
+            found[is_away] *= RETURNING_SHARE
+        return found

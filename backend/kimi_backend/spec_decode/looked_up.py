@@ -62,20 +62,17 @@ class Expected(NamedTuple):
         return 1 - float(np.prod(1 - self.shares))
 
     @classmethod
-    def of(cls, sequences: Sequence[LookedUp]) -> "Expected":
-        """Expect what was seen of each, and of its kind."""
+    def of(cls, sequences: Sequence[LookedUp]) -> "Expected | None":
+        """Expect what was seen of each, and of its kind. None where that is nothing."""
         kinds = {id(s.kind): s.kind for s in sequences}
+        if not any(s.sums[0] for s in sequences) and not any(kind and kind.sums[0] for kind in kinds.values()):
+            return None
         means = {key: _mean(kind) for key, kind in kinds.items()}
         sums = np.array([s.sums for s in sequences]) + SEQUENCE_WEIGHT * np.array(
             [means[id(s.kind)] for s in sequences]
         )
         found = sums / (np.array([s.weight for s in sequences]) + SEQUENCE_WEIGHT)[:, None]
         return cls(found[:, 0], float(found[:, 1].sum()), float(found[:, 2].sum()))
-
-    @classmethod
-    def nothing(cls, num_sequences: int) -> "Expected":
-        """Expect nothing of so many sequences."""
-        return cls(np.zeros(num_sequences), 0.0, 0.0)
 
 
 def _mean(kind: LookedUp | None) -> Floats:

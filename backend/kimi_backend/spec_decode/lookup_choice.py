@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance, factors, kept_chances
+from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance, kept_chances
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.lookup import LookupPools, SequenceLookup
 from kimi_backend.spec_decode.lookup_index import Match
@@ -72,9 +72,7 @@ def _note_alone(candidates: list[Candidate], found: Floats, counts: list[int]) -
 
 def _chances(pools: list[AcceptancePool], own: list[SequenceAcceptance]) -> Floats:
     """[C, MAX_SPECULATIVE_TOKENS] chances that the first tokens of each are kept."""
-    distinct = {id(pool): pool for pool in pools}
-    place = {key: index for index, key in enumerate(distinct)}
-    which = [place[id(pool)] for pool in pools]
-    rates = np.array([pool.rates() for pool in distinct.values()])[which]
-    means = np.array([pool.mean_rate for pool in distinct.values()])[which]
-    return kept_chances(rates, factors(own, means))
+    distinct = {id(pool): (pool.rates(), pool.mean_rate) for pool in pools}
+    found = [distinct[id(pool)] for pool in pools]
+    factors = [acceptance.factor(mean) for acceptance, (_, mean) in zip(own, found, strict=True)]
+    return kept_chances(np.array([rates for rates, _ in found]), factors)

@@ -20,7 +20,6 @@ OWN_SHARE = 0.2
 """The share by which each factor moves alone, beside what moves all: a clock is the likelier cause."""
 LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0
 BASE, ROWS, DRAFT = range(3)
-_OF_TARGET = np.array([1.0, 1.0, 0.0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class RoundTimes:
         self._draft = None if draft is None else StepTimes(draft)
         self._last_draft_s = 0.0
         """The seconds that the draft's step of the last round is expected to have taken."""
-        self._factors = np.ones(3)
+        self._factors = [1.0, 1.0, 1.0]
         """Factors on a target's step with one row a sequence, on its other rows, whose experts may overlap more or less
         than those of random tokens, and on the draft's steps. The card's clock moves all."""
         self._is_overlapped = False
@@ -64,7 +63,7 @@ class RoundTimes:
     @property
     def factors(self) -> list[float]:
         """The factors by which the table is off by now, of a target's step, its further rows, and the draft."""
-        return [round(float(value), 4) for value in self._factors]
+        return [round(value, 4) for value in self._factors]
 
     @property
     def is_overlapped(self) -> bool:
@@ -84,23 +83,24 @@ class RoundTimes:
             num_looked_up: tokens of matches under verification, on the average over all rounds.
             looked_up_share: the share of rounds that have some.
         """
-        rows = np.array([num_seqs, num_seqs + num_looked_up / max(looked_up_share, 1e-6)])
-        longest = np.array([1, MAX_SPECULATIVE_TOKENS + 1])
-        seconds = self.verifying(
-            num_seqs, rows, longest, num_context_tokens, is_drafting=False, overlaps_next=self._is_overlapped
-        )
-        return float(seconds[0] + looked_up_share * (seconds[1] - seconds[0]))
+        target_s = float(self._target_step(num_seqs, num_seqs, 1, num_context_tokens))
+        alone_s = max(target_s, self._host_s) if self._is_overlapped else target_s + self._host_s
+        if not looked_up_share:
+            return alone_s
+        num_rows = num_seqs + num_looked_up / looked_up_share
+        target_s = float(self._target_step(num_seqs, num_rows, MAX_SPECULATIVE_TOKENS + 1, num_context_tokens))
+        return alone_s + looked_up_share * (target_s + self._host_s - alone_s)
 
     def verifying(
         self,
         num_seqs: int,
-        num_rows: Ints | Floats,
+        num_rows: Ints,
         longest: Ints,
         num_context_tokens: int,
         *,
         is_drafting: bool,
         overlaps_next: bool,
-    ) -> Floats:
+    ) -> Numbers:
         """[J] rounds with so many rows of the target, [J], at most `longest` of a sequence.
 
         Args:
@@ -108,8 +108,7 @@ class RoundTimes:
             overlaps_next: the host's time is hidden where each sequence has one row: what it looks up further ones by
                 is the reply to the step before.
         """
-        base, more = self._target.parts(num_seqs, num_rows, longest, num_context_tokens)
-        target_s = base * self._factors[BASE] + more * self._factors[ROWS]
+        target_s = self._target_step(num_seqs, num_rows, longest, num_context_tokens)
         if not is_drafting:
             is_hidden = overlaps_next & (num_rows == num_seqs)
             alone: Floats = np.where(is_hidden, np.maximum(target_s, self._host_s), target_s + self._host_s)
@@ -117,46 +116,56 @@ class RoundTimes:
         beside_s = self._last_draft_s + self._host_s * (1 + self._way_share)
         if self._is_overlapped:
             beside_s = max(self._last_draft_s, self._host_s)
-        found: Floats = target_s + beside_s
-        return found
+        return target_s + beside_s
 
     def drafting(
         self,
         num_seqs: int,
-        num_drafting: Ints,
-        depth: Ints,
-        rows: Ints | Floats,
-        kept: Floats,
+        num_drafting: int | Ints,
+        depth: int | Ints,
+        rows: Numbers | Ints,
+        kept: Numbers,
         num_context_tokens: int,
-        resting: float | Floats = 0.0,
-    ) -> Floats:
-        """[J] rounds in which the draft proposes something.
+        resting: Floats | None = None,
+    ) -> Numbers:
+        """Rounds in which the draft proposes something. Arguments broadcast.
 
         Args:
-            num_drafting: [J] sequences that use the draft, 1 or more.
-            depth: [J] tokens that it proposes, 1 or more.
-            rows: [J] draft tokens under verification, and looked-up ones.
-            kept: [J] those of them that are expected to be kept.
-            resting: [J] share of rounds whose single-row steps all rest.
+            num_drafting: sequences that use the draft, 1 or more.
+            depth: tokens that it proposes, 1 or more.
+            rows: draft tokens under verification, and looked-up ones.
+            kept: those of them that are expected to be kept.
+            resting: share of rounds whose single-row steps all rest; None: of none.
         """
-        base, more = self._target.parts(num_seqs, num_seqs + rows, depth + 1, num_context_tokens)
-        target_s = base * self._factors[BASE] + more * self._factors[ROWS]
-        extended = num_drafting + (1.0 * rows if self._is_overlapped else kept)
-        context = num_context_tokens / num_seqs * num_drafting
-        draft_s = self._draft_step(num_drafting, extended, depth, context)
-        if np.any(resting):
-            draft_s = draft_s + resting * (self._draft_step(num_drafting, extended, 1, context) - draft_s)
+        target_s = self._target_step(num_seqs, num_seqs + rows, depth + 1, num_context_tokens)
+        extended = num_drafting + (rows if self._is_overlapped else kept)
+        context_len = num_context_tokens / num_seqs
+        draft_s = self._draft_step(num_drafting, extended, depth, context_len)
+        if resting is not None:
+            draft_s = draft_s + resting * (self._draft_step(num_drafting, extended, 1, context_len) - draft_s)
         draft_s = draft_s * self._factors[DRAFT]
         if self._is_overlapped:
             overlapped: Floats = target_s + np.maximum(draft_s, self._host_s)
             return overlapped
-        in_turns: Floats = target_s + draft_s + self._host_s * (1 + self._way_share)
-        return in_turns
+        return target_s + draft_s + self._host_s * (1 + self._way_share)
 
-    def _draft_step(self, num_seqs: int | Ints, rows: Numbers, depth: int | Ints, context: Numbers) -> Floats:
+    def _target_step(
+        self, num_seqs: int, num_rows: Numbers | Ints, longest: int | Ints, num_context_tokens: int
+    ) -> Numbers:
+        self._reach(num_seqs)
+        base, more = self._target.parts(num_seqs, num_rows, longest, num_context_tokens / num_seqs)
+        return base * self._factors[BASE] + more * self._factors[ROWS]
+
+    def _draft_step(self, num_seqs: int | Ints, rows: Numbers | Ints, depth: int | Ints, context_len: float) -> Numbers:
+        """The caller has reached so many sequences."""
         assert self._draft is not None
-        fixed, more = self._draft.parts(num_seqs, rows, 1 + depth * self._is_overlapped, context)
-        return fixed + more + self._draft.proposals(num_seqs, depth, context)
+        fixed, more = self._draft.parts(num_seqs, rows, 1 + depth * self._is_overlapped, context_len)
+        return fixed + more + self._draft.proposals(num_seqs, depth, context_len)
+
+    def _reach(self, num_seqs: int) -> None:
+        self._target.reach(num_seqs)
+        if self._draft is not None:
+            self._draft.reach(num_seqs)
 
     def learn(self, done: Round) -> None:
         """Move the factors towards one round."""
@@ -164,21 +173,24 @@ class RoundTimes:
         rate = _rate_of(self._num_rounds)
         self._is_overlapped = done.is_overlapped
         target, draft = done.target, done.draft
-        base, more = self._target.parts(target.num_seqs, target.num_rows, target.longest, target.num_context_tokens)
-        of_draft = np.zeros(1)
+        self._reach(target.num_seqs if draft is None else max(target.num_seqs, draft.num_seqs))
+        context_len = target.num_context_tokens / target.num_seqs
+        base, more = self._target.parts(target.num_seqs, target.num_rows, target.longest, context_len)
+        of_draft = 0.0
         if draft is not None:
-            of_draft = self._draft_step(draft.num_seqs, draft.num_rows, draft.num_proposals, draft.num_context_tokens)
-        parts = np.array([base[0], more[0], of_draft[0]])
-        self._last_draft_s = float(of_draft[0] * self._factors[DRAFT])
+            context_len = draft.num_context_tokens / draft.num_seqs
+            of_draft = float(self._draft_step(draft.num_seqs, draft.num_rows, draft.num_proposals, context_len))
+        parts = [float(base), float(more), of_draft]
+        self._last_draft_s = of_draft * self._factors[DRAFT]
         if done.is_overlapped:
             self._learn_overlapped(parts, done, rate)
             return
-        steps_s = float(parts @ self._factors)
+        steps_s = self._expected(parts)
         self._learn_host(done.total_s - done.target_s - done.draft_wait_s, steps_s, rate)
-        self._fit(parts * _OF_TARGET, done.target_s, rate)
+        self._fit([*parts[:DRAFT], 0.0], done.target_s, rate)
         if draft is None:
             return
-        self._fit(parts * (1 - _OF_TARGET), done.draft_s, rate)
+        self._fit([0.0, 0.0, of_draft], done.draft_s, rate)
         self._num_ways += 1
         way_s = self._way_share * self._host_s
         surprise = _bounded(done.draft_wait_s - done.draft_s - way_s, steps_s + self._host_s)
@@ -190,9 +202,9 @@ class RoundTimes:
         surprise = _bounded(seconds - self._host_s, steps_s + self._host_s)
         self._host_s = max(self._host_s + (rate if self._host_s else 1.0) * surprise, 0.0)
 
-    def _learn_overlapped(self, parts: Floats, done: Round, rate: float) -> None:
+    def _learn_overlapped(self, parts: list[float], done: Round, rate: float) -> None:
         """Only a round in which the device never waits for the host tells of the device."""
-        of_target, of_draft = float(parts[:DRAFT] @ self._factors[:DRAFT]), float(parts[DRAFT] * self._factors[DRAFT])
+        of_target, of_draft = self._expected([*parts[:DRAFT], 0.0]), parts[DRAFT] * self._factors[DRAFT]
         host_s = done.total_s - done.target_s
         if host_s < (of_target if done.draft is None else of_draft):
             self._fit(parts, done.total_s, rate)
@@ -200,17 +212,22 @@ class RoundTimes:
             host_s = done.total_s - of_target  # a launch takes a while until the device begins
         self._learn_host(host_s, of_target + of_draft, rate)
 
-    def _fit(self, parts: Floats, seconds: float, rate: float) -> None:
+    def _expected(self, parts: list[float]) -> float:
+        return sum(part * factor for part, factor in zip(parts, self._factors, strict=True))
+
+    def _fit(self, parts: list[float], seconds: float, rate: float) -> None:
         """Move the factors so that they explain one time better: above all together, as with a clock, and a little each
         by the part that it has."""
-        weights = parts * self._factors
-        expected = float(weights.sum())
+        weights = [part * factor for part, factor in zip(parts, self._factors, strict=True)]
+        expected = sum(weights)
         if expected <= 0:
             return
-        surprise = _bounded(seconds - expected, expected)
-        direction = expected + OWN_SHARE * weights
-        self._factors *= 1 + rate * surprise * direction / float(weights @ direction)
-        np.clip(self._factors, LEAST_FACTOR, MOST_FACTOR, out=self._factors)
+        directions = [expected + OWN_SHARE * weight for weight in weights]
+        scale = sum(weight * direction for weight, direction in zip(weights, directions, strict=True))
+        step = rate * _bounded(seconds - expected, expected) / scale
+        for place, direction in enumerate(directions):
+            moved = self._factors[place] * (1 + step * direction)
+            self._factors[place] = min(max(moved, LEAST_FACTOR), MOST_FACTOR)
 
 
 def _rate_of(num_rounds: int) -> float:

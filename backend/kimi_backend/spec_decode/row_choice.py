@@ -85,43 +85,44 @@ def choose_rows(
             tells how good the draft is, loses the fewest tokens beside a round without.
     """
     num_candidates, most = chances.shape
-    looked_up = looked_up or Expected.nothing(num_candidates)
-    num_kept = num_seqs + looked_up.num_kept
-    plain_s = times.plain(num_seqs, num_context_tokens, looked_up.num_tokens, looked_up.share)
+    num_kept = float(num_seqs)
+    if looked_up is None:
+        plain_s = times.plain(num_seqs, num_context_tokens)
+    else:
+        num_kept += looked_up.num_kept
+        plain_s = times.plain(num_seqs, num_context_tokens, looked_up.num_tokens, looked_up.share)
     plain = num_kept / plain_s
     nothing = RowChoice(np.zeros(num_candidates, np.int64), plain, plain)
     flat = chances.ravel()
-    order = np.argsort(-flat, kind="stable")[: int(np.count_nonzero(flat))]
+    order = (-flat).argsort(kind="stable")[: np.count_nonzero(flat)]
     if not len(order):
         return nothing
-    position = order % most
-    # Row by row of these, a depth of the draft: what it may take, in order.
-    is_within = position < np.arange(1, int(position.max()) + 2)[:, None]
-    # A sequence that has a match in some rounds needs its draft tokens in the others.
-    shares = 1 - looked_up.shares[order // most]
-    kept = np.where(is_within, shares * flat[order], 0.0).cumsum(axis=1)[is_within]
-    num_rows = np.where(is_within, shares, 0.0).cumsum(axis=1)[is_within]
-    resting = np.where(is_within & (position == 0), 1 - shares, 1.0).cumprod(axis=1)[is_within]
-    num_drafting = (is_within & (position == 0)).cumsum(axis=1)[is_within]
-    depths, places = is_within.nonzero()
+    sequence, position = np.divmod(order, most)
+    is_first = position == 0
+    # Row by row of [K, N], a depth of the draft and what it may take, in order: what is behind its depth adds nothing.
+    depth = np.arange(1, int(position[position.argmax()]) + 2)[:, None]
+    taken = is_within = position < depth
+    resting = None
+    if looked_up is not None:
+        # A sequence that has a match in some rounds needs its draft tokens in the others.
+        shares = looked_up.shares[sequence]
+        taken, resting = is_within * (1 - shares), np.where(is_first, shares, 1.0).cumprod()
+    emitted = (taken * flat[order]).cumsum(axis=1) + num_kept
+    num_rows = taken.cumsum(axis=1)
+    if looked_up is not None:
+        num_rows = num_rows + looked_up.num_tokens
     seconds = times.drafting(
-        num_seqs,
-        num_drafting,
-        depths + 1,
-        num_rows + looked_up.num_tokens,
-        kept + looked_up.num_kept,
-        num_context_tokens,
-        resting,
+        num_seqs, is_first.cumsum(), depth, num_rows, emitted - num_seqs, num_context_tokens, resting
     )
-    rates = (num_kept + kept) / seconds
+    rates = emitted / seconds
     if finds_out:
         reached = np.concatenate([np.ones((num_candidates, 1)), chances[:, :-1]], axis=1).ravel()
-        verified = np.where(is_within, shares * reached[order], 0.0).cumsum(axis=1)[is_within]
-        best = int(((num_kept + kept - plain * seconds) / verified).argmax())
+        verified = (taken * reached[order]).cumsum(axis=1)
+        best = divmod(int(((emitted - plain * seconds) / verified).argmax()), len(order))
     else:
-        best = int(rates.argmax())
+        best = divmod(int(rates.argmax()), len(order))
         if rates[best] <= plain / least_gain:
             return nothing
-    taken = order[: places[best] + 1]
-    taken = taken[taken % most <= depths[best]]
-    return RowChoice(np.bincount(taken // most, minlength=num_candidates), float(rates[best]), plain)
+    row, last = best
+    chosen = sequence[: last + 1][is_within[row, : last + 1]]
+    return RowChoice(np.bincount(chosen, minlength=num_candidates), float(rates[best]), plain)

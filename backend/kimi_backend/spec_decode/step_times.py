@@ -1,4 +1,4 @@
-"""The times of steps of any shape, by what was measured of some (`types.step_costs`): seconds of J shapes at once."""
+"""The times of steps of any shape, by what was measured of some (`types.step_costs`): seconds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,12 +7,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kimi_backend.types.plan import RowPlan
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_backend.types.step_costs import Grid, StepCosts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Numbers = float | Floats
-"""One, or J."""
+"""One, or of many shapes at once: arguments broadcast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,69 +37,85 @@ class StepShape:
 
 
 class StepTimes:
-    """One model's steps."""
+    """One model's steps. Whatever is asked for, of one shape or of many at once, is looked up by whole numbers."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self._query_lens = np.array(costs.query_lens, np.float64)
-        self._is_captured, self._context_len = costs.is_captured, costs.context_len
-        # By every number of sequences from 0 on, so that a shape is looked up and not worked out.
-        self._step = _by_num_seqs(costs, costs.step_us)
-        self._padding = _by_num_seqs(costs, tuple(_padding_us(costs)))
-        self._context, self._row_context = _by_num_seqs(
-            costs, tuple(zip(costs.context_us, costs.row_context_us, strict=True))
-        ).T
-        none = tuple((0.0,) for _ in costs.num_seqs)
-        self._proposals = _by_num_seqs(costs, costs.proposals_us or none)
-        # By whole rows a sequence, the place of the next larger number in `query_lens`.
-        longest = np.arange(int(self._query_lens[-1]) + 1)
-        self._right = np.clip(np.searchsorted(self._query_lens, longest, side="right"), 1, len(self._query_lens) - 1)
+        self._costs = costs
+        self._most_rows = float(costs.query_lens[-1])
+        self._tabulate(costs.num_seqs[-1])
+
+    def _tabulate(self, most_seqs: int) -> None:
+        """Make tables by every number of sequences up to so many."""
+        costs, self._most_seqs = self._costs, most_seqs
+        lens = np.array(costs.query_lens, np.float64)
+        num_seqs = np.arange(most_seqs + 1)
+        steps = _by_num_seqs(costs, costs.step_us, num_seqs)
+        self._base = steps[:, 0].copy()
+        # By whole rows of a sequence: the straight line on to the next of `query_lens`.
+        numbers = np.arange(max(int(lens[-1]), MAX_SPECULATIVE_TOKENS + 1) + 1)
+        self._width = len(numbers)
+        left = np.clip(np.searchsorted(lens, numbers, side="right") - 1, 0, len(lens) - 2)
+        rises = (np.diff(steps) / np.diff(lens))[:, left]
+        self._rise, self._start = rises.ravel(), (steps[:, left] - lens[left] * rises).ravel()
+        # By the most rows of one: what each row of a sequence that is not live adds.
+        bucket = np.minimum(np.searchsorted(lens, numbers), len(lens) - 1)
+        self._bucket_len = np.maximum(lens[bucket], 1.5)  # one of 1 has no padding
+        padding = _by_num_seqs(costs, tuple(_padding_us(costs)), num_seqs)
+        self._padding = (padding[:, bucket] / (self._bucket_len - 1)).ravel()
+        # Of a token of context of each sequence beyond those that were measured.
+        self._context, self._row_context = (
+            1e-6 * num_seqs * np.interp(num_seqs, costs.num_seqs, us) for us in (costs.context_us, costs.row_context_us)
+        )
+        drawn = _by_num_seqs(costs, costs.proposals_us or ((0.0,),) * len(costs.num_seqs), num_seqs)
+        last = np.minimum(np.arange(MAX_SPECULATIVE_TOKENS), drawn.shape[1] - 1)
+        self._proposals = np.pad(drawn[:, last], ((0, 0), (1, 0)))
+
+    def reach(self, num_seqs: int) -> None:
+        """Let so many sequences be asked for."""
+        if num_seqs > self._most_seqs:
+            self._tabulate(2 * num_seqs)
 
     def parts(
-        self, num_seqs: int | Ints, num_rows: Numbers | Ints, longest: int | Ints, num_context_tokens: Numbers
-    ) -> tuple[Floats, Floats]:
-        """(what a step takes with one row a sequence, what its other rows add), [J] each."""
-        size, times = self._size(num_seqs)
-        per_seq = np.minimum(num_rows / (times * size), self._query_lens[-1])
-        right = self._right[np.minimum(per_seq.astype(np.int64), len(self._right) - 1)]
-        left_len, right_len = self._query_lens[right - 1], self._query_lens[right]
-        share = (per_seq - left_len) / (right_len - left_len)
-        base, left = self._step[size, 0], self._step[size, right - 1]
-        whole = left + share * (self._step[size, right] - left)
-        further = self._further_tokens(size, times, num_context_tokens)
-        fixed = base + self._context[size] * further
-        if self._is_captured:
-            bucket = np.minimum(np.searchsorted(self._query_lens, longest), len(self._query_lens) - 1)
-            bucket_len = np.maximum(self._query_lens[bucket], 1.5)  # one of 1 has no padding
-            # With all rows live nothing is padding.
-            fixed = fixed + self._padding[size, bucket] * (bucket_len - per_seq) / (bucket_len - 1)
-        return times * fixed, times * (whole - base + self._row_context[size] * further * (per_seq - 1))
+        self, num_seqs: int | Ints, num_rows: Numbers | Ints, longest: int | Ints, context_len: float
+    ) -> tuple[Numbers, Numbers]:
+        """(what a step takes with one row a sequence, what its other rows add).
 
-    def proposals(self, num_seqs: int | Ints, depth: int | Ints, num_context_tokens: Numbers) -> Floats:
-        """[J] what drawing `depth` proposals adds to a draft's step; 0 for none."""
-        size, times = self._size(num_seqs)
-        last = np.clip(np.asarray(depth) - 1, 0, self._proposals.shape[1] - 1)
-        further = self._further_tokens(size, times, num_context_tokens)
-        drawn = self._proposals[size, last] + last * self._context[size] * further
-        found: Floats = times * drawn * (np.asarray(depth) > 0)
-        return found
+        Args:
+            longest: most rows of one sequence.
+            context_len: context tokens of each sequence, on the average.
+        """
+        per_seq = np.minimum(num_rows / num_seqs, self._most_rows)
+        place = num_seqs * self._width
+        line = place + per_seq.astype(np.int64)
+        fixed = base = self._base[num_seqs]
+        more = self._start[line] + self._rise[line] * per_seq - base
+        further_len = context_len - self._costs.context_len
+        if further_len > 0:
+            fixed = base + further_len * self._context[num_seqs]
+            more = more + further_len * self._row_context[num_seqs] * (per_seq - 1)
+        if self._costs.is_captured:  # with all rows live nothing is padding
+            fixed = fixed + self._padding[place + longest] * (self._bucket_len[longest] - per_seq)
+        return fixed, more
 
-    def _further_tokens(self, size: Ints, times: Floats, num_context_tokens: Numbers) -> Floats:
-        """Return the keys beyond those of the measured context."""
-        further: Floats = np.maximum(num_context_tokens / times - size * self._context_len, 0)
-        return further
-
-    def _size(self, num_seqs: int | Ints) -> tuple[Ints, Floats]:
-        """(a number of sequences in the table, how many times as many there are): 1 but where it has too few."""
-        wanted = np.maximum(np.atleast_1d(num_seqs), 1)
-        size = np.minimum(wanted, len(self._step) - 1)
-        return size, wanted / size
+    def proposals(self, num_seqs: int | Ints, depth: int | Ints, context_len: float) -> Numbers:
+        """Return what drawing `depth` proposals adds to a draft's step; 0 for none."""
+        drawn: Numbers = self._proposals[num_seqs, depth]
+        further_len = context_len - self._costs.context_len
+        if further_len > 0:
+            drawn = drawn + _FURTHER_STEPS[depth] * (further_len * self._context[num_seqs])
+        return drawn
 
 
-def _by_num_seqs(costs: StepCosts, grid: Grid) -> Floats:
-    """[largest size + 1, columns] seconds, a straight line between any two sizes that were measured."""
-    sizes, values = np.array(costs.num_seqs), 1e-6 * np.array(grid, np.float64)
-    numbers = np.arange(sizes[-1] + 1)
-    return np.stack([np.interp(numbers, sizes, column) for column in values.T], axis=1)
+_FURTHER_STEPS = np.maximum(np.arange(MAX_SPECULATIVE_TOKENS + 1) - 1, 0)
+"""The single-row steps behind the first one that draw so many proposals."""
+
+
+def _by_num_seqs(costs: StepCosts, grid: Grid, num_seqs: Ints) -> Floats:
+    """[N, columns] seconds for each number of sequences: a straight line between any two sizes that were measured; more
+    than the largest take as long each."""
+    times = [np.interp(num_seqs, costs.num_seqs, column) for column in 1e-6 * np.array(grid, np.float64).T]
+    found: Floats = np.stack(times, axis=1) * np.maximum(num_seqs / costs.num_seqs[-1], 1)[:, None]
+    return found
 
 
 def _padding_us(costs: StepCosts) -> Iterator[tuple[float, ...]]:

@@ -9,7 +9,6 @@ from kimi_backend.spec_decode.acceptance import (
     AcceptancePool,
     SequenceAcceptance,
     chances,
-    factors,
 )
 
 
@@ -63,9 +62,8 @@ def test_a_sequence_starts_as_its_kind_and_becomes_itself() -> None:
     fresh, own = SequenceAcceptance(), SequenceAcceptance()
     for _ in range(40):
         own.record(3, 0)
-    found = factors([fresh, own], np.array([0.8, 0.8]))
-    assert found[0] == pytest.approx(1)
-    assert found[1] < 0.35
+    assert fresh.factor(0.8) == pytest.approx(1)
+    assert own.factor(0.8) < 0.35
 
 
 def test_what_may_be_lies_above_what_was_seen_the_less_was_seen_the_more() -> None:
@@ -98,19 +96,17 @@ def test_a_sequence_may_be_no_better_than_its_kind_unless_it_was() -> None:
     for _ in range(4):
         worse.record(1, 0)
         better.record(1, 1)
-    means = np.array([0.5, 0.5])
-    seen, highest = factors([worse, better], means), factors([worse, better], means, highest=True)
-    assert seen.tolist() == pytest.approx([0.8, 1.2], abs=0.02)
-    assert highest.tolist() == pytest.approx([1.0, 1.2], abs=0.02)
+    seen, highest = ([one.factor(0.5, highest=most) for one in (worse, better)] for most in (False, True))
+    assert seen == pytest.approx([0.8, 1.2], abs=0.02)
+    assert highest == pytest.approx([1.0, 1.2], abs=0.02)
     for _ in range(40):
         worse.record(1, 0)
-    (highest_of_many,) = factors([worse], np.array([0.5]), highest=True)
-    assert 0.4 < highest_of_many < 0.6
+    assert 0.4 < worse.factor(0.5, highest=True) < 0.6
 
 
 def test_chances_fall_by_position_and_end_with_the_limit() -> None:
-    rates = np.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5], [0.9, 0.9, 0.9]])
-    found = chances(rates, np.array([1.0, 0.5, 5.0]), np.array([2, 3, 1]))
-    assert found[0].tolist() == [0.5, 0.25, 0.0]
-    assert found[1].tolist() == [0.25, 0.0625, 0.015625]
+    rates = np.repeat([[0.5], [0.5], [0.9]], 7, axis=1)
+    found = chances(rates, [1.0, 0.5, 5.0], [2, 3, 1])
+    assert found[0].tolist() == [0.5, 0.25, *[0.0] * 5]
+    assert found[1].tolist() == [0.25, 0.0625, 0.015625, *[0.0] * 4]
     assert 0.9 < found[2, 0] < 1 and not found[2, 1:].any()

@@ -67,13 +67,13 @@ class Machine:
         num_seqs, num_rows, depth = len(own), len(own) + sum(counts), max(counts)
         num_drafting = sum(c.uses_draft for c in own) if isinstance(policy, AdaptivePolicy) else num_seqs * (depth > 0)
         target = StepShape(num_seqs, num_rows, depth + 1, 64 * num_seqs)
-        base, more = self.true._target.parts(num_seqs, num_rows, depth + 1, 64 * num_seqs)
-        target_s, draft_s, draft = float(base[0] + more[0]) * self._noise(), 0.0, None
+        target_s, draft_s, draft = float(sum(self.true._target.parts(num_seqs, num_rows, depth + 1, 64))), 0.0, None
+        target_s *= self._noise()
         if num_drafting:
             rows = num_drafting + sum(counts if self.is_overlapped else accepted)
             draft = StepShape(num_drafting, rows, depth + 1, 64 * num_drafting, depth)
             self.true._is_overlapped = self.is_overlapped
-            draft_s = float(self.true._draft_step(num_drafting, rows, depth, 64 * num_drafting)[0]) * self._noise()
+            draft_s = float(self.true._draft_step(num_drafting, rows, depth, 64)) * self._noise()
         total_s = target_s + draft_s + HOST_S + WAY_S * (draft is not None)
         if self.is_overlapped:
             total_s = target_s + max(draft_s, HOST_S) if draft else max(target_s, HOST_S)

@@ -39,6 +39,10 @@ def test_several_sequences_look_up_together() -> None:
     assert expected.share == pytest.approx(1 - 0.2 * 0.6, abs=0.02)
 
 
+def test_nothing_is_expected_where_nothing_was_looked_up() -> None:
+    assert Expected.of([seen((9, 0)), LookedUp()]) is None
+
+
 def test_matches_come_in_runs() -> None:
     """The last ten or two dozens of verifies say most of a sequence."""
     for num_without, least, most in ((8, 0.5, 0.75), (64, 0.0, 0.2)):

@@ -104,7 +104,8 @@ def test_a_captured_step_takes_what_its_shape_and_its_live_rows_cost() -> None:
     times = StepTimes(costs)
 
     def us(num_seqs: int, num_rows: int, longest: int, context: float = 0) -> float:
-        return 1e6 * float(sum(part[0] for part in times.parts(num_seqs, num_rows, longest, context)))
+        times.reach(num_seqs)
+        return 1e6 * float(sum(times.parts(num_seqs, num_rows, longest, context)))
 
     assert us(16, 16, 1) == pytest.approx(2600)
     assert us(16, 64, 4) == pytest.approx(7400)
@@ -112,6 +113,68 @@ def test_a_captured_step_takes_what_its_shape_and_its_live_rows_cost() -> None:
     assert us(16, 19, 4) == pytest.approx(1000 + 1900 + 150), "one of them has four rows"
     assert us(16, 40, 4) == pytest.approx(1000 + 4000 + 150 * 24 / 45)
     assert us(128, 128, 1) == pytest.approx(2 * us(64, 64, 1)), "more than were measured"
+
+
+def plain_step_us(costs: StepCosts, num_seqs: int, num_rows: float, longest: int, context_len: float) -> float:
+    """A step by its table, one number after another."""
+    lens, size = costs.query_lens, min(num_seqs, costs.num_seqs[-1])
+
+    def of_size(values: tuple[float, ...]) -> float:
+        return float(np.interp(size, costs.num_seqs, values))
+
+    per_seq = num_rows / num_seqs
+    us = float(np.interp(per_seq, lens, [of_size(column) for column in zip(*costs.step_us, strict=True)]))
+    further = size * max(context_len - costs.context_len, 0)
+    us += further * (of_size(costs.context_us) + of_size(costs.row_context_us) * (per_seq - 1))
+    bucket = min(length for length in lens if length >= longest)
+    padding = []
+    for n, steps, padded in zip(costs.num_seqs, costs.step_us, costs.padded_us, strict=True):
+        live = (n - 1 + bucket) / n
+        more = max(padded[lens.index(bucket)] - float(np.interp(live, lens, steps)), 0.0)
+        padding.append(more / (bucket - live) if live < bucket else 0.0)
+    us += of_size(tuple(padding)) * (bucket - per_seq) * costs.is_captured
+    return us * num_seqs / size
+
+
+def random_costs(rng: np.random.Generator, *, is_captured: bool) -> StepCosts:
+    def grid(columns: int) -> tuple[tuple[float, ...], ...]:
+        return tuple(map(tuple, rng.uniform(500, 5000, (len(SIZES), columns)).tolist()))
+
+    of_token, of_row = (tuple(rng.uniform(0, 0.3, len(SIZES)).tolist()) for _ in range(2))
+    return StepCosts(
+        num_seqs=SIZES,
+        query_lens=QUERY_LENS,
+        is_captured=is_captured,
+        context_len=64,
+        step_us=grid(len(QUERY_LENS)),
+        padded_us=grid(len(QUERY_LENS)),
+        context_us=of_token,
+        row_context_us=of_row,
+        proposals_us=grid(3),
+    )
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_many_shapes_at_once_take_what_each_takes_alone(is_captured: bool) -> None:
+    rng = np.random.default_rng(int(is_captured))
+    for _ in range(10):
+        costs = random_costs(rng, is_captured=is_captured)
+        times, context_len = StepTimes(costs), float(rng.choice([20, 64, 500]))
+        times.reach(100)
+        num_seqs, longest, depth = rng.integers(1, 101, 9), rng.integers(1, 9, (5, 1)), rng.integers(0, 8, (5, 1))
+        num_rows = num_seqs * rng.uniform(1, longest, (5, 9))
+        steps = sum(times.parts(num_seqs, num_rows, longest, context_len))
+        drawn = times.proposals(num_seqs, depth, context_len) * np.ones((5, 9))
+        for row, column in itertools.product(range(5), range(9)):
+            n, d, size = int(num_seqs[column]), int(depth[row, 0]), min(int(num_seqs[column]), SIZES[-1])
+            us = plain_step_us(costs, n, num_rows[row, column], int(longest[row, 0]), context_len)
+            assert 1e6 * steps[row, column] == pytest.approx(us)
+            of_token = float(np.interp(size, SIZES, costs.context_us)) * n * max(context_len - 64, 0)
+            last = [of_size[min(d, 3) - 1] for of_size in costs.proposals_us]
+            us = float(np.interp(size, SIZES, last)) * n / size + (d - 1) * of_token if d else 0.0
+            assert 1e6 * drawn[row, column] == pytest.approx(us)
+            alone = times.parts(n, float(num_rows[row, column]), int(longest[row, 0]), context_len)
+            assert float(sum(alone)) == steps[row, column]
 
 
 def test_costs_cross_a_border_whole_or_not_at_all() -> None:
