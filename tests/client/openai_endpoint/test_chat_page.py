@@ -169,7 +169,8 @@ def test_a_reply_streams_and_its_rounds_are_counted(page):
     assert page.evaluate("[...document.querySelectorAll('.reply .draft')].map(e => e.textContent)") == ["l"]
     assert page.evaluate("[...document.querySelectorAll('.reply .lookup')].map(e => e.textContent)") == ["lo"]
     # The first chunk is the prompt's and belongs to no round.
-    assert page.evaluate("document.querySelectorAll('#chart rect[width=\"3.8\"]').length") == 5
+    bars = "[...document.querySelectorAll('#chart rect[width=\"3.8\"]')].map(e => e.style.fill.slice(6, -1))"
+    assert page.evaluate(bars) == ["lookup", "target", "draft", "target", "target"]
     assert "seed 7" in page.evaluate("document.querySelector('.foot').textContent")
 
 
