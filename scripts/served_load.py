@@ -109,9 +109,10 @@ def serving(
         process = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True, env=environment)
     served = Served(process, ports, log)
     try:
-        if wait(served.is_ready, READY_WITHIN_S) == float("inf"):
+        wait(lambda: process.poll() is not None or served.is_ready(), READY_WITHIN_S)
+        if process.poll() is not None or not served.is_ready():
             raise TimeoutError(
-                f"the server was not ready within {READY_WITHIN_S:g} s; end of its log:\n{served.log_end()}"
+                f"the server ended or was not ready in {READY_WITHIN_S:g} s; end of its log:\n{served.log_end()}"
             )
         yield served
     finally:

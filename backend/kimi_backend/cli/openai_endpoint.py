@@ -25,6 +25,8 @@ NAMES_VARIABLE = "KIMI_OPENAI_NAMES"
 ACCESS_LOG_VARIABLE, LOG_FORMAT_VARIABLE = "KIMI_OPENAI_ACCESS_LOG", "KIMI_OPENAI_LOG_FORMAT"
 OTLP_VARIABLE = "KIMI_OPENAI_OTLP_ENDPOINT"
 """Options that a container is given as variables."""
+DRAIN_VARIABLE = "KIMI_DRAIN_TIMEOUT_S"
+"""The one setting of the server that the endpoint reads: what the others need of each other is the server's matter."""
 _STOP_SLACK_S = 25
 """The endpoint waits so much longer for its streams than the server drains."""
 
@@ -96,7 +98,7 @@ def openai_command(
         names=tuple(name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(",") if name.strip()),
         splits_thinking=split_thinking,
         has_chat_page=chat_page,
-        stop_within_s=_STOP_SLACK_S + round(ServingSettings.from_parameters({}, os.environ).drain_timeout_s),
+        stop_within_s=_STOP_SLACK_S + round(_drain_timeout_s()),
         cors_origins=tuple(cors_origin or ()),
         refuses_unknown_fields=unknown_fields is UnknownFields.REFUSE,
     )
@@ -118,6 +120,11 @@ def openai_command(
             logs_access=access_log,
             otlp_endpoint=otlp_endpoint,
         )
+
+
+def _drain_timeout_s() -> float:
+    given = {name: value for name, value in os.environ.items() if name == DRAIN_VARIABLE}
+    return ServingSettings.from_parameters({}, given).drain_timeout_s
 
 
 def _read_keys() -> "tuple[ApiKey, ...]":
