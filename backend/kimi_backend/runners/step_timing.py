@@ -269,8 +269,9 @@ def _costs(sequences: Sequences, us: dict[Shape, float], *, is_captured: bool) -
         further_us = [max(value - row[0], 0.0) for value in of_count.values()]
         drawn = np.interp(np.arange(1, most + 1), [1, *of_count], [0.0, *further_us])
         proposals.append((first_us + drawn).tolist())
+        least_us = row[0] - first_us  # no step takes less, or it was timed while others were slow
         for timed in (row, padded[-1]):
-            timed[:] = [value - first_us for value in timed]
+            timed[:] = [max(value - first_us, least_us) for value in timed]
     return StepCosts(
         num_seqs=sizes,
         query_lens=lens,

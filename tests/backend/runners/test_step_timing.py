@@ -86,6 +86,20 @@ def test_rows_have_keys_of_their_own(is_captured: bool, monkeypatch: pytest.Monk
         assert 1e6 * float(sum(parts)) == pytest.approx(expected_us, rel=1e-6)
 
 
+def test_a_step_that_was_held_up_makes_no_other_step_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first proposal's time is what one row takes longer with it: here longer than any step of more rows."""
+
+    def seconds_of(launch, device: torch.device, burst_s: float) -> float:  # type: ignore[no-untyped-def]
+        rows, num_proposals = launch.args
+        return 0.003 if (num_proposals, rows.query_lens.max()) == (1, 1) else 0.001 + 0.0002 * num_proposals
+
+    monkeypatch.setattr("kimi_backend.runners.step_timing.step_seconds", seconds_of)
+    _, draft = runner_pair(SETTING, "mla31", PlainRecorder())
+    costs = draft.measure_costs()
+    assert {value for grid in (costs.step_us, costs.padded_us) for row in grid for value in row} == {1000.0}
+    assert all(row[0] == pytest.approx(2000) for row in costs.proposals_us)
+
+
 @pytest.fixture
 def costs_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CostFile:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
