@@ -9,7 +9,7 @@ from kimi_kernels.argument_checks import refuse, require_dtype, require_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """How a step's keys are divided; made once a step and reused by every layer.
+    """The split of a step's keys over the device; made once a step and reused by every layer.
 
     Opaque to callers: `KernelSet.plan_mla_decode` makes it, `KernelSet.mla_decode` reads it.
     """

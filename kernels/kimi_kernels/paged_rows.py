@@ -60,7 +60,7 @@ class SeeingRows:
     sequence: int
     first: int
     num_keys: Sequence[int]
-    """How many keys each sees: rising, or staying."""
+    """The keys that each sees, by number: rising, or staying."""
 
 
 def seeing_rows(batch: AttentionBatch, block_size: int, row_keys: Tensor | None = None) -> Iterator[SeeingRows]:

@@ -18,7 +18,7 @@ def start_streams(client, number):
 
 
 def ends(streams):
-    """How each stream ended."""
+    """Each stream's ending: its finish reason or its error."""
     results = []
     for stream in streams:
         try:

@@ -52,7 +52,7 @@ def client(sharing_server, folder):
 
 
 def times_met(folder):
-    """How often the log says that the runners met."""
+    """Count the times that the runners met, by the log."""
     return (folder / "server.log").read_text().count(WAITS_ON_GPU)
 
 

@@ -6,7 +6,7 @@ import torch
 
 
 def chi_square_p_value(pairs: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]) -> float:
-    """How likely draws are at least so far from what was expected; rare pairs are pooled until each cell expects at
+    """The probability of draws at least so far from what was expected; rare pairs are pooled until each cell expects at
     least 5. 0 where a pair was drawn that has no probability.
 
     Args:

@@ -28,7 +28,7 @@ class CompiledKernel:
     """Registers spilled to memory, by their space."""
     shared_bytes: int
     instructions: dict[str, int]
-    """How often each SASS instruction appears, by its name up to the first dot."""
+    """The number of each SASS instruction, by its name up to the first dot."""
 
 
 def compile_for_hopper(

@@ -1,4 +1,4 @@
-"""How many tokens a round of kimi-nano emits with each of its drafts, and the references that a test holds it to.
+"""Tokens a round that kimi-nano emits with each of its drafts, and the references that a test holds it to.
 
     PYTHONPATH=tests python -m support.nano_acceptance        # measures the references anew, with the spread over seeds
 

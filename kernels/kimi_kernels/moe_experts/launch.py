@@ -1,4 +1,4 @@
-"""How the expert kernels are launched: tile shapes by the number of assignments an expert gets, grids by worst case.
+"""Launch tables of the expert kernels: tile shapes by the number of assignments an expert gets, grids by worst case.
 
 The numbers were chosen by measurement on an H100 and an H200 (docs/benchmarks_kernels.md, "Mixture of experts").
 """

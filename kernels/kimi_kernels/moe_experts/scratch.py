@@ -1,4 +1,4 @@
-"""How much device memory a call of the experts takes, its result included: a plain function, for memory plans."""
+"""The device memory that a call of the experts takes, its result included: a plain function, for memory plans."""
 
 from kimi_kernels.moe_experts.launch import FEW_ASSIGNMENTS, MAX_CHUNK, MAX_SPLITS, WIDE_COLUMNS, max_tiles
 from kimi_kernels.quantization.tiles import TILE_ROWS

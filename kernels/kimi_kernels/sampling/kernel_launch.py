@@ -79,7 +79,7 @@ class SamplingCall:
 
     @property
     def cut(self) -> dict[str, int]:
-        """How the kernels that read whole rows cut them."""
+        """The constants by which kernels that read whole rows cut them."""
         return {
             "SPLITS": self.splits.count,
             "SPLIT_COLUMNS": self.splits.columns,

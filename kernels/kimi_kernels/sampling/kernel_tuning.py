@@ -36,7 +36,7 @@ if INTERPRETED:  # small, so that tests cross every border with small vocabulari
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How rows are cut."""
+    """The cut of every row into `count` splits of `columns`."""
 
     count: int
     columns: int

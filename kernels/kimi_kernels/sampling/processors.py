@@ -97,7 +97,7 @@ def _apply_penalties(logits: Tensor, inputs: SamplingInputs, rows: SamplingRows,
 def _token_counts(
     num_columns: int, inputs: SamplingInputs, rows: SamplingRows, used: Tensor, order: ColumnOrder
 ) -> tuple[Tensor, Tensor]:
-    """How often each token stands in the output before each row's draw, and whether it stands in the prompt."""
+    """Count each token in the output before each row's draw; tell which stand in the prompt."""
     sequence = rows.sequence[used]
     counts = torch.zeros(used.numel(), num_columns, dtype=torch.int32, device=used.device)
     in_prompt = torch.zeros(used.numel(), num_columns, dtype=torch.bool, device=used.device)

@@ -77,7 +77,7 @@ def silu_down_tile(
 
 @dataclass(frozen=True, slots=True)
 class NarrowTiles:
-    """How a narrow layer's second product is cut into programs."""
+    """The cut of a narrow layer's second product into programs."""
 
     tiles: int
     row_blocks: int

@@ -41,7 +41,7 @@ class Setting:
     """None: each request's own."""
     prefix_cache: bool = True
     rounds: int = 1
-    """How often the requests are sent; later rounds hit the cache."""
+    """The times that the requests are sent; later rounds hit the cache."""
     num_requests: int = NUM_REQUESTS
 
     @property

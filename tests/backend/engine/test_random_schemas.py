@@ -62,7 +62,7 @@ def outcomes(
 
 
 def check_batch(compiler: GrammarCompiler, seed: int) -> int:
-    """How many of a batch's texts end by themselves; those fit, and all are the same for every k."""
+    """Count a batch's texts that end by themselves; those fit, and all are the same for every k."""
     draw = random.Random(seed)
     schemas = [random_schema(draw) for _ in range(BATCH)]
     for schema in schemas:

@@ -338,7 +338,7 @@ def test_nothing_is_drafted_beyond_what_the_draft_may_see(async_scheduling: bool
 
 
 def starts_of_drafted_steps(outcome: Outcome) -> Iterator[int]:
-    """How many tokens there were before each step that verified draft tokens."""
+    """Yield the number of tokens before each step that verified draft tokens."""
     length = len(outcome.request.prompt_token_ids)
     for step in outcome.steps:
         if step.num_draft_tokens:

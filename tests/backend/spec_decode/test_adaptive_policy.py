@@ -105,7 +105,7 @@ class Machine:
 
 
 def rate_at(rates: tuple[float, ...], place: int) -> float:
-    """How likely a draft token is kept when all before it were."""
+    """The probability that a draft token is kept when all before it were."""
     return rates[place] if place < len(rates) else rates[-1] * 0.71 ** (place - len(rates) + 1)
 
 

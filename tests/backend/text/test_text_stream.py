@@ -133,7 +133,7 @@ def test_each_control_token_that_shows_is_told_by_its_offset(
     stops=st.sampled_from([[], ["zz"], ["nk>a"], ["a"]]),
 )
 def test_each_tokens_text_begins_at_its_offset(pieces: list[list[int]], sizes: list[int], stops: list[str]) -> None:
-    """However the tokens are cut into pushes. A token begins where the whole text of those before it ends."""
+    """A token begins where the whole text of those before it ends, for any cut of the tokens into pushes."""
     token_ids = [token_id for piece in pieces for token_id in piece]
     stream, plain = TextStream(TOKENIZER, stops, with_offsets=True), TextStream(TOKENIZER, stops)
     offsets, num_counted, at = [], 0, 0
