@@ -2,8 +2,8 @@
 
 import torch
 
+from kimi_backend.checkpoint.canonical_tensors import CanonicalTensors
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs
-from kimi_backend.checkpoint.stored_parts import CanonicalTensors
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors, TensorSource
 from kimi_backend.checkpoint.validation import validate_draft
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig, Eagle3MlaDraftConfig

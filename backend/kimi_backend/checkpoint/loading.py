@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from kimi_backend.checkpoint.canonical_tensors import CanonicalTensors
 from kimi_backend.checkpoint.checked_tensors import CheckedTensors
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.progress import WatchedTensors, byte_progress
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.safetensors_source import SafetensorsSource
-from kimi_backend.checkpoint.stored_parts import CanonicalTensors
 from kimi_backend.checkpoint.tensor_source import TensorSource
 from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole
 from kimi_backend.checkpoint.validation import validate_draft, validate_target

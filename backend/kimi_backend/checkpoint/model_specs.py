@@ -41,7 +41,7 @@ def target_tensor_specs(config: KimiModelConfig) -> Specs:
 def draft_tensor_specs(
     config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, overrides: DraftOverrides = NO_OVERRIDES
 ) -> Specs:
-    """All tensors of a draft, under their canonical names (`stored_parts.canonical_draft_name`).
+    """All tensors of a draft, under their canonical names (`canonical_tensors.canonical_draft_name`).
 
     Args:
         overrides: those that `config` was read with: norms that the operator switched off may stay in the file.

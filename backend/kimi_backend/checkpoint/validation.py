@@ -45,7 +45,7 @@ def validate_draft(
     """Does for a draft what `validate_target` does, and checks the vocabulary maps.
 
     Args:
-        source: under canonical names (`stored_parts.CanonicalTensors`).
+        source: under canonical names (`canonical_tensors.CanonicalTensors`).
         overrides: those that `config` was read with.
     """
     specs = draft_tensor_specs(config, overrides)

@@ -1,6 +1,6 @@
 """EAGLE3 and EAGLE3.1 drafts (Li et al. 2025, arXiv 2503.01840; 3.1: arXiv 2605.09992): all but the attention.
 
-H the draft's hidden size, Ht the target's, C aux chunks; names are canonical (`checkpoint.stored_parts`).
+H the draft's hidden size, Ht the target's, C aux chunks; names are canonical (`checkpoint.canonical_tensors`).
 
 | tensor | shape | meaning |
 |---|---|---|

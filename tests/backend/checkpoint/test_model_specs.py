@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 import torch
 
+from kimi_backend.checkpoint.canonical_tensors import CanonicalTensors, canonical_draft_name
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.random_tensors import RandomTensors
-from kimi_backend.checkpoint.stored_parts import CanonicalTensors, canonical_draft_name
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
 from kimi_backend.checkpoint.tensor_spec import Specs
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
