@@ -4,27 +4,29 @@ import numpy as np
 import pytest
 
 from kimi_client import InvalidRequest, KimiClient
-from support.raw_streams import RawStream, raw_input, text_input
+from support.raw_streams import RawStream, raw_input
 from support.server_process import MAX_MODEL_LEN
-
-PROMPT = [text_input("hi")]
 
 
 def strings(name, *values):
-    return raw_input(name, np.array([values], dtype=np.object_), "BYTES")
+    """An input that the test makes: some are large, and every process collects all."""
+    return lambda: raw_input(name, np.array([values], dtype=np.object_), "BYTES")
 
 
 def ints(name, *values):
-    return raw_input(name, np.array([values], np.int32), "INT32")
+    return lambda: raw_input(name, np.array([values], np.int32), "INT32")
 
 
 def floats(name, *values):
-    return raw_input(name, np.array([values], np.float32), "FP32")
+    return lambda: raw_input(name, np.array([values], np.float32), "FP32")
 
 
 def of_shape(name, datatype, shape):
     dtype = {"INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_, "INT64": np.int64}[datatype]
-    return raw_input(name, np.ones(shape, dtype), datatype)
+    return lambda: raw_input(name, np.ones(shape, dtype), datatype)
+
+
+PROMPT = [strings("text_input", "hi")]
 
 
 BAD = [
@@ -32,8 +34,8 @@ BAD = [
     ("no prompt", [ints("max_tokens", 3)], {}, "prompt"),
     ("two prompts", [*PROMPT, ints("input_ids", 1)], {}, "prompt"),
     ("three prompts", [*PROMPT, ints("input_ids", 1), strings("messages", "[]")], {}, "prompt"),
-    ("empty text", [text_input("")], {}, "text_input"),
-    ("text not UTF-8", [text_input(b"\xff")], {}, "text_input"),
+    ("empty text", [strings("text_input", "")], {}, "text_input"),
+    ("text not UTF-8", [strings("text_input", b"\xff")], {}, "text_input"),
     ("two texts", [strings("text_input", "a", "b")], {}, "text_input"),
     ("id below the vocabulary", [ints("input_ids", -1)], {}, "prompt"),
     ("id above the vocabulary", [ints("input_ids", 10**6)], {}, "prompt"),
@@ -133,7 +135,7 @@ def neighbour(url):
 @pytest.mark.parametrize(("inputs", "parameters", "field"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_each_bad_request_is_told_what_is_wrong(url, neighbour, inputs, parameters, field):
     stream = RawStream(url)
-    stream.send("bad", inputs, parameters)
+    stream.send("bad", [make() for make in inputs], parameters)
     results, errors = stream.until_final(1)
     stream.close()
     assert not results

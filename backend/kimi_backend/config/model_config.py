@@ -234,14 +234,15 @@ def _check_quantized_modules(config: KimiModelConfig, path: str) -> None:
             for number in (0, config.n_routed_experts - 1):
                 for projection in ("gate_proj", "up_proj", "down_proj"):
                     module = f"{prefix}.mlp.experts.{number}.{projection}"
-                    if not quantization.quantizes(module):
+                    stored = quantization.stored(module)
+                    if stored.method is QuantizationMethod.NONE:
                         raise ConfigError(
                             f"{path}: quantization_config (targets, ignore) leaves {module} as it is,"
                             " expected all routed experts quantised"
                         )
-                    if quantization.stored(module) != expert:
+                    if stored != expert:
                         raise ConfigError(
-                            f"{path}: quantization_config stores {module} as {quantization.stored(module).describe()},"
+                            f"{path}: quantization_config stores {module} as {stored.describe()},"
                             f" expected all routed experts as {expert.describe()}"
                         )
         if any(stored.method is QuantizationMethod.INT4 for stored in quantization.formats):

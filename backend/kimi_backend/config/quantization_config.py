@@ -1,6 +1,7 @@
 """The formats of a checkpoint's linear layers: as they are, or one of the quantised ones; which layers in which."""
 
 import fnmatch
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -105,12 +106,19 @@ def _spellings(module: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in (module, *first) for prefix in ("", "model."))
 
 
+@functools.lru_cache(maxsize=1024)
+def _expression(pattern: str) -> regex.Pattern[str] | None:
+    if pattern.startswith("re:"):
+        return regex.compile(pattern[3:])
+    return regex.compile(fnmatch.translate(pattern)) if "*" in pattern else None
+
+
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:
     """A pattern is a regular expression after "re:", a shell pattern with "*", or a module's or its parent's name."""
-    expression = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern) if "*" in pattern else None
+    expression = _expression(pattern)
     if expression is not None:
         try:
-            return any(regex.match(expression, name, timeout=_MATCH_S) for name in names)
+            return any(expression.match(name, timeout=_MATCH_S) for name in names)
         except TimeoutError:
             raise ConfigError(
                 f"quantization_config: {pattern[:100]!r} takes more than {_MATCH_S:g} s to match"
