@@ -1,18 +1,26 @@
 """Does the adaptive choice of k ever lose? kimi-nano through the real Triton Server, on a CPU.
 
     python benchmarks/speculation_policy.py [--temperatures 0 1] [--streams 1 4 8] [--repeats 5] [--json OUT]
+    python benchmarks/speculation_policy.py --join CELL.json... [--json OUT]
 
 Three servers run side by side: one without a draft, one that drafts as many tokens as each request asks for, and one
 that chooses (`speculation_policy = adaptive`). For each temperature and number of streams the cases take turns in short
 slices, so that whatever else the machine does falls on all alike, and medians are compared. The adaptive server is
 not told of a change: it meets each new load as it comes, and its first slice, which pays for learning, is shown apart.
+The JSON is written after each load. A machine of many cores runs several loads at once, each a command of its own with
+its own cores (taskset) and --first-port; --join makes one report of theirs.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_client.load import LoadResult, run_load
@@ -59,21 +67,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--first-port", type=int, help="the first of nine in a row; else free ones are taken")
+    parser.add_argument("--join", type=Path, nargs="+", help="reports of the same command but for its loads")
     args = parser.parse_args()
-    runs = []
-    with servers_side_by_side(server_settings(args)) as servers:
-        for temperature in args.temperatures:
-            for streams in args.streams:
-                cases = [
-                    Case("no draft", servers["plain"], 0),
-                    *(Case(f"k = {k}", servers["fixed"], k) for k in args.k),
-                    Case("adaptive", servers["adaptive"], MOST_DRAFT_TOKENS),
-                ]
-                runs.append(measure(cases, temperature, streams, args))
-                print(json.dumps(runs[-1]), file=sys.stderr)
-    print(table(runs) + "\n\n" + verdict(runs))
-    if args.json:
-        args.json.write_text(json.dumps({**provenance(), "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    report: dict[str, Any] = {}
+    for report in [joined(args.join)] if args.join else reports(args):
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(table(report["runs"]) + "\n\n" + verdict(report["runs"]))
+
+
+def reports(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The report, once more after each load."""
+    report: dict[str, Any] = {**provenance(), "date": time.strftime("%Y-%m-%d %H:%M"), "runs": []}
+    with servers_side_by_side(server_settings(args), args.first_port) as servers:
+        for temperature, streams in itertools.product(args.temperatures, args.streams):
+            cases = [
+                Case("no draft", servers["plain"], 0),
+                *(Case(f"k = {k}", servers["fixed"], k) for k in args.k),
+                Case("adaptive", servers["adaptive"], MOST_DRAFT_TOKENS),
+            ]
+            report["runs"].append(measure(cases, temperature, streams, args))
+            print(json.dumps(report["runs"][-1]), file=sys.stderr)
+            yield report
+
+
+def joined(paths: Sequence[Path]) -> dict[str, Any]:
+    """One report of several, by temperature and streams."""
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    runs = sorted((run for part in parts for run in part["runs"]), key=lambda run: (run["temperature"], run["streams"]))
+    return {**parts[0], "command": [part["command"] for part in parts], "runs": runs}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Servers beside each other on one CPU, and cases that take turns on them."""
 
 import argparse
+import itertools
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.hosting.embedded_server import EmbeddedServer
+from kimi_backend.hosting.embedded_server import EmbeddedServer, ServerPorts
 from kimi_backend.hosting.settings_to_server import make_server
 
 NANO = (Path(__file__).parents[2] / "demo" / "kimi-nano").resolve()
@@ -63,14 +64,22 @@ def in_turn(cases: list[T], turn: int) -> list[T]:
 
 
 @contextmanager
-def servers_side_by_side(settings: Mapping[str, ServingSettings]) -> Iterator[dict[str, EmbeddedServer]]:
+def servers_side_by_side(
+    settings: Mapping[str, ServingSettings], first_port: int | None = None
+) -> Iterator[dict[str, EmbeddedServer]]:
     """A server for each name, all ready; stopped at the end. They start one after the other: none times its steps while
-    another one loads."""
+    another one loads.
+
+    Args:
+        first_port: the first of three in a row for each server; None: any that are free.
+    """
     started: dict[str, EmbeddedServer] = {}
+    ports = None if first_port is None else itertools.count(first_port)
     with tempfile.TemporaryDirectory(prefix="kimi_side_by_side_") as folder:
         try:
             for name, own in settings.items():
-                started[name] = make_server(own, log_file=Path(folder) / f"{name}.log")
+                own_ports = ports and ServerPorts(http=next(ports), grpc=next(ports), metrics=next(ports))
+                started[name] = make_server(own, ports=own_ports, log_file=Path(folder) / f"{name}.log")
                 started[name].start()
                 started[name].wait_until_ready()
             yield started
@@ -95,5 +104,5 @@ def provenance() -> dict[str, Any]:
     return {
         "command": sys.argv[1:],
         "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
     }

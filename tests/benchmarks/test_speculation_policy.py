@@ -1,5 +1,6 @@
 """The policy's measurement: neighbours in time are compared, and a bar that is missed is named."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from serving_suite import policy_rows
-from speculation_policy import Case
+from speculation_policy import Case, joined
 
 
 def case(*rates: float) -> Case:
@@ -46,3 +47,14 @@ def test_what_is_missed_is_named() -> None:
     said = policy_rows.verdict([run(), run(meets_bar=False, streams=8, texts_equal=False)])
     assert "MISSES the bar of 0.97 at temperature 1 x 8" in said
     assert "TEXTS DIFFER at temperature 1 x 8" in said
+
+
+def test_reports_of_one_load_each_become_one_by_load(tmp_path: Path) -> None:
+    paths = []
+    for temperature, streams in ((1.0, 1), (0.0, 8), (0.0, 4)):
+        paths.append(tmp_path / f"{temperature}_{streams}.json")
+        report = {"machine": "m", "command": [str(streams)], "runs": [run(temperature=temperature, streams=streams)]}
+        paths[-1].write_text(json.dumps(report))
+    found = joined(paths)
+    assert [(each["temperature"], each["streams"]) for each in found["runs"]] == [(0.0, 4), (0.0, 8), (1.0, 1)]
+    assert found["machine"] == "m" and found["command"] == [["1"], ["8"], ["4"]]
