@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 
 BLOCK_BYTES = 4096
 """Handed on at a time."""
@@ -47,11 +47,9 @@ class ReceiveBuffers:
         self.slot_elements = _slot_elements(size, dtype, num_blocks, two_shot)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.calls = torch.zeros(num_blocks, dtype=torch.int32, device=device)
-        early = has_dependent_launch(device)
-        self.options = {
-            "SIZE": size, "BLOCK": self.block, "SECTIONS": NUM_SECTIONS, "PDL": early, "num_warps": 8,
-            **({"launch_pdl": True} if early else {}),
-        }  # fmt: skip
+        self.options = {"SIZE": size, "BLOCK": self.block, "SECTIONS": NUM_SECTIONS, "num_warps": 8} | pdl_options(
+            device
+        )
 
 
 def new_receive_buffer(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype
 from kimi_kernels.attention_batch import AttentionBatch, check_block_table
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.mha_attention.kernel_attend import attend_kernel, merge_kernel, store_kv_kernel
 from kimi_kernels.mha_attention.op import check_mha, check_store_kv
 from kimi_kernels.quantization.plain import FP8_MAX
@@ -32,12 +32,10 @@ def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_sc
     num_kv_heads, head_dim = kv_cache.shape[3:]
     if not k.numel():
         return
-    early = has_dependent_launch(k.device)
     store_kv_kernel[(k.shape[0], 2)](
         k, v, kv_cache[0], kv_cache[1], slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         num_kv_heads, head_dim, 1.0 / kv_scale, FP8_MAX, HEADS=triton.next_power_of_2(num_kv_heads),
-        D=triton.next_power_of_2(head_dim), IS_FLOAT8=is_float8, PDL=early, num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        D=triton.next_power_of_2(head_dim), IS_FLOAT8=is_float8, num_warps=4, **pdl_options(k.device),
     )  # fmt: skip
 
 
@@ -69,19 +67,18 @@ def mha_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         part_out = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=q.device)
-    early = has_dependent_launch(q.device)
-    launch = {"launch_pdl": True} if early else {}
+    early = pdl_options(q.device)
     attend_kernel[(num_seqs * num_tiles, num_kv_heads, splits)](
         q, kv_cache[0], kv_cache[1], batch.block_table, batch.cu_seqlens_q, batch.seq_lens, out, part_out, part_lse,
         q.stride(0), q.stride(1), batch.block_table.stride(0), num_tokens, num_heads, num_kv_heads, num_tiles,
         sliding_window or 1 << 30, softmax_scale * kv_scale * math.log2(math.e), kv_scale, D=head_dim,
-        PAGE=block_size, R=tile_rows, K=TILE_KEYS, SPLITS=splits, MATH=_math_dtype(q.dtype), STAGES=3, PDL=early,
-        num_warps=8 if tile_rows == 128 else 4, num_stages=3, **launch,
+        PAGE=block_size, R=tile_rows, K=TILE_KEYS, SPLITS=splits, MATH=_math_dtype(q.dtype), STAGES=3,
+        num_warps=8 if tile_rows == 128 else 4, num_stages=3, **early,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(num_tokens * num_heads,)](
             part_out, part_lse, batch.cu_seqlens_q, out, num_seqs, num_tokens * num_heads, num_heads,
-            D=head_dim, SPLITS=splits, PDL=early, num_warps=4, **launch,
+            D=head_dim, SPLITS=splits, num_warps=4, **early,
         )  # fmt: skip
     return out
 

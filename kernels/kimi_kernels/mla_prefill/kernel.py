@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kimi_kernels.argument_checks import require, require_dtype
 from kimi_kernels.attention_batch import AttentionBatch
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.mla_prefill.kernel_attend import attend_kernel
 from kimi_kernels.mla_prefill.kernel_gather import gather_latents_kernel
 from kimi_kernels.mla_prefill.kernel_hopper_launch import Part, attend_hopper, fits_hopper
@@ -84,13 +84,11 @@ def _gather(
     latents = torch.empty(num_seqs * chunk, kv_lora_rank, dtype=out.dtype, device=out.device)
     rope_keys = torch.empty(num_seqs * chunk, rope_dim, dtype=out.dtype, device=out.device)
     out_width = out.shape[1] * out.shape[2]
-    early = has_dependent_launch(out.device)
     gather_latents_kernel[(triton.cdiv(chunk, GATHER_ROWS), num_seqs)](
         latent_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens, latents, rope_keys, out,
         batch.block_table.stride(0), start, chunk, num_seqs, out.shape[0] if start == 0 else 0, out_width, kv_scale,
         L=kv_lora_rank, P=rope_dim, PAGE=latent_cache.shape[1], K=GATHER_ROWS,
-        OUT_BLOCK=min(2048, triton.next_power_of_2(out_width)), PDL=early, num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        OUT_BLOCK=min(2048, triton.next_power_of_2(out_width)), num_warps=4, **pdl_options(out.device),
     )  # fmt: skip
     return latents, rope_keys
 
@@ -120,7 +118,6 @@ def _attend(
     (nope_dim, v_dim), rope_dim = (k_nope.shape[1], values.shape[1]), rope_keys.shape[1]
     num_heads, num_seqs = q.shape[1], batch.seq_lens.shape[0]
     num_tiles = triton.cdiv(max(1, batch.max_query_len), TILE_ROWS)
-    early = has_dependent_launch(q.device)
     attend_kernel[(num_heads, num_tiles, num_seqs)](
         q,
         TensorDescriptor.from_tensor(k_nope, [TILE_KEYS, nope_dim]),
@@ -129,8 +126,8 @@ def _attend(
         batch.cu_seqlens_q, batch.seq_lens, part.state_out, part.state_lse, out, q.stride(0), q.stride(1), part.start,
         part.chunk, num_seqs, num_heads, num_tiles, softmax_scale * math.log2(math.e),
         P=nope_dim, Q=rope_dim, V=v_dim, R=TILE_ROWS, K=TILE_KEYS, FIRST=part.is_first, LAST=part.is_last,
-        MATH=_math_dtype(q.dtype), STAGES=ATTEND_STAGES, PDL=early, num_warps=ATTEND_WARPS, num_stages=ATTEND_STAGES,
-        **({"launch_pdl": True} if early else {}),
+        MATH=_math_dtype(q.dtype), STAGES=ATTEND_STAGES, num_warps=ATTEND_WARPS, num_stages=ATTEND_STAGES,
+        **pdl_options(q.device),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.mla_query.op import check_query
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
 
@@ -87,12 +87,11 @@ def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, inter
     if out.numel():
         rows = min(MOST_ROWS, max(16, triton.next_power_of_2(num_tokens)))
         columns = min(COLUMNS, max(16, triton.next_power_of_2(latent)))
-        early = has_dependent_launch(q.device)
         column_tiles = triton.cdiv(latent, columns)
         mla_query_kernel[(num_heads, column_tiles, triton.cdiv(num_tokens, rows))](
             q, w_uk, cos_sin, positions, out, num_tokens, q.stride(0), q.stride(1), num_heads, nope, latent,
             rope // 2, INTERLEAVED=interleaved, ROWS=rows, COLUMNS=columns,
-            NOPE=max(16, triton.next_power_of_2(nope)), PAIRS=triton.next_power_of_2(rope // 2), PDL=early,
-            num_warps=4, **({"launch_pdl": True} if early else {}),
+            NOPE=max(16, triton.next_power_of_2(nope)), PAIRS=triton.next_power_of_2(rope // 2), num_warps=4,
+            **pdl_options(q.device),
         )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.moe_experts.kernel_sum import assignment_arguments, sum_of_assignments
 from kimi_kernels.moe_experts.op import Terms
 from kimi_kernels.rms_norm.op import check_add, check_chunks, check_concat, check_norm
@@ -177,6 +177,4 @@ def _norm_chunks(x: Tensor, weights: Tensor, eps: float) -> Tensor:
 
 def _options(width: int, device: torch.device) -> dict[str, int | bool]:
     block = triton.next_power_of_2(width)
-    early = has_dependent_launch(device)
-    options: dict[str, int | bool] = {"BLOCK": block, "PDL": early, "num_warps": min(16, max(1, block // 512))}
-    return options | {"launch_pdl": True} if early else options
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 512)), **pdl_options(device)}

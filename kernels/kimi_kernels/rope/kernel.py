@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.rope.op import check_rope
 
 HEADS_A_PROGRAM = 16
@@ -76,10 +76,9 @@ def rope(x: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Te
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         heads = min(HEADS_A_PROGRAM, triton.next_power_of_2(num_heads))
-        early = has_dependent_launch(x.device)
         rope_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
             x, cos_sin, positions, out, x.stride(0), x.stride(1), num_heads, width // 2, INTERLEAVED=interleaved,
-            PAIRS=triton.next_power_of_2(width // 2), HEADS=heads, PDL=early, num_warps=4 if heads > 4 else 1,
-            **({"launch_pdl": True} if early else {}),
+            PAIRS=triton.next_power_of_2(width // 2), HEADS=heads, num_warps=4 if heads > 4 else 1,
+            **pdl_options(x.device),
         )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.silu_mul.op import check_gate_up
 
 MAX_BLOCK = 2048
@@ -39,9 +39,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(num_tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         block = min(MAX_BLOCK, triton.next_power_of_2(width))
-        early = has_dependent_launch(gate_up.device)
         silu_mul_kernel[(num_tokens, triton.cdiv(width, block))](
-            gate_up, out, gate_up.stride(0), width, BLOCK=block, PDL=early, num_warps=min(8, max(1, block // 256)),
-            **({"launch_pdl": True} if early else {}),
+            gate_up, out, gate_up.stride(0), width, BLOCK=block, num_warps=min(8, max(1, block // 256)),
+            **pdl_options(gate_up.device),
         )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.dependent_launch import pdl_options
 from kimi_kernels.quantization.plain import FP8_MAX
 from kimi_kernels.rope.kernel import load_pairs, store_pairs
 from kimi_kernels.store_latent.op import check_store_latent
@@ -94,11 +94,9 @@ def store_latent(
     if not num_tokens:
         return
     tokens = 4 if num_tokens > MANY_TOKENS else 1
-    early = has_dependent_launch(kv_a.device)
     store_latent_kernel[(triton.cdiv(num_tokens, tokens),)](
         kv_a, norm_weight, cos_sin, positions, latent_cache, slot_mapping, num_tokens, kv_a.stride(0), width,
         rope_dim // 2, eps, 1.0 / kv_scale, FP8_MAX if latent_cache.itemsize == 1 else float("inf"),
         TOKENS=tokens, WIDTH=triton.next_power_of_2(width), PAIRS=triton.next_power_of_2(rope_dim // 2),
-        INTERLEAVED=interleaved, PDL=early, num_warps=4 if tokens > 1 else 2,
-        **({"launch_pdl": True} if early else {}),
+        INTERLEAVED=interleaved, num_warps=4 if tokens > 1 else 2, **pdl_options(kv_a.device),
     )  # fmt: skip
