@@ -1,7 +1,6 @@
 """Launches of the expert kernels: one function a kernel, each with the scratch it needs."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -60,6 +59,9 @@ class Layer:
             "PORTABLE": is_portable,
         }
         self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
+        self.tall_flags = {"KIND": kind, "STAGES": TALL_STAGES, "WARPS": TALL_WARPS, "num_warps": TALL_WARPS}
+        self.gate_up_sizes = self.intermediate_size, self.gate_up_row_tiles, self.gate_up_steps
+        self.down_sizes = self.intermediate_size, self.hidden_size, self.down_row_tiles, self.down_steps
         # They wait for the kernel before, which lets them start as it ends and no sooner: programs that wait for long
         # crowd onto the multiprocessors that are free first.
         self.early = pdl_options(x.device) if may_start_early(self.down_steps) else {"PDL": False}
@@ -81,37 +83,23 @@ def gate_up_few(layer: Layer, launch: FewLaunch) -> Tensor:
     """[assignments, intermediate_size] activations of unsorted assignments."""
     hidden = layer.empty(layer.num_assignments, layer.intermediate_size)
     num_programs = layer.num_assignments * layer.gate_up_row_tiles * launch.splits
+    partials = layer.empty(num_programs * TILE_ROWS if launch.splits > 1 else 0, dtype=torch.float32)
     gate_up_unsorted_kernel[(num_programs,)](
-        layer.x,
-        layer.gate_up,
-        layer.gate_up_scales,
-        hidden,
-        layer.empty(num_programs * TILE_ROWS if launch.splits > 1 else 0, dtype=torch.float32),
-        layer.arrivals,
-        layer.topk_ids,
-        layer.x.stride(0),
-        layer.top_k,
-        layer.first_expert,
-        layer.num_experts,
-        layer.hidden_size,
-        layer.intermediate_size,
-        layer.gate_up_row_tiles,
-        layer.gate_up_steps,
-        COLUMNS=FEW_COLUMNS,
-        STAGES=launch.gate_up_stages,
-        SPLITS=launch.splits,
-        **layer.gate_up_flags,
-        **layer.early,
-    )
+        layer.x, layer.gate_up, layer.gate_up_scales, hidden, partials, layer.arrivals, layer.topk_ids,
+        layer.x.stride(0), layer.top_k, layer.first_expert, layer.num_experts, layer.hidden_size, *layer.gate_up_sizes,
+        COLUMNS=FEW_COLUMNS, STAGES=launch.gate_up_stages, SPLITS=launch.splits, **layer.gate_up_flags, **layer.early,
+    )  # fmt: skip
     return hidden
 
 
 def down_few(layer: Layer, launch: FewLaunch, hidden: Tensor) -> Tensor:
     """[assignments, hidden_size] products of unsorted assignments; rows of experts held elsewhere are not written."""
-    constants = {"COLUMNS": FEW_COLUMNS, "STAGES": launch.down_stages, "SCALE_WEIGHTS": False}
+    products = layer.empty(layer.num_assignments, layer.hidden_size)
     resident_steps = layer.down_steps if layer.down_steps <= RESIDENT_STEPS else 0
     tiles_a_group = launch.down_tiles_a_group if resident_steps else 1
-    return _down(layer, None, tiles_a_group, hidden, constants | {"RESIDENT_STEPS": resident_steps})
+    constants = {"COLUMNS": FEW_COLUMNS, "STAGES": launch.down_stages, "SCALE_WEIGHTS": False}
+    _down(layer, None, tiles_a_group, resident_steps, hidden, products, constants)
+    return products
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +109,10 @@ class Order:
     entries: Tensor
     assignments: Tensor
     num_tiles: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.entries, self.assignments, self.num_tiles
 
 
 def sort_assignments(layer: Layer, columns: int) -> Order:
@@ -135,135 +127,62 @@ def sort_assignments(layer: Layer, columns: int) -> Order:
     shape = {"CHUNK": chunk, "BINS": bins, "num_warps": 4, **layer.early}
     if num_chunks > 1:
         count_kernel[(num_chunks,)](layer.topk_ids, counts, *sizes, **shape)
+    order = Order(entries, assignments, num_tiles)
     place_kernel[(num_chunks,)](
-        layer.topk_ids,
-        counts,
-        entries,
-        assignments,
-        num_tiles,
-        *sizes,
-        num_chunks,
-        COLUMNS=columns,
-        SINGLE=num_chunks == 1,
-        **shape,
+        layer.topk_ids, counts, *order.tensors, *sizes, num_chunks, COLUMNS=columns, SINGLE=num_chunks == 1, **shape
     )
-    return Order(entries, assignments, num_tiles)
+    return order
 
 
 def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
     """[assignments, intermediate_size] activations; rows of experts held elsewhere are not written."""
     hidden = layer.empty(layer.num_assignments, layer.intermediate_size)
+    tensors = (layer.x, layer.gate_up, layer.gate_up_scales, hidden, *order.tensors, layer.x.stride(0), layer.top_k)
     if launch.gate_up_tall_rows:
-        return _gate_up_tall(layer, launch, order, hidden)
-    gate_up_sorted_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
-        layer.x,
-        layer.gate_up,
-        layer.gate_up_scales,
-        hidden,
-        order.entries,
-        order.assignments,
-        order.num_tiles,
-        layer.x.stride(0),
-        layer.top_k,
-        layer.hidden_size,
-        layer.intermediate_size,
-        layer.gate_up_row_tiles,
-        layer.gate_up_steps,
-        COLUMNS=launch.columns,
-        STAGES=launch.stages,
-        SCALE_WEIGHTS=launch.scale_weights,
-        **layer.gate_up_flags,
-        **layer.early,
-    )
-    return hidden
-
-
-def _gate_up_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
-    num_groups = layer.gate_up_row_tiles * TILE_ROWS // launch.gate_up_tall_rows
-    gate_up_tall_kernel[(order.entries.numel() * num_groups,)](
-        layer.x,
-        layer.gate_up,
-        layer.gate_up_scales,
-        hidden,
-        order.entries,
-        order.assignments,
-        order.num_tiles,
-        layer.x.stride(0),
-        layer.top_k,
-        layer.intermediate_size,
-        layer.gate_up_row_tiles,
-        layer.gate_up_steps,
-        KIND=layer.gate_up_flags["KIND"],
-        COLUMNS=launch.columns,
-        ROWS=launch.gate_up_tall_rows,
-        STAGES=TALL_STAGES,
-        WARPS=TALL_WARPS,
-        num_warps=TALL_WARPS,
-    )
+        num_groups = layer.gate_up_row_tiles * TILE_ROWS // launch.gate_up_tall_rows
+        gate_up_tall_kernel[(order.entries.numel() * num_groups,)](
+            *tensors, *layer.gate_up_sizes, COLUMNS=launch.columns, ROWS=launch.gate_up_tall_rows, **layer.tall_flags
+        )
+    else:
+        gate_up_sorted_kernel[(order.entries.numel() * layer.gate_up_row_tiles,)](
+            *tensors, layer.hidden_size, *layer.gate_up_sizes, **launch.constants, **layer.gate_up_flags, **layer.early
+        )
     return hidden
 
 
 def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
     """[assignments, hidden_size] products; rows of experts held elsewhere are not written."""
-    if launch.down_tall_rows:
-        return _down_tall(layer, launch, order, hidden, layer.empty(layer.num_assignments, layer.hidden_size))
-    constants = {"COLUMNS": launch.columns, "STAGES": launch.stages, "SCALE_WEIGHTS": launch.scale_weights}
-    resident_steps = layer.down_steps if launch.resident else 0
-    return _down(layer, order, launch.tiles_a_group, hidden, constants | {"RESIDENT_STEPS": resident_steps})
-
-
-def _down(layer: Layer, order: Order | None, tiles_a_group: int, hidden: Tensor, constants: dict[str, Any]) -> Tensor:
-    """order: of the tiles; None where each is an assignment."""
     products = layer.empty(layer.num_assignments, layer.hidden_size)
+    if launch.down_tall_rows:
+        num_groups = layer.down_row_tiles * TILE_ROWS // launch.down_tall_rows
+        down_tall_kernel[(order.entries.numel() * num_groups,)](
+            hidden, layer.down, layer.down_scales, products, *order.tensors, *layer.down_sizes,
+            COLUMNS=launch.columns, ROWS=launch.down_tall_rows, **layer.tall_flags,
+        )  # fmt: skip
+    else:
+        resident_steps = layer.down_steps if launch.resident else 0
+        _down(layer, order, launch.tiles_a_group, resident_steps, hidden, products, launch.constants)
+    return products
+
+
+def _down(
+    layer: Layer,
+    order: Order | None,
+    tiles_a_group: int,
+    resident_steps: int,
+    hidden: Tensor,
+    products: Tensor,
+    constants: dict[str, int],
+) -> None:
+    """order: of the tiles; None where each is an assignment."""
     num_groups = triton.cdiv(layer.down_row_tiles, tiles_a_group)
     ids = layer.topk_ids
     num_tiles = layer.num_assignments if order is None else order.entries.numel()
-    tiles = (ids, ids, ids) if order is None else (order.entries, order.assignments, order.num_tiles)
     down_sorted_kernel[(num_tiles * num_groups,)](
-        hidden,
-        layer.down,
-        layer.down_scales,
-        products,
-        *tiles,
-        ids,
-        layer.first_expert,
-        layer.num_experts,
-        layer.intermediate_size,
-        layer.hidden_size,
-        layer.down_row_tiles,
-        layer.down_steps,
-        num_groups,
-        tiles_a_group,
-        SORTED=order is not None,
-        **constants,
-        **layer.down_flags,
-        **layer.early,
-    )
-    return products
-
-
-def _down_tall(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor, products: Tensor) -> Tensor:
-    num_groups = layer.down_row_tiles * TILE_ROWS // launch.down_tall_rows
-    down_tall_kernel[(order.entries.numel() * num_groups,)](
-        hidden,
-        layer.down,
-        layer.down_scales,
-        products,
-        order.entries,
-        order.assignments,
-        order.num_tiles,
-        layer.intermediate_size,
-        layer.hidden_size,
-        layer.down_row_tiles,
-        layer.down_steps,
-        KIND=layer.gate_up_flags["KIND"],
-        COLUMNS=launch.columns,
-        ROWS=launch.down_tall_rows,
-        STAGES=TALL_STAGES,
-        WARPS=TALL_WARPS,
-        num_warps=TALL_WARPS,
-    )
-    return products
+        hidden, layer.down, layer.down_scales, products, *((ids, ids, ids) if order is None else order.tensors), ids,
+        layer.first_expert, layer.num_experts, *layer.down_sizes, num_groups, tiles_a_group, SORTED=order is not None,
+        RESIDENT_STEPS=resident_steps, **constants, **layer.down_flags, **layer.early,
+    )  # fmt: skip
 
 
 def expert_outputs(layer: Layer, outputs: Tensor) -> ExpertOutputs:

@@ -55,6 +55,10 @@ class SortedLaunch:
     """Rows of the weight a program of `kernel_tall` takes, 128 or 256; 0: the plain kernel runs."""
     down_tall_rows: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"COLUMNS": self.columns, "STAGES": self.stages, "SCALE_WEIGHTS": self.scale_weights}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TallShapes:
