@@ -64,7 +64,7 @@ class Router:
     logits: Tensor
     """[T, experts] float32, columns contiguous."""
     bias: Tensor | None
-    slots: Tensor | None
+    slot_mapping: Tensor | None = None
     top_k: int
     num_groups: int
     topk_groups: int
@@ -100,54 +100,18 @@ class Router:
         }
 
 
-def router(
-    router_logits: Tensor,
-    correction_bias: Tensor,
-    *,
-    top_k: int,
-    num_groups: int,
-    topk_groups: int,
-    renormalize: bool,
-    scaling_factor: float,
-    slot_mapping: Tensor | None = None,
-) -> Router:
-    """The router of `RouteExperts`."""
-    check_router(router_logits, correction_bias, top_k, num_groups, topk_groups, slot_mapping)
-    return Router(
-        logits=_by_rows(router_logits),
-        bias=correction_bias.contiguous(),
-        slots=slot_mapping,
-        top_k=top_k,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        renormalize=renormalize,
-        scaling_factor=scaling_factor,
-        scores=sigmoid_scores,
-    )
+def router(router_logits: Tensor, correction_bias: Tensor, **settings: Any) -> Router:
+    """The router of `RouteExperts`, whose settings these are."""
+    by = Router(logits=_by_rows(router_logits), bias=correction_bias.contiguous(), scores=sigmoid_scores, **settings)
+    check_router(router_logits, correction_bias, by.top_k, by.num_groups, by.topk_groups, by.slot_mapping)
+    return by
 
 
-def plain_router(
-    router_logits: Tensor,
-    scores: Any,
-    *,
-    top_k: int,
-    renormalize: bool,
-    scaling_factor: float,
-    slot_mapping: Tensor | None = None,
-) -> Router:
+def plain_router(router_logits: Tensor, scores: Any, **settings: Any) -> Router:
     """A router by other scores, without bias and groups."""
-    check_logits(router_logits, slot_mapping)
-    return Router(
-        logits=_by_rows(router_logits),
-        bias=None,
-        slots=slot_mapping,
-        top_k=top_k,
-        num_groups=1,
-        topk_groups=1,
-        renormalize=renormalize,
-        scaling_factor=scaling_factor,
-        scores=scores,
-    )
+    by = Router(logits=_by_rows(router_logits), bias=None, scores=scores, num_groups=1, topk_groups=1, **settings)
+    check_logits(router_logits, by.slot_mapping)
+    return by
 
 
 def route(by: Router) -> tuple[Tensor, Tensor]:
@@ -155,7 +119,7 @@ def route(by: Router) -> tuple[Tensor, Tensor]:
     topk_ids, topk_weights = by.new_routing()
     if len(topk_ids):
         route_kernel[(len(topk_ids),)](
-            by.logits, by.bias, topk_ids, topk_weights, by.slots, *by.sizes, **by.constants, num_warps=1,
+            by.logits, by.bias, topk_ids, topk_weights, by.slot_mapping, *by.sizes, **by.constants, num_warps=1,
             **pdl_options(topk_ids.device),
         )  # fmt: skip
     return topk_ids, topk_weights
@@ -167,4 +131,4 @@ def route_experts(router_logits: Tensor, correction_bias: Tensor, **settings: An
 
 
 def _by_rows(logits: Tensor) -> Tensor:
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+    return logits if logits.stride()[-1:] == (1,) else logits.contiguous()

@@ -98,8 +98,8 @@ def routed_beside(
     topk_ids, topk_weights = by.new_routing()
     out = torch.empty(num_tokens, weight.out_features, dtype=dtype, device=gate_up.device)
     route_silu_down_kernel[(num_tokens + cut.tiles * cut.row_blocks,)](
-        by.logits, by.bias, topk_ids, topk_weights, by.slots, gate_up, weight.tensors[0], out, *by.sizes, num_tokens,
-        gate_up.stride(0), weight.in_features, weight.out_features, cut.tiles, **by.constants, **cut.constants,
-        num_warps=4, **pdl_options(out.device),
+        by.logits, by.bias, topk_ids, topk_weights, by.slot_mapping, gate_up, weight.tensors[0], out, *by.sizes,
+        num_tokens, gate_up.stride(0), weight.in_features, weight.out_features, cut.tiles, **by.constants,
+        **cut.constants, num_warps=4, **pdl_options(out.device),
     )  # fmt: skip
     return topk_ids, topk_weights, out
