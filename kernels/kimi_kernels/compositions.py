@@ -5,14 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_kernels import signatures as op
 from kimi_kernels.argument_checks import require_shape
 from kimi_kernels.attention_batch import AttentionBatch
-from kimi_kernels.mla_prefill.op import check_prefill
+from kimi_kernels.linear.op import Linear, PerHeadLinear
+from kimi_kernels.mla_decode.op import MlaDecode, MlaValues
+from kimi_kernels.mla_prefill.op import MlaPrefill, check_prefill
+from kimi_kernels.mla_query.op import MlaQuery
+from kimi_kernels.moe_route.op import RouteExperts, RouteSiluDown
+from kimi_kernels.rms_norm.op import RmsNorm
+from kimi_kernels.rope.op import Rope
+from kimi_kernels.silu_mul.op import SiluDown, SiluMul
+from kimi_kernels.store_latent.op import NormStoreLatent, StoreLatent
 from kimi_kernels.weights import PackedWeight
 
 
-def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.MlaQuery:
+def composed_mla_query(per_head_linear: PerHeadLinear, rope: Rope) -> MlaQuery:
     """`MlaQuery`."""
 
     def mla_query(q: Tensor, w_uk: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -22,7 +29,7 @@ def composed_mla_query(per_head_linear: op.PerHeadLinear, rope: op.Rope) -> op.M
     return mla_query
 
 
-def composed_silu_down(silu_mul: op.SiluMul, linear: op.Linear) -> op.SiluDown:
+def composed_silu_down(silu_mul: SiluMul, linear: Linear) -> SiluDown:
     """`SiluDown`."""
 
     def silu_down(gate_up: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -31,7 +38,7 @@ def composed_silu_down(silu_mul: op.SiluMul, linear: op.Linear) -> op.SiluDown:
     return silu_down
 
 
-def composed_norm_store_latent(rms_norm: op.RmsNorm, store_latent: op.StoreLatent) -> op.NormStoreLatent:
+def composed_norm_store_latent(rms_norm: RmsNorm, store_latent: StoreLatent) -> NormStoreLatent:
     """`NormStoreLatent`."""
 
     def norm_store_latent(
@@ -55,7 +62,7 @@ def composed_norm_store_latent(rms_norm: op.RmsNorm, store_latent: op.StoreLaten
     return norm_store_latent
 
 
-def composed_route_silu_down(route_experts: op.RouteExperts, silu_down: op.SiluDown) -> op.RouteSiluDown:
+def composed_route_silu_down(route_experts: RouteExperts, silu_down: SiluDown) -> RouteSiluDown:
     """`RouteSiluDown`."""
 
     def route_silu_down(
@@ -72,7 +79,7 @@ def composed_route_silu_down(route_experts: op.RouteExperts, silu_down: op.SiluD
     return route_silu_down
 
 
-def composed_mla_values(mla_decode: op.MlaDecode, per_head_linear: op.PerHeadLinear) -> op.MlaValues:
+def composed_mla_values(mla_decode: MlaDecode, per_head_linear: PerHeadLinear) -> MlaValues:
     """`MlaValues`."""
 
     def mla_values(
@@ -89,7 +96,7 @@ def composed_mla_values(mla_decode: op.MlaDecode, per_head_linear: op.PerHeadLin
     return mla_values
 
 
-def composed_mla_prefill(per_head_linear: op.PerHeadLinear, mla_values: op.MlaValues) -> op.MlaPrefill:
+def composed_mla_prefill(per_head_linear: PerHeadLinear, mla_values: MlaValues) -> MlaPrefill:
     """`MlaPrefill` in the absorbed form, of a set that absorbs every row."""
 
     def mla_prefill(

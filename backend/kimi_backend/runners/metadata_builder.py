@@ -24,7 +24,7 @@ class MetadataBuilder:
     """Heads of this rank that a decode plan is made for; None for a model without MLA, whose attention takes rows of
     any query length in one batch."""
     split_tokens: int = 0
-    """See `kimi_kernels.signatures.PlanMlaDecode`."""
+    """See `kimi_kernels.mla_decode.op.PlanMlaDecode`."""
 
     def build(
         self,

@@ -65,7 +65,7 @@ class Options(TypedDict, total=False):
     """The options that either runner may be given by name."""
 
     split_tokens: int
-    """See `kimi_kernels.signatures.PlanMlaDecode`."""
+    """See `kimi_kernels.mla_decode.op.PlanMlaDecode`."""
     synthetic_parts: tuple[str, ...]
     """The parts that the description says are not real."""
     aux_buffer: AuxBuffer | None

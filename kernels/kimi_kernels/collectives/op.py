@@ -38,7 +38,7 @@ class AllReduceNorm(Protocol):
     def __call__(
         self, x: Terms, residual: Tensor, weight: Tensor, eps: float, second: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Do an all-reduce, then `kimi_kernels.signatures.AddRmsNorm`; a row's squares may be added in another order.
+        """Do an all-reduce, then `kimi_kernels.rms_norm.op.AddRmsNorm`; a row's squares may be added in another order.
 
         Args:
             x, residual: [T, H], of residual the columns contiguous. weight: [H].
