@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float
+from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
 from kimi_kernels.weights import MXFP4_GROUP_SIZE, Mxfp4Weight
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,8 +22,7 @@ def check_mxfp4(weight: Mxfp4Weight) -> None:
     require_dtype("scales", weight.scales, torch.uint8)
     in_features = weight.codes.shape[-1] * 2
     require(in_features % MXFP4_GROUP_SIZE == 0, "codes", f"{in_features} columns", f"a multiple of {MXFP4_GROUP_SIZE}")
-    expected = [*weight.codes.shape[:-1], in_features // MXFP4_GROUP_SIZE]
-    require(list(weight.scales.shape) == expected, "scales", f"shape {list(weight.scales.shape)}", str(expected))
+    require_shape("scales", weight.scales, *weight.codes.shape[:-1], in_features // MXFP4_GROUP_SIZE)
 
 
 def dequantize_mxfp4(weight: Mxfp4Weight) -> Tensor:
@@ -37,7 +36,7 @@ def dequantize_mxfp4(weight: Mxfp4Weight) -> Tensor:
     check_mxfp4(weight)
     values = torch.tensor([sign * value for sign in (1, -1) for value in E2M1_VALUES], device=weight.codes.device)
     codes = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(-2)
-    grouped = _groups(values[codes.int()], MXFP4_GROUP_SIZE)
+    grouped = split_last(values[codes.int()], MXFP4_GROUP_SIZE)
     scales = torch.ldexp(torch.ones_like(weight.scales, dtype=torch.float32), weight.scales.int() - SCALE_BIAS)
     scales = torch.where(weight.scales == SCALE_NAN, torch.nan, scales)
     return (grouped * scales.unsqueeze(-1)).flatten(-2)
@@ -54,7 +53,7 @@ def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:
     require(
         in_features % MXFP4_GROUP_SIZE == 0, "weight", f"{in_features} columns", f"a multiple of {MXFP4_GROUP_SIZE}"
     )
-    grouped = _groups(weight.float(), MXFP4_GROUP_SIZE)
+    grouped = split_last(weight.float(), MXFP4_GROUP_SIZE)
     # frexp's mantissa is in [0.5, 1): its exponent is one more than that of the leading bit.
     exponents = torch.frexp(grouped.abs().amax(dim=-1)).exponent - 1 - _LARGEST_EXPONENT
     exponents = exponents.clamp(-SCALE_BIAS, SCALE_BIAS)
@@ -63,10 +62,10 @@ def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:
     middles = middles.to(weight.device)
     below, above = (torch.bucketize(scaled.abs(), middles, right=right) for right in (False, True))
     codes = torch.where(below % 2 == 1, above, below) + 8 * torch.signbit(scaled)
-    pairs = _groups(codes.to(torch.uint8).flatten(-2), 2)
+    pairs = split_last(codes.to(torch.uint8).flatten(-2), 2)
     return Mxfp4Weight(codes=pairs[..., 0] | pairs[..., 1] << 4, scales=(exponents + SCALE_BIAS).to(torch.uint8))
 
 
-def _groups(x: Tensor, size: int) -> Tensor:
+def split_last(x: Tensor, size: int) -> Tensor:
     """[..., n] -> [..., n / size, size]."""
     return x.reshape(*x.shape[:-1], -1, size)

@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float
-from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4
+from kimi_kernels.argument_checks import require, require_dtype, require_float, require_shape
+from kimi_kernels.quantization.mxfp4 import dequantize_mxfp4, split_last
 from kimi_kernels.weights import FP8_BLOCK_SIZE, INT4_GROUP_SIZE, Fp8Weight, Int4Weight, Mxfp4Weight, Weight
 
 NIBBLES_PER_WORD = 8
@@ -16,6 +16,27 @@ INT4_MIN = -8
 INT4_MAX = 7
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
+
+
+def check_int4(weight: Int4Weight) -> None:
+    """Raises ValueError: a dtype is wrong, or the scales do not fit the packed words and the group size."""
+    require_dtype("packed", weight.packed, torch.int32)
+    require_float("scales", weight.scales)
+    *leading, in_features = weight.shape
+    _check_group_size(weight.group_size, in_features)
+    require_shape("scales", weight.scales, *leading, in_features // weight.group_size)
+
+
+def _check_group_size(group_size: int, in_features: int) -> None:
+    is_divisor = group_size > 0 and in_features % group_size == 0
+    require(is_divisor, "group_size", group_size, f"a divisor of in_features {in_features}")
+
+
+def check_fp8(weight: Fp8Weight) -> None:
+    """Raises ValueError: a dtype is wrong, or the scales do not fit the values and the block size."""
+    require_dtype("values", weight.values, torch.float8_e4m3fn)
+    require_float("scales", weight.scales)
+    require_shape("scales", weight.scales, *_block_grid(weight.shape, weight.block_size))
 
 
 def dequantize(weight: Weight) -> Tensor:
@@ -42,7 +63,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     require(codes.shape[-1] % NIBBLES_PER_WORD == 0, "codes", f"{codes.shape[-1]} columns", "a multiple of 8")
     if codes.numel() and (int(codes.min()) < INT4_MIN or int(codes.max()) > INT4_MAX):
         raise ValueError(f"codes: got values {int(codes.min())} to {int(codes.max())}, expected -8 to 7")
-    nibbles = _split_last(codes.to(torch.int64) + INT4_OFFSET, NIBBLES_PER_WORD)
+    nibbles = split_last(codes.to(torch.int64) + INT4_OFFSET, NIBBLES_PER_WORD)
     words = (nibbles << _nibble_shifts(torch.int64, codes.device)).sum(dim=-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -66,20 +87,10 @@ def dequantize_int4(weight: Int4Weight) -> Tensor:
     Returns:
         [..., out_features, in_features] float32.
     Raises:
-        ValueError: the scales do not fit the packed words and the group size.
+        ValueError: as `check_int4`.
     """
-    codes = unpack_nibbles(weight.packed)
-    require_float("scales", weight.scales)
-    in_features = codes.shape[-1]
-    require(
-        weight.group_size > 0 and in_features % weight.group_size == 0,
-        "group_size",
-        weight.group_size,
-        f"a divisor of in_features {in_features}",
-    )
-    expected = [*codes.shape[:-1], in_features // weight.group_size]
-    require(list(weight.scales.shape) == expected, "scales", f"shape {list(weight.scales.shape)}", str(expected))
-    grouped = _split_last(codes.float(), weight.group_size)
+    check_int4(weight)
+    grouped = split_last(unpack_nibbles(weight.packed).float(), weight.group_size)
     return (grouped * weight.scales.float().unsqueeze(-1)).flatten(-2)
 
 
@@ -92,14 +103,8 @@ def quantize_int4(
         weight: [..., out_features, in_features], in_features a multiple of 8 and of group_size.
     """
     require_float("weight", weight)
-    in_features = weight.shape[-1]
-    require(
-        group_size > 0 and in_features % group_size == 0,
-        "group_size",
-        group_size,
-        f"a divisor of in_features {in_features}",
-    )
-    grouped = _split_last(weight.float(), group_size)
+    _check_group_size(group_size, weight.shape[-1])
+    grouped = split_last(weight.float(), group_size)
     largest = grouped.abs().amax(dim=-1)
     steps = (INT4_MAX - INT4_MIN) / 2
     scales = torch.where(largest > 0, largest / steps, torch.ones_like(largest)).to(scale_dtype)
@@ -113,12 +118,9 @@ def dequantize_fp8(weight: Fp8Weight) -> Tensor:
     Returns:
         [..., out_features, in_features] float32.
     Raises:
-        ValueError: the scales do not fit the values and the block size.
+        ValueError: as `check_fp8`.
     """
-    require_dtype("values", weight.values, torch.float8_e4m3fn)
-    require_float("scales", weight.scales)
-    expected = _block_grid(weight.values.shape, weight.block_size)
-    require(list(weight.scales.shape) == expected, "scales", f"shape {list(weight.scales.shape)}", str(expected))
+    check_fp8(weight)
     return weight.values.float() * _expand_blocks(weight.scales.float(), weight.values.shape, weight.block_size)
 
 
@@ -139,11 +141,6 @@ def quantize_fp8(weight: Tensor, block_size: int = FP8_BLOCK_SIZE) -> Fp8Weight:
     scales = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
     values = (plain / _expand_blocks(scales, plain.shape, block_size)).clamp(-FP8_MAX, FP8_MAX)
     return Fp8Weight(values=values.to(torch.float8_e4m3fn), scales=scales, block_size=block_size)
-
-
-def _split_last(x: Tensor, size: int) -> Tensor:
-    """[..., n] -> [..., n / size, size]."""
-    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _nibble_shifts(dtype: torch.dtype, device: torch.device) -> Tensor:

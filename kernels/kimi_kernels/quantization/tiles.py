@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kimi_kernels.argument_checks import require, require_dtype, require_float
+from kimi_kernels.argument_checks import require, require_float
 from kimi_kernels.quantization.mxfp4 import SCALE_BIAS, check_mxfp4
+from kimi_kernels.quantization.plain import check_fp8, check_int4
 from kimi_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
 
 TILE_ROWS = 128
@@ -93,11 +94,13 @@ def cut_tiles(weight: Weight, rows: Tensor) -> WeightTiles:
     """
     if isinstance(weight, Int4Weight):
         _check_int4(weight)
-        parts = [_int4_tiles(packed, scales, rows) for packed, scales in zip(*_int4_parts(weight), strict=True)]
+        scales = weight.scales.repeat_interleave(weight.group_size // INT4_PLANE_COLUMNS, dim=-1)
+        parts = [_int4_tiles(packed, each, rows) for packed, each in zip(weight.packed, scales, strict=True)]
         return WeightTiles(kind="int4", tiles=_stack([t for t, _ in parts]), scales=_stack([s for _, s in parts]))
     if isinstance(weight, Fp8Weight):
         _check_fp8(weight)
-        parts = [_fp8_tiles(values, scales, rows, weight.block_size) for values, scales in _fp8_parts(weight)]
+        matrices = zip(weight.values, weight.scales, strict=True)
+        parts = [_fp8_tiles(values, each, rows, weight.block_size) for values, each in matrices]
         return WeightTiles(kind="fp8", tiles=_stack([t for t, _ in parts]), scales=_stack([s for _, s in parts]))
     if isinstance(weight, Mxfp4Weight):
         _check_mxfp4(weight)
@@ -115,20 +118,10 @@ def _stack(parts: list[Tensor]) -> Tensor:
 
 
 def _check_int4(weight: Int4Weight) -> None:
-    require_dtype("packed", weight.packed, torch.int32)
-    require_float("scales", weight.scales)
+    check_int4(weight)
     require(weight.packed.ndim == 3, "packed", f"{weight.packed.ndim} dimensions", "3")
     group = weight.group_size
-    in_features = weight.packed.shape[-1] * 8
-    require(group > 0 and group % INT4_PLANE_COLUMNS == 0, "group_size", group, f"a multiple of {INT4_PLANE_COLUMNS}")
-    require(in_features % group == 0, "group_size", group, f"a divisor of in_features {in_features}")
-    expected = [*weight.packed.shape[:-1], in_features // group]
-    require(list(weight.scales.shape) == expected, "scales", f"shape {list(weight.scales.shape)}", str(expected))
-
-
-def _int4_parts(weight: Int4Weight) -> tuple[Tensor, Tensor]:
-    scales = weight.scales.repeat_interleave(weight.group_size // INT4_PLANE_COLUMNS, dim=-1)
-    return weight.packed, scales
+    require(group % INT4_PLANE_COLUMNS == 0, "group_size", group, f"a multiple of {INT4_PLANE_COLUMNS}")
 
 
 def _int4_tiles(packed: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,18 +167,10 @@ def _mxfp4_tiles(codes: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, T
 
 
 def _check_fp8(weight: Fp8Weight) -> None:
-    require_dtype("values", weight.values, torch.float8_e4m3fn)
-    require_float("scales", weight.scales)
+    check_fp8(weight)
     require(weight.values.ndim == 3, "values", f"{weight.values.ndim} dimensions", "3")
     block = weight.block_size
-    require(block > 0 and block % FP8_STEP_COLUMNS == 0, "block_size", block, f"a multiple of {FP8_STEP_COLUMNS}")
-    matrices, rows, columns = weight.values.shape
-    expected = [matrices, -(-rows // block), -(-columns // block)]
-    require(list(weight.scales.shape) == expected, "scales", f"shape {list(weight.scales.shape)}", str(expected))
-
-
-def _fp8_parts(weight: Fp8Weight) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(weight.values, weight.scales, strict=True))
+    require(block % FP8_STEP_COLUMNS == 0, "block_size", block, f"a multiple of {FP8_STEP_COLUMNS}")
 
 
 def _fp8_tiles(values: Tensor, scales: Tensor, rows: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
