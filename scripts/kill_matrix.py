@@ -26,7 +26,7 @@ PROCESSES = ("spec_ensemble", "kimi_target", "eagle3_draft", "tritonserver", "ki
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP 5 s")
 CLIENTS = ("gRPC",) * 6 + ("HTTP",) * 5 + ("endpoint",) * 5
 NUM_TOKENS = 400
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = 180.0
 PAUSE_S = 5.0
 
 
