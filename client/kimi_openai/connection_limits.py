@@ -19,7 +19,7 @@ _TURNS_TO_COUNT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of one process. docs/openai.md lists them."""
+    """Bounds of one process. docs/openai_operations.md lists them."""
 
     max_connections: int = 4096
     header_s: float = 10.0
