@@ -68,14 +68,8 @@ def dequantized_linear(x: Tensor, tiles: Tensor, scales: Tensor, kind: str, out_
         start, stop = first * 128, min(last * 128, out_features)
         weight = x.new_empty(stop - start, in_features)
         dequantize_kernel[(num_steps, last - first)](
-            tiles[0, first],
-            scales[0, first],
-            weight,
-            stop - start,
-            in_features,
-            num_steps,
-            KIND=kind,
+            tiles[0, first], scales[0, first], weight, stop - start, in_features, num_steps, KIND=kind,
             PORTABLE=x.dtype != torch.bfloat16 or x.device.type != "cuda",
-        )
+        )  # fmt: skip
         torch.mm(x, weight.t(), out=out[:, start:stop])
     return out

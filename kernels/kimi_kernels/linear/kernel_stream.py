@@ -145,19 +145,9 @@ def stream_linear(
     scratch = tiles * launch.splits * launch.tile_rows * launch.columns if launch.splits > 1 else 0
     stream_linear_kernel[(tiles * launch.splits,)](
         TensorDescriptor.from_tensor(weight, [launch.tile_rows, launch.step], SWIZZLED),
-        TensorDescriptor.from_tensor(x, [launch.columns, launch.step], SWIZZLED),
-        out,
-        torch.empty(scratch, dtype=torch.float32, device=x.device) if scratch else out,
-        arrivals,
-        num_rows,
-        in_features,
-        out_features,
-        TILE_ROWS=launch.tile_rows,
-        STEP=launch.step,
-        COLUMNS=launch.columns,
-        SPLITS=launch.splits,
-        STAGES=launch.stages,
-        num_warps=4,
-        launch_pdl=True,
-    )
+        TensorDescriptor.from_tensor(x, [launch.columns, launch.step], SWIZZLED), out,
+        torch.empty(scratch, dtype=torch.float32, device=x.device) if scratch else out, arrivals, num_rows,
+        in_features, out_features, TILE_ROWS=launch.tile_rows, STEP=launch.step, COLUMNS=launch.columns,
+        SPLITS=launch.splits, STAGES=launch.stages, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
     return out

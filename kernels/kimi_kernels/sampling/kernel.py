@@ -88,20 +88,8 @@ def verify_draft_tokens(
     if num_seqs == 0:
         return result
     verify_kernel[(triton.cdiv(num_seqs, VERIFY_SEQUENCES),)](
-        token_ids,
-        status,
-        first_row,
-        draft_token_ids,
-        num_draft_tokens,
-        result.output_token_ids,
-        result.num_accepted_tokens,
-        result.last_row,
-        result.status,
-        num_seqs,
-        width,
-        draft_token_ids.stride(0),
-        SEQS=VERIFY_SEQUENCES,
-        WIDTH_P2=triton.next_power_of_2(width + 1),
-        num_warps=1,
-    )
+        token_ids, status, first_row, draft_token_ids, num_draft_tokens, result.output_token_ids,
+        result.num_accepted_tokens, result.last_row, result.status, num_seqs, width, draft_token_ids.stride(0),
+        SEQS=VERIFY_SEQUENCES, WIDTH_P2=triton.next_power_of_2(width + 1), num_warps=1,
+    )  # fmt: skip
     return result

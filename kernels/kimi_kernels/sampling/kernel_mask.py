@@ -68,15 +68,7 @@ def mask_in_place(
     num_rows, num_columns = logits.shape
     splits = Splits.of(num_rows, num_columns, TUNING)
     mask_kernel[(num_rows * splits.count,)](
-        logits,
-        logit_mask,
-        mask_of_row,
-        mask_of_row if token_of_column is None else token_of_column,
-        num_columns,
-        logit_mask.stride(0),
-        SPLITS=splits.count,
-        SPLIT_COLUMNS=splits.columns,
-        BLOCK=TUNING.read_columns,
-        HAS_MAP=token_of_column is not None,
-        KEEPS_BAD=keeps_bad,
-    )
+        logits, logit_mask, mask_of_row, mask_of_row if token_of_column is None else token_of_column, num_columns,
+        logit_mask.stride(0), SPLITS=splits.count, SPLIT_COLUMNS=splits.columns, BLOCK=TUNING.read_columns,
+        HAS_MAP=token_of_column is not None, KEEPS_BAD=keeps_bad,
+    )  # fmt: skip

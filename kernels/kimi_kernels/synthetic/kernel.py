@@ -110,19 +110,7 @@ def force_acceptance(token_ids: Tensor, inputs: SamplingInputs, rows: SamplingRo
         return token_ids
     out = torch.empty_like(token_ids)
     force_acceptance_kernel[(triton.cdiv(len(token_ids), ROWS),)](
-        token_ids,
-        inputs.seed,
-        rows.sequence,
-        rows.token_index,
-        rows.window_len,
-        window,
-        chances,
-        out,
-        len(token_ids),
-        width,
-        window.stride(0),
-        chances.stride(0),
-        ROWS=ROWS,
-        WIDTH=triton.next_power_of_2(width),
-    )
+        token_ids, inputs.seed, rows.sequence, rows.token_index, rows.window_len, window, chances, out, len(token_ids),
+        width, window.stride(0), chances.stride(0), ROWS=ROWS, WIDTH=triton.next_power_of_2(width),
+    )  # fmt: skip
     return out

@@ -265,84 +265,40 @@ def read_tokens(
     num_rows, num_seqs = len(step["token_ids"]), len(step["table_rows"])
     check_window(window)
     read_tokens_kernel[(triton.cdiv(max(num_rows, num_seqs), BLOCK),)](
-        *(step[name] for name in READ_TOKENS),
-        drawn,
-        proposed,
-        token_ids,
-        window,
-        draft_status,
-        num_rows,
-        num_seqs,
-        window.stride(0),
-        drawn.stride(0),
-        proposed.stride(0),
-        vocab_size,
-        WIDTH=window.shape[1],
-        BLOCK=BLOCK,
+        *(step[name] for name in READ_TOKENS), drawn, proposed, token_ids, window, draft_status, num_rows, num_seqs,
+        window.stride(0), drawn.stride(0), proposed.stride(0), vocab_size, WIDTH=window.shape[1], BLOCK=BLOCK,
         num_warps=2,
-    )
+    )  # fmt: skip
 
 
 def store_drawn(output_token_ids: Tensor, num_accepted_tokens: Tensor, table_rows: Tensor, drawn: Tensor) -> None:
     num_seqs, width = output_token_ids.shape
     check_output_token_ids(output_token_ids)
     store_drawn_kernel[(triton.cdiv(num_seqs, BLOCK),)](
-        output_token_ids,
-        num_accepted_tokens,
-        table_rows,
-        drawn,
-        num_seqs,
-        width,
-        drawn.stride(0),
-        BLOCK=BLOCK,
+        output_token_ids, num_accepted_tokens, table_rows, drawn, num_seqs, width, drawn.stride(0), BLOCK=BLOCK,
         num_warps=2,
-    )
+    )  # fmt: skip
 
 
 def read_drawn(step: Mapping[str, Tensor], drawn: Tensor, *, vocab_size: int) -> None:
     num_rows, num_seqs = len(step["token_ids"]), len(step["last_rows"])
     read_drawn_kernel[(triton.cdiv(max(num_rows, num_seqs), BLOCK),)](
-        *(step[name] for name in READ_DRAWN),
-        drawn,
-        num_rows,
-        num_seqs,
-        drawn.stride(0),
-        vocab_size,
-        BLOCK=BLOCK,
+        *(step[name] for name in READ_DRAWN), drawn, num_rows, num_seqs, drawn.stride(0), vocab_size, BLOCK=BLOCK,
         num_warps=2,
-    )
+    )  # fmt: skip
 
 
 def plan_steps(step: Mapping[str, Tensor], block_table: Tensor, drawn: Tensor, *, block_size: int) -> None:
     num_draws, num_seqs = step["token_index"].shape
     plan_steps_kernel[(triton.cdiv(num_seqs, BLOCK),)](
-        *(step[name] for name in GIVEN),
-        *(step[name] for name in WORKED_OUT),
-        block_table,
-        drawn,
-        num_seqs,
-        block_table.stride(0),
-        drawn.stride(0),
-        block_size,
-        DRAWS=num_draws,
-        BLOCK=BLOCK,
-        num_warps=2,
-    )
+        *(step[name] for name in GIVEN), *(step[name] for name in WORKED_OUT), block_table, drawn, num_seqs,
+        block_table.stride(0), drawn.stride(0), block_size, DRAWS=num_draws, BLOCK=BLOCK, num_warps=2,
+    )  # fmt: skip
 
 
 def store_proposals(token_ids: Tensor, status: Tensor, step: Mapping[str, Tensor], proposed: Tensor) -> None:
     num_draws, num_seqs = token_ids.shape
     store_proposals_kernel[(triton.cdiv(num_seqs, BLOCK),)](
-        token_ids,
-        status,
-        step["is_wanted"],
-        step["counts"],
-        step["table_rows"],
-        step["stamp"],
-        proposed,
-        num_seqs,
-        proposed.stride(0),
-        DRAWS=num_draws,
-        BLOCK=BLOCK,
-        num_warps=2,
-    )
+        token_ids, status, step["is_wanted"], step["counts"], step["table_rows"], step["stamp"], proposed, num_seqs,
+        proposed.stride(0), DRAWS=num_draws, BLOCK=BLOCK, num_warps=2,
+    )  # fmt: skip
