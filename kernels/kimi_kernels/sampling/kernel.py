@@ -11,7 +11,7 @@ from torch import Tensor
 from kimi_kernels.sampling.kernel_launch import SamplingCall
 from kimi_kernels.sampling.kernel_mask import mask_in_place
 from kimi_kernels.sampling.kernel_verify import verify_kernel
-from kimi_kernels.sampling.logprobs import row_logprobs
+from kimi_kernels.sampling.logprobs import with_logprobs
 from kimi_kernels.sampling.op import check_mask, check_sample, check_verify
 from kimi_kernels.sampling.processors import ColumnOrder
 from kimi_kernels.sampling_inputs import SampleOutput, SamplingInputs, SamplingRows, VerifyOutput, VocabularyMap
@@ -39,9 +39,13 @@ def sample_tokens(
     call.draw()
     call.check()
     call.select()
+    draws = SampleOutput(token_ids=call.token_ids, status=call.status)
     if num_logprobs is None:
-        return SampleOutput(token_ids=call.token_ids, status=call.status)
-    return _with_logprobs(call, num_logprobs)
+        return draws
+    # Rare, so in torch; nothing here waits for the device.
+    order = ColumnOrder.from_map(vocabulary_map)
+    raw = logits.float() if order.source_column is None else logits.float()[:, order.source_column]
+    return with_logprobs(draws, raw, order.columns(draws.token_ids).clamp(min=0), num_logprobs, order)
 
 
 def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None:
@@ -49,23 +53,6 @@ def mask_logits(logits: Tensor, logit_mask: Tensor, mask_of_row: Tensor) -> None
     check_mask(logits, logit_mask, mask_of_row)
     if len(logits):
         mask_in_place(logits, logit_mask, mask_of_row, keeps_bad=True)
-
-
-def _with_logprobs(call: SamplingCall, num_logprobs: int) -> SampleOutput:
-    """Rare, so in torch; nothing here waits for the device."""
-    order = ColumnOrder.from_map(call.vocabulary_map)
-    raw = call.logits.to(torch.float32)
-    if order.source_column is not None:
-        raw = raw[:, order.source_column]
-    column = order.columns(call.token_ids).clamp(min=0)
-    drawn, top, top_columns = row_logprobs(raw, column, num_logprobs)
-    return SampleOutput(
-        token_ids=call.token_ids,
-        status=call.status,
-        logprobs=drawn,
-        top_logprob_ids=top_columns if order.token_ids is None else order.token_ids[top_columns],
-        top_logprobs=top,
-    )
 
 
 def verify_draft_tokens(

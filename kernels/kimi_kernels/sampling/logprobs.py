@@ -1,7 +1,21 @@
 """Log-probabilities of raw logits: float64 inside, float32 out."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+
+from kimi_kernels.sampling.processors import ColumnOrder
+from kimi_kernels.sampling_inputs import SampleOutput
+
+
+def with_logprobs(
+    draws: SampleOutput, raw: Tensor, column: Tensor, num_logprobs: int, order: ColumnOrder
+) -> SampleOutput:
+    """The draws with their log-probabilities and the most likely tokens; raw and column as in `row_logprobs`."""
+    drawn, top, columns = row_logprobs(raw, column, num_logprobs)
+    token_ids = columns if order.token_ids is None else order.token_ids[columns]
+    return replace(draws, logprobs=drawn, top_logprob_ids=token_ids, top_logprobs=top)
 
 
 def row_logprobs(raw: Tensor, column: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:

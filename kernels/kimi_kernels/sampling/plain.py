@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels.sampling.gumbel import gumbel_from_bits
-from kimi_kernels.sampling.logprobs import row_logprobs
+from kimi_kernels.sampling.logprobs import with_logprobs
 from kimi_kernels.sampling.op import check_mask, check_sample, check_verify
 from kimi_kernels.sampling.philox import noise_bits
 from kimi_kernels.sampling.processors import ColumnOrder, banned, process_logits
@@ -67,16 +67,8 @@ def sample_tokens(
     token_ids = token_ids.masked_fill(is_wrong, PLACEHOLDER_TOKEN_ID)
     status = torch.full_like(is_wrong, STATUS_OK, dtype=torch.int32).masked_fill_(is_wrong, STATUS_NOT_FINITE)
     status.masked_fill_(has_none_left, STATUS_NO_TOKEN_LEFT)
-    if num_logprobs is None:
-        return SampleOutput(token_ids=token_ids, status=status)
-    drawn, top, top_columns = row_logprobs(raw, column, num_logprobs)
-    return SampleOutput(
-        token_ids=token_ids,
-        status=status,
-        logprobs=drawn,
-        top_logprob_ids=top_columns if order.token_ids is None else order.token_ids[top_columns],
-        top_logprobs=top,
-    )
+    draws = SampleOutput(token_ids=token_ids, status=status)
+    return draws if num_logprobs is None else with_logprobs(draws, raw, column, num_logprobs, order)
 
 
 def _has_processors(inputs: SamplingInputs, rows: SamplingRows) -> bool:
