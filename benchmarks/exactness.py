@@ -3,7 +3,7 @@
     python -m kimi_nano prompts DATA prompts.jsonl
     python benchmarks/exactness.py --checkpoint demo/kimi-nano --prompts prompts.jsonl [--json OUT] [--only a b c]
 
-a   float32, reference kernels: texts for every k, greedy and at temperature 1, must be those of k = 0. These kernels
+a   float32, plain kernels: texts for every k, greedy and at temperature 1, must be those of k = 0. These kernels
     launch thousands of operations a step, so each case and shard of the prompts is a process's, side by side; a
     shard is one batch.
 b   bf16, Triton-language kernels, teacher-forced: the k = 0 text is fed again as verify windows. Positions that draw

@@ -1,5 +1,5 @@
 """The real Triton Server over kimi-nano on a GPU: both ways of handing aux hidden states over, through kills of either
-runner. The reference kernels, so that every text can be compared with the one in process."""
+runner. The plain kernels, so that every text can be compared with the one in process."""
 
 import os
 import re

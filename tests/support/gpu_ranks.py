@@ -27,7 +27,7 @@ from support.target_steps import TargetSteps
 
 MAX_RMS_ERROR, MAX_MEAN_ERROR = 0.08, 0.015
 """Bounds for a row, and for all rows on average: activations and terms of sums are rounded to bf16. Between one rank
-and two the reference kernels differ by 0.040 and 0.008 at these widths; what is wrong differs by far more."""
+and two the plain kernels differ by 0.040 and 0.008 at these widths; what is wrong differs by far more."""
 SPLITS = [200, 77, 16, 4, 1]
 """Prefill chunks, verify rows, a single row."""
 AUX_LAYER_IDS = (1, 2, 3)

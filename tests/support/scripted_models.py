@@ -1,4 +1,4 @@
-"""A target and a draft without weights: logits by script, KV that knows who wrote it, and the reference sampling ops.
+"""A target and a draft without weights: logits by script, KV that knows who wrote it, and the plain sampling ops.
 
 They check what a real model cannot: a slot read by another prefix, a rejected or provisional row taken for a valid one,
 an aux hidden state of another position. S sequences, T rows, R sampled rows, B sampling sequences, W draft tokens.

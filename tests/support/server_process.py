@@ -43,7 +43,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def serving_settings(checkpoint: Path, **changes: object) -> ServingSettings:
-    """Small pools, the reference kernels, both models."""
+    """Small pools, the plain kernels, both models."""
     values: dict[str, object] = {
         "checkpoint": str(checkpoint),
         "draft": str(checkpoint / "draft"),

@@ -33,7 +33,7 @@ def make_tiny(folder: Path, draft: DraftKind) -> Path:
 
 
 def tiny_settings(folder: Path, **changes: Any) -> ServingSettings:
-    """The reference kernels, whose results follow the number of ranks only by rounding."""
+    """The plain kernels, whose results follow the number of ranks only by rounding."""
     values: dict[str, Any] = {
         "checkpoint": str(folder),
         "draft": str(folder / "draft"),

@@ -29,7 +29,7 @@ class MemorySettings:
     weight_dtype: str = "bfloat16"
     """Compute dtype of linear layers; torch's name."""
     draft_format: LinearFormat = LinearFormat.NONE
-    """The format of the draft's linear layers, where `keeps_quantized_experts`; the reference kernels dequantise
+    """The format of the draft's linear layers, where `keeps_quantized_experts`; the plain kernels dequantise
     each."""
     draft_head_format: LinearFormat | None = None
     """The format of its head; None takes `draft_format`."""

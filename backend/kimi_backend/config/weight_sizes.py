@@ -25,7 +25,7 @@ class WeightFormat:
     item_bytes: int = 2
     """The bytes of a number of the compute dtype."""
     keeps_quantized_experts: bool = True
-    """False: routed experts too are in the compute dtype, as the reference kernels keep them."""
+    """False: routed experts too are in the compute dtype, as the plain kernels keep them."""
     draft_format: LinearFormat = LinearFormat.NONE
     """The format of the draft's linear layers; without effect where quantised weights are not kept."""
     draft_head_format: LinearFormat | None = None

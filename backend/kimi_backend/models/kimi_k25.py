@@ -55,7 +55,7 @@ class KimiTarget:
         """
         Args:
             source: the checkpoint; this rank reads only its slices.
-            dtype: of the computation: bf16 on a GPU, float32 with the reference kernels.
+            dtype: of the computation: bf16 on a GPU, float32 with the plain kernels.
         Raises:
             CheckpointError: a tensor is missing or misshapen, or the ranks cannot divide a width.
         """

@@ -1,7 +1,7 @@
 """kimi-nano on a GPU: KV that is not a sequence's own never reaches its text.
 
 Pools are full of NaN, block ids are large, requests are cancelled and preempted, runners are replaced under way. With
-the reference kernels the tokens equal those of each request alone in a clean pool. With the Triton-language kernels a
+the plain kernels the tokens equal those of each request alone in a clean pool. With the Triton-language kernels a
 row's last bits may depend on its batch, so tokens are compared where the batches are the same, and elsewhere each
 request must reach its full length: one NaN that is read ends it with an error.
 """

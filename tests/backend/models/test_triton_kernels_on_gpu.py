@@ -1,4 +1,4 @@
-"""The models on Triton-language kernels in bf16 against the reference kernels in float32, at Kimi's head widths.
+"""The models on Triton-language kernels in bf16 against the plain kernels in float32, at Kimi's head widths.
 
 Both have the same weights, so what differs is rounding: of activations and cached latents to bf16 (2^-9 relative each)
 through three layers. Attention in the wrong place, a missing term or a wrong layout is off by 10 % and more.

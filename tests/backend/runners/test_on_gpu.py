@@ -1,4 +1,4 @@
-"""A step waits for a GPU once, at its end; and the reference kernels give there what they give on a
+"""A step waits for a GPU once, at its end; and the plain kernels give there what they give on a
 CPU, so that every tensor is where it belongs."""
 
 from collections.abc import Iterator
