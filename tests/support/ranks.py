@@ -54,7 +54,7 @@ def run_models(group: TensorParallelGroup) -> tuple[Outputs, Reads]:
 
 
 def run_rank(rank: int, size: int, folder: str) -> None:
-    """A process of `torch.multiprocessing.spawn`: writes what `run_models` returns to `folder/rank.pt`."""
+    """A rank's process: writes what `run_models` returns to `folder/rank.pt`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     assert dist.group.WORLD is not None

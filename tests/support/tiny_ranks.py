@@ -1,11 +1,9 @@
-"""Tiny models on ranks in processes of their own, on a CPU; as a program, a rank 0 to be ended.
-
-python tiny_ranks.py FOLDER ACTION
-"""
+"""Tiny models on ranks in processes of their own, on a CPU, and a rank 0 to be ended."""
 
 import os
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +75,15 @@ def draft_plan(step_id: int) -> DraftPlan:
     )
 
 
-def main(folder: str, action: str) -> None:
-    """Load, say the process ids of the other ranks, then: wait | run (steps for ever) | mislead (rank 1 alone gets a
-    step that it cannot run)."""
+def run_rank_0(folder: str, action: str, tell: Connection, errors: str) -> None:
+    """Load, tell the process id of the other rank, then: wait | run (steps for ever) | mislead (rank 1 alone gets a
+    step that it cannot run). What this process says is in the file `errors`."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     from kimi_backend.runners.load.loading import load_target_runner
 
     target = load_target_runner(tiny_settings(Path(folder), draft="", tensor_parallel_size=2))
     workers: Any = target.workers
-    sys.stdout.write(f"{workers.process_ids[0]}\n")
-    sys.stdout.flush()
+    tell.send(workers.process_ids[0])
     step_id = 0
     while action == "run":
         step_id += 1
@@ -93,11 +91,5 @@ def main(folder: str, action: str) -> None:
     if action == "mislead":
         with target.workers.run(draft_plan(1)):
             pass
-    if action == "return":
-        return
     time.sleep(60)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+from support.forked_processes import run_ranks
 from support.ranks import Outputs, Reads, run_rank, run_single_rank
 
 NUM_RANKS = 2
@@ -25,7 +25,7 @@ def one_rank() -> tuple[Outputs, Reads]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Outputs, Reads]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, args=(NUM_RANKS, str(folder)), nprocs=NUM_RANKS)
+    run_ranks(run_rank, NUM_RANKS, NUM_RANKS, str(folder))
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(NUM_RANKS)]
 
 

@@ -5,12 +5,12 @@ import socket
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.parallel import SingleRank
 from kimi_backend.runners.ranks.process_group import RankError, join_ranks, leave
+from support.forked_processes import run_ranks
 from support.ranks import run_on_a_cpu
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_no_rank_0_is_told() -> None:
 
 
 def test_collectives_of_three_ranks_on_a_cpu() -> None:
-    mp.spawn(run_on_a_cpu, args=(3, [free_address(), free_address()]), nprocs=3)
+    run_ranks(run_on_a_cpu, 3, 3, [free_address(), free_address()])
 
 
 def test_a_port_that_is_held_is_used() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,22 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.scoring import ScoringPlan
 from support import tiny_ranks
 from support.engine_runs import generate
+from support.forked_processes import start_forked
 from support.random_requests import random_requests
-from support.tiny_ranks import make_tiny, tiny_settings
+from support.tiny_ranks import make_tiny, run_rank_0, tiny_settings
 from support.waiting import PATIENCE_S, wait_for
 
 LIMITS = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=256)
 Pair = tuple[TargetRunner, DraftRunner]
+CLOSES_NOTHING = """
+import sys
+from pathlib import Path
+from kimi_backend.runners.load.loading import load_target_runner
+from support.tiny_ranks import tiny_settings
+
+target = load_target_runner(tiny_settings(Path(sys.argv[1]), draft="", tensor_parallel_size=2))
+print(target.workers.process_ids[0])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -109,51 +120,59 @@ def test_what_rank_0_cannot_load_is_raised_and_ends_the_others(tiny: Path) -> No
     assert not problems
 
 
-def start(folder: Path, action: str) -> tuple[subprocess.Popen[str], int]:
-    """A rank 0 in a process of its own, and the process id of its rank 1."""
-    process = subprocess.Popen(
-        [sys.executable, tiny_ranks.__file__, str(folder), action],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
+class Rank0:
+    """A process of `run_rank_0`, and the process id of the rank 1 that it has started."""
+
+    def __init__(self, tiny: Path, action: str, errors: Path) -> None:
+        told, tell = Pipe(duplex=False)
+        self._errors = errors
+        self.process = start_forked(run_rank_0, str(tiny), action, tell, str(errors))
+        tell.close()
+        self.rank_1 = told.recv()
+
+    def end(self) -> tuple[int | None, str]:
+        """Its exit code and what it said; it is waited for."""
+        self.process.join(PATIENCE_S)
+        return self.process.exitcode, self._errors.read_text()
 
 
-def test_a_killed_rank_ends_rank_0(tiny: Path) -> None:
+def test_a_killed_rank_ends_rank_0(tiny: Path, tmp_path: Path) -> None:
     """Rank 0 is in a collective then and notices nothing itself; what notices does not know what rank 0 does."""
-    process, rank = start(tiny, "run")
+    rank_0 = Rank0(tiny, "run", tmp_path / "errors")
     time.sleep(0.2)
-    os.kill(rank, signal.SIGKILL)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
+    os.kill(rank_0.rank_1, signal.SIGKILL)
+    code, errors = rank_0.end()
+    assert code == 1
     assert "this process ends" in errors
 
 
 @pytest.mark.parametrize("action", ["wait", "run"])
-def test_a_killed_rank_0_ends_the_others(tiny: Path, action: str) -> None:
-    process, rank = start(tiny, action)
+def test_a_killed_rank_0_ends_the_others(tiny: Path, action: str, tmp_path: Path) -> None:
+    rank_0 = Rank0(tiny, action, tmp_path / "errors")
     time.sleep(0.2)
-    process.kill()
-    process.communicate(timeout=PATIENCE_S)
-    wait_for(lambda: not is_alive(rank))
+    rank_0.process.kill()
+    rank_0.end()
+    wait_for(lambda: not is_alive(rank_0.rank_1))
 
 
-def test_a_rank_that_raises_ends_rank_0(tiny: Path) -> None:
-    process, _ = start(tiny, "mislead")
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
+def test_a_rank_that_raises_ends_rank_0(tiny: Path, tmp_path: Path) -> None:
+    code, errors = Rank0(tiny, "mislead", tmp_path / "errors").end()
+    assert code == 1
     assert "this rank has no draft" in errors
     assert "rank 1 of the target has ended with code 1; this process ends" in errors
 
 
 def test_a_process_that_closes_nothing_ends_all_the_same(tiny: Path) -> None:
-    process, rank = start(tiny, "return")
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, errors) == (0, "")
-    wait_for(lambda: not is_alive(rank))
+    """A process of its own, from its beginning: what is registered at the exit of one that was forked is not called."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSES_NOTHING, str(tiny)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_for(lambda: not is_alive(int(done.stdout)))
 
 
 def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
