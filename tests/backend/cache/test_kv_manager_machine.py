@@ -154,6 +154,6 @@ def test_blocks_of_both_pools() -> None:
     # same ones.
     run_state_machine_as_test(
         KvManagerMachine,
-        settings=settings(max_examples=400, stateful_step_count=40, deadline=None, derandomize=True),
+        settings=settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True),
     )
     assert KvManagerMachine.num_draft_hits > 10

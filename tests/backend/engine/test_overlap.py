@@ -138,9 +138,9 @@ def check(one: EngineHarness, requests: list[GenerateRequest], least_overlapped:
 SETTINGS = pytest.mark.parametrize(
     ("num_requests", "settings"),
     [
-        (72, {"max_num_seqs": 200}),
-        (72, {"max_num_seqs": 30, "max_num_batched_tokens": 60}),
-        (72, {"max_num_seqs": 60, "num_blocks": 90, "block_size": 2}),
+        (48, {"max_num_seqs": 200}),
+        (48, {"max_num_seqs": 30, "max_num_batched_tokens": 60}),
+        (48, {"max_num_seqs": 40, "num_blocks": 80, "block_size": 2}),
         (24, {"max_num_seqs": 7, "max_num_batched_tokens": 7}),
     ],
 )

@@ -20,7 +20,8 @@ from support.captured_runners import Setting, runner_pair
 from support.made_up_costs import linear_costs
 from support.plain_recorder import PlainRecorder
 
-SETTING = Setting(kernels=KernelSet.plain())
+LIMITS = RunnerLimits(max_num_batched_tokens=32, max_num_seqs=4, max_model_len=128)
+SETTING = Setting(kernels=KernelSet.plain(), limits=LIMITS)
 
 
 @pytest.fixture

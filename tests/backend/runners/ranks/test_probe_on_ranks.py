@@ -17,7 +17,7 @@ def job(size: int) -> ProbeJob:
     settings = ServingSettings(checkpoint=str(NANO), draft=str(NANO / "draft"), device="cpu", tensor_parallel_size=size)
     encode = load_tokenizer(NANO).encode
     prompts = tuple(tuple(encode(prompt)) for prompt in PROMPTS)
-    return ProbeJob(settings=settings, prompts=prompts, num_tokens=12, num_draft_tokens=2)
+    return ProbeJob(settings=settings, prompts=prompts, num_tokens=8, num_draft_tokens=2)
 
 
 def results(wanted: ProbeJob) -> list[ProbeResult]:
