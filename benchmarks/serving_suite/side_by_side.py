@@ -79,9 +79,11 @@ def servers_side_by_side(
         try:
             for name, own in settings.items():
                 own_ports = ports and ServerPorts(http=next(ports), grpc=next(ports), metrics=next(ports))
-                started[name] = make_server(own, ports=own_ports, log_file=Path(folder) / f"{name}.log")
-                started[name].start()
-                started[name].wait_until_ready()
+                log_file = Path(folder) / f"{name}.log"
+                server = make_server(own, ports=own_ports, log_file=log_file, ends_with_parent=True)
+                server.start()
+                started[name] = server
+                server.wait_until_ready()
             yield started
         finally:
             for server in started.values():
