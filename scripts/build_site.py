@@ -4,6 +4,7 @@ Pages are copied to where they lie, so that a link that works on a code host wor
 navigation does not name is added to it: decisions and notes under their own headings, others under "More".
 """
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def complete_navigation(config: MkDocsConfig, pages: list[str]) -> None:
 
 
 def main() -> None:
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     pages = gather(ROOT / "out/pages")
     config = load_config(str(ROOT / "mkdocs.yml"), strict=True)
     complete_navigation(config, pages)

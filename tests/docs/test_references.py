@@ -41,13 +41,13 @@ def anchors_of(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
-    wrong = []
+    wrong = []  # a folder is a link for a code host, none for the site
     for link in LINK.findall(FENCE.sub("", text_of(document))):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = unquote(link).partition("#")
         target = (ROOT / document).parent / path if path else ROOT / document
-        if not target.exists() or (anchor and anchor not in anchors_of(str(target.resolve().relative_to(ROOT)))):
+        if not target.is_file() or (anchor and anchor not in anchors_of(str(target.resolve().relative_to(ROOT)))):
             wrong.append(link)
     assert wrong == []
 
