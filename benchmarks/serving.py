@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from kimi_backend.cli.perf_analyzer import find_perf_analyzer
 from kimi_backend.cli.setting_options import read_settings
 from kimi_backend.config.settings import ENVIRONMENT_PREFIX, ServingSettings
@@ -98,6 +96,8 @@ def load_settings(options: argparse.Namespace) -> LoadSettings:
 
 def machine() -> str:
     """Name the machine on which it ran."""
+    import torch  # drawing a kept report does without it
+
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     return f"CPU, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before, {platform.machine()}"

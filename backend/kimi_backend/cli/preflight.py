@@ -19,19 +19,20 @@ EXIT_BAD_INPUT = 2
 
 
 def check(settings: ServingSettings) -> None:
-    """Refuse what a model would refuse while it loads, before a weight is read: settings, devices, names and shapes of
-    all tensors, the plan of the memory, tokenizer and chat template.
+    """Refuse what a model would refuse while it loads, before a weight is read: tokenizer and chat template, which need
+    no torch, then settings, devices, names and shapes of all tensors, the plan of the memory.
 
     Raises:
         ConfigError, CheckpointError: the first thing that is wrong.
     """
-    from kimi_backend.runners.load.opened_checkpoints import check_servable
     from kimi_backend.text.chat_template import load_chat_template
     from kimi_backend.text.tokenizer import load_tokenizer
 
-    check_servable(settings)
     folder = settings.tokenizer or settings.checkpoint
     load_chat_template(folder, load_tokenizer(folder))
+    from kimi_backend.runners.load.opened_checkpoints import check_servable
+
+    check_servable(settings)
 
 
 def check_quickly(settings: ServingSettings) -> None:

@@ -1,5 +1,6 @@
 """`kimi generate`: one prompt against a running server, and what `kimi chat` shares with it."""
 
+import collections
 import json
 import re
 import signal
@@ -77,7 +78,9 @@ def generate(url: str, prompt: str, fields: dict[str, Any], as_json: bool) -> No
     take_ctrl_c()
     client = KimiClient(url)
     if as_json:
-        completion = client.generate(text_input=prompt, **fields)
+        with read_beside(lambda: client.stream(text_input=prompt, **fields)) as reply:
+            collections.deque(reply, maxlen=0)
+        completion = reply.completion
         print_json(
             {
                 "text": completion.text,

@@ -1,10 +1,14 @@
 """Ctrl-C never finds the connection at work: whatever a reply needs of it is done on other threads."""
 
+import json
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kimi_backend.cli import talk
 from kimi_backend.cli.read_beside import read_beside
 from kimi_client import Chunk, ServerFailed
 from kimi_client._client import Stream
@@ -84,3 +88,19 @@ def test_a_request_that_is_left_before_it_is_sent_is_ended_then() -> None:
     reply.thread.join(PATIENCE_S)
     assert made[0].is_cancelled.is_set()
     assert made[0].chunks == []
+
+
+def test_one_json_object_is_read_on_another_thread_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = list[ScriptedStream]()
+
+    def stream(**_: Any) -> ScriptedStream:
+        made.append(ScriptedStream(Chunk("a", 1), END))
+        return made[-1]
+
+    monkeypatch.setattr(talk, "KimiClient", lambda _: SimpleNamespace(stream=stream))
+    monkeypatch.setattr(talk, "take_ctrl_c", lambda: None)
+    talk.generate("nowhere:1", "?", {}, as_json=True)
+    assert json.loads(capsys.readouterr().out)["text"] == "ab"
+    assert threading.main_thread() not in made[0].threads
