@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from support import scheduling
 
@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 # A busy machine makes a slow example, not a wrong one.
-settings.register_profile("no_deadline", deadline=None)
-settings.load_profile("no_deadline")
+settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slow")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -112,7 +112,7 @@ class KvManager:
         for block in range(blocks.num_published_target, num_target):
             self.prefix_cache.publish_target(keys[block], blocks.target_ids[block])
         for block in range(blocks.num_published_draft, num_draft):
-            successor = 0
+            successor = int(token_ids[(block + 1) * size])
             self.prefix_cache.publish_draft((keys[block], successor), blocks.draft_ids[block])
         blocks.num_published_target = max(blocks.num_published_target, num_target)
         blocks.num_published_draft = max(blocks.num_published_draft, num_draft)
@@ -178,7 +178,7 @@ class KvManager:
         if not uses_draft:
             return target_ids, []
         draft_keys: list[DraftBlockKey] = [
-            (key, 0) for block, key in enumerate(keys[: len(target_ids)])
+            (key, int(token_ids[(block + 1) * size])) for block, key in enumerate(keys[: len(target_ids)])
         ]
         draft_ids = self.prefix_cache.find_draft(draft_keys)
         if 2 * len(draft_ids) < len(target_ids):
