@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
-FIRST_GUESS = 0.6
+PRIOR_RATE = 0.6
 """Rate of a draft of which nothing is known."""
 LATER_SHARE = 0.9
 """The share of the rate before it that a position's rate is guessed to be."""
-GUESS_WEIGHT = 4.0
+PRIOR_WEIGHT = 4.0
 """Verified tokens that a guess counts for, at each position."""
 POOL_MEMORY = 400.0
 """Rounds, of all sequences of a kind together, after which an old round counts 1/e."""
@@ -52,9 +52,9 @@ class AcceptancePool:
     def rates(self) -> list[float]:
         """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before."""
         self._fold()
-        rates, guess = [], FIRST_GUESS
+        rates, guess = [], PRIOR_RATE
         for tried, kept in zip(self._tried, self._kept, strict=True):
-            guess = min((kept + GUESS_WEIGHT * guess) / (tried + GUESS_WEIGHT), HIGHEST_RATE)
+            guess = min((kept + PRIOR_WEIGHT * guess) / (tried + PRIOR_WEIGHT), HIGHEST_RATE)
             rates.append(guess)
             guess *= LATER_SHARE
         return rates
@@ -63,7 +63,7 @@ class AcceptancePool:
         """Those that may be, for all that was seen; a position is expected to be no better than the one before."""
         found, highest = [], HIGHEST_RATE
         for rate, seen in zip(self.rates(), self._seen, strict=True):
-            highest = min(highest_rate(rate, seen + GUESS_WEIGHT), highest)
+            highest = min(highest_rate(rate, seen + PRIOR_WEIGHT), highest)
             found.append(highest)
         return found
 
@@ -71,8 +71,8 @@ class AcceptancePool:
     def mean_rate(self) -> float:
         """Kept / verified tokens over all positions."""
         self._fold()
-        guess = GUESS_WEIGHT * FIRST_GUESS
-        return min((sum(self._kept) + guess) / (sum(self._tried) + GUESS_WEIGHT), HIGHEST_RATE)
+        guess = PRIOR_WEIGHT * PRIOR_RATE
+        return min((sum(self._kept) + guess) / (sum(self._tried) + PRIOR_WEIGHT), HIGHEST_RATE)
 
     def fade(self, share: float) -> None:
         """Let the past count so much less, so that what is not measured any more falls back to the first guess."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kimi_backend.spec_decode.acceptance import (
-    FIRST_GUESS,
+    PRIOR_RATE,
     LATER_SHARE,
     AcceptancePool,
     SequenceAcceptance,
@@ -31,7 +31,7 @@ def test_rates_are_conditional_and_recent() -> None:
 
 def test_a_position_never_tried_takes_after_the_one_before() -> None:
     pool = AcceptancePool()
-    assert pool.rates()[:2] == pytest.approx([FIRST_GUESS, LATER_SHARE * FIRST_GUESS])
+    assert pool.rates()[:2] == pytest.approx([PRIOR_RATE, LATER_SHARE * PRIOR_RATE])
     for _ in range(200):
         pool.record(1, 1)
     first, second, *_ = pool.rates()

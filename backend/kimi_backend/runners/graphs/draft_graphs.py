@@ -22,6 +22,7 @@ from kimi_backend.runners.graphs.buckets import (
     proposal_buckets,
     row_buckets,
 )
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts, is_worth_cutting
 from kimi_backend.runners.graphs.draft_inputs import (
     extension_layout,
     fill_extension,
@@ -30,7 +31,6 @@ from kimi_backend.runners.graphs.draft_inputs import (
     pad_proposals,
     proposal_layout,
 )
-from kimi_backend.runners.graphs.parts import Parts, is_worth_cutting
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, ArrivingWords, HostArrays, StaticArrays
 from kimi_backend.runners.graphs.static_tables import StaticTables
@@ -160,7 +160,7 @@ class DraftGraphs:
         """
         step = self._extensions[bucket]
         rows = RowArrays.of(plan.rows, self._pool.block_size)
-        parts = Parts.of(plan.rows, rows, bucket)
+        parts = ChunkParts.of(plan.rows, rows, bucket)
         fill_extension(step.arrays.host, plan, rows, parts, region * self._aux_buffer.rows, self._tokens.padding_row)
         if bucket.cuts_chunks:
             self._tables.upload_parts(plan.rows, parts)

@@ -6,7 +6,7 @@ What depends on the tokens that the verify drew and accepted is worked out on th
 import numpy as np
 
 from kimi_backend.runners.graphs.buckets import Bucket
-from kimi_backend.runners.graphs.parts import Parts
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.graphs.row_inputs import fill_rows, pad_rows, row_specs
 from kimi_backend.runners.graphs.static_arrays import ArrayLayout, HostArrays
 from kimi_backend.runners.graphs.target_inputs import SAMPLING_SPECS, fill_sampling, pad_sampling
@@ -27,7 +27,7 @@ def pad_extension(arrays: HostArrays, num_rows: int, num_seqs: int, num_parts: i
 
 
 def fill_extension(
-    arrays: HostArrays, plan: DraftPlan, rows: RowArrays, parts: Parts, first_aux_row: int, padding_row: int
+    arrays: HostArrays, plan: DraftPlan, rows: RowArrays, parts: ChunkParts, first_aux_row: int, padding_row: int
 ) -> None:
     """Write a checked plan. Each sequence's last row is left to the device.
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kimi_backend.runners.graphs.buckets import Bucket
-from kimi_backend.runners.graphs.parts import Parts
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.graphs.static_arrays import HostArrays, Shape
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import DraftPlan, TargetPlan
@@ -29,7 +29,7 @@ def row_specs(bucket: Bucket) -> dict[str, tuple[Shape, npt.DTypeLike]]:
     return specs
 
 
-def fill_rows(arrays: HostArrays, plan: TargetPlan | DraftPlan, rows: RowArrays, parts: Parts) -> None:
+def fill_rows(arrays: HostArrays, plan: TargetPlan | DraftPlan, rows: RowArrays, parts: ChunkParts) -> None:
     """Write a checked plan into the arrays of `row_specs`, but for `aux_rows`."""
     num_rows, num_seqs, num_parts = len(rows.sequence), len(rows.ends), len(parts.ends)
     arrays["token_ids"][:num_rows] = plan.rows.token_ids

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from kimi_backend.runners.graphs.buckets import Bucket
-from kimi_backend.runners.graphs.parts import Parts
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.graphs.static_arrays import StaticBlockTable
 from kimi_backend.runners.kv_pool import KvPool
 from kimi_backend.runners.plan_checks import RunnerLimits
@@ -31,7 +31,7 @@ class StaticTables:
         """Queue the copy of sequences' rows. longest: tokens of the longest sequence, as far as a step reads them."""
         self._of_sequences.upload(table, self._num_blocks(longest))
 
-    def upload_parts(self, rows: RowPlan, parts: Parts) -> None:
+    def upload_parts(self, rows: RowPlan, parts: ChunkParts) -> None:
         """Queue the copy of a row for each part."""
         self._of_parts.upload(rows.block_table[parts.sequence], self._num_blocks(int(rows.seq_lens.max())))
 

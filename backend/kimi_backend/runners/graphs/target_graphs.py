@@ -17,8 +17,8 @@ import torch
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.graphs.buckets import Bucket, BucketChoice, chosen_batch_sizes, prompt_buckets, row_buckets
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts, is_worth_cutting
 from kimi_backend.runners.graphs.draws import Draws
-from kimi_backend.runners.graphs.parts import Parts, is_worth_cutting
 from kimi_backend.runners.graphs.recorder import Recorder, Run
 from kimi_backend.runners.graphs.static_arrays import Arena, ArrivingWords, StaticArrays, StaticMasks, StaticResults
 from kimi_backend.runners.graphs.static_tables import StaticTables
@@ -163,7 +163,7 @@ class TargetGraphs:
             self._uploaded.synchronize()
         plan, forward, draw = step.plan, self._forwards[step.forward], self._draws[step.draw]
         first_aux_row = region * self._aux_buffer.rows if self._aux_buffer else 0
-        parts = Parts.of(plan.rows, step.rows, step.forward)
+        parts = ChunkParts.of(plan.rows, step.rows, step.forward)
         padding_row = self._tokens.padding_row
         fill_forward(forward.arrays.host, plan, step.rows, parts, step.draws, first_aux_row, padding_row)
         fill_draws(draw.arrays.host, plan, step.draws, padding_row)

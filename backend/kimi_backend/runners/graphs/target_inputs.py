@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.graphs.draws import Draws
-from kimi_backend.runners.graphs.parts import Parts
 from kimi_backend.runners.graphs.row_inputs import fill_rows, pad_rows, row_specs
 from kimi_backend.runners.graphs.static_arrays import ArrayLayout, HostArrays
 from kimi_backend.runners.row_arrays import RowArrays
@@ -65,7 +65,7 @@ def fill_forward(
     arrays: HostArrays,
     plan: TargetPlan,
     rows: RowArrays,
-    parts: Parts,
+    parts: ChunkParts,
     draws: Draws,
     first_aux_row: int,
     padding_row: int,

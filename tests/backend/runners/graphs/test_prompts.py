@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kimi_backend.runners.graphs import parts
+from kimi_backend.runners.graphs import chunk_parts
 from kimi_backend.types.plan import TargetPlan
 from kimi_kernels.kernel_set import KernelSet
 from support.captured_runners import Setting, runner_pair
@@ -108,9 +108,9 @@ def test_a_sequence_whose_chunk_is_not_finite_fails_alone(monkeypatch: pytest.Mo
 def test_a_chunk_over_too_many_keys_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is lowered: sequences are short here."""
     loop = SpeculativeLoop(*runner_pair(SETTING, "mla31", PlainRecorder()), prompts([60]), 1)
-    monkeypatch.setattr(parts, "EVEN_ROWS", 20)
+    monkeypatch.setattr(chunk_parts, "EVEN_ROWS", 20)
     num_heads = loop._target._model.num_heads  # type: ignore[attr-defined]
-    monkeypatch.setattr(parts, "MOST_EXCESS", 10 * 35 * num_heads - 1)
+    monkeypatch.setattr(chunk_parts, "MOST_EXCESS", 10 * 35 * num_heads - 1)
     ran: list[int] = []
     launch = loop._target._launch_eagerly  # type: ignore[attr-defined]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.graphs.draft_inputs import extension_layout, fill_extension, fill_proposals, proposal_layout
 from kimi_backend.runners.graphs.draws import Draws
-from kimi_backend.runners.graphs.parts import Parts
 from kimi_backend.runners.graphs.static_arrays import Array, ArrayLayout
 from kimi_backend.runners.graphs.target_inputs import draw_layout, fill_draws, fill_forward, forward_layout
 from kimi_backend.runners.row_arrays import RowArrays
@@ -32,7 +32,7 @@ def step() -> Step:
 def forward(arrays: dict[str, Array], step: Step) -> None:
     plan = step.target_plan
     rows = RowArrays.of(plan.rows, BLOCK_SIZE)
-    fill_forward(arrays, plan, rows, Parts.of(plan.rows, rows, ROWS), Draws.of(plan, rows), 7, PADDING_ROW)
+    fill_forward(arrays, plan, rows, ChunkParts.of(plan.rows, rows, ROWS), Draws.of(plan, rows), 7, PADDING_ROW)
 
 
 def draws(arrays: dict[str, Array], step: Step) -> None:
@@ -44,7 +44,7 @@ def extension(arrays: dict[str, Array], step: Step) -> None:
     plan = step.draft_plan
     assert plan is not None
     rows = RowArrays.of(plan.rows, BLOCK_SIZE)
-    fill_extension(arrays, plan, rows, Parts.of(plan.rows, rows, ROWS), 7, PADDING_ROW)
+    fill_extension(arrays, plan, rows, ChunkParts.of(plan.rows, rows, ROWS), 7, PADDING_ROW)
 
 
 def proposals(arrays: dict[str, Array], step: Step) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.graphs.buckets import Bucket
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.graphs.draft_inputs import (
     extension_layout,
     fill_extension,
     fill_proposals,
     proposal_layout,
 )
-from kimi_backend.runners.graphs.parts import Parts
 from kimi_backend.runners.graphs.static_arrays import Arena, StaticArrays
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.runners.step_runner import Launched
@@ -346,7 +346,7 @@ def test_numbers_worked_out_on_the_device() -> None:
     )
     drawn = torch.tensor([[0, 90, -1, -1, -1], [2, 41, 42, 43, -1], [1, 7, 8, -1, -1], [0] * 5], dtype=torch.int32)
     places = RowArrays.of(plan.rows, 4)
-    fill_extension(extension.host, plan, places, Parts.of(plan.rows, places, rows), 0, 3)
+    fill_extension(extension.host, plan, places, ChunkParts.of(plan.rows, places, rows), 0, 3)
     fill_proposals(proposals.host, plan, 3)
     extension.upload()
     proposals.upload()

@@ -24,7 +24,7 @@ Fewer keys are attended to sooner, where launching kernels one by one takes 1.5 
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ChunkParts:
     """N parts of a step's S sequences, in the order of their rows."""
 
     sequence: Int64Array
@@ -35,7 +35,7 @@ class Parts:
     """[N] keys that a part's last row sees."""
 
     @classmethod
-    def of(cls, plan: RowPlan, rows: RowArrays, bucket: Bucket) -> "Parts":
+    def of(cls, plan: RowPlan, rows: RowArrays, bucket: Bucket) -> "ChunkParts":
         """Cut a step as the bucket takes it: into sequences, unless it cuts chunks."""
         if not bucket.cuts_chunks:
             return cls(rows.sequence[:0], rows.ends, plan.seq_lens)

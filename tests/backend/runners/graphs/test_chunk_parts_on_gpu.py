@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kimi_backend.runners.graphs.buckets import Bucket, prompt_buckets, smallest_fitting
-from kimi_backend.runners.graphs.parts import Parts
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import RowPlan
 from kimi_kernels.attention_batch import AttentionBatch
@@ -78,7 +78,7 @@ class Attention:
             seq_lens=case.batch.seq_lens.numpy(),
             block_table=table,
         )
-        parts = Parts.of(rows, RowArrays.of(rows, PAGE), self.bucket)
+        parts = ChunkParts.of(rows, RowArrays.of(rows, PAGE), self.bucket)
         count = len(parts.ends)
         self.cu_seqlens.fill_(int(query_lens.sum()))
         self.cu_seqlens[0] = 0

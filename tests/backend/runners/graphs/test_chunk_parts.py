@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kimi_backend.runners.graphs.buckets import Bucket, prompt_buckets, smallest_fitting
-from kimi_backend.runners.graphs.parts import Parts, excess_products, is_worth_cutting
+from kimi_backend.runners.graphs.chunk_parts import ChunkParts, excess_products, is_worth_cutting
 from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.types.plan import RowPlan
 from kimi_kernels.attention_batch import AttentionBatch
@@ -28,8 +28,8 @@ def row_plan(query_lens: list[int], seq_lens: list[int], table: np.ndarray | Non
     )
 
 
-def cut(rows: RowPlan, bucket: Bucket) -> Parts:
-    return Parts.of(rows, RowArrays.of(rows, 1 << 30), bucket)
+def cut(rows: RowPlan, bucket: Bucket) -> ChunkParts:
+    return ChunkParts.of(rows, RowArrays.of(rows, 1 << 30), bucket)
 
 
 def prompt_bucket(num_rows: int, num_seqs: int, num_heads: int | None) -> Bucket:
