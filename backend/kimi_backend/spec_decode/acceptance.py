@@ -15,9 +15,9 @@ from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 PRIOR_RATE = 0.6
 """Rate of a draft of which nothing is known."""
 LATER_SHARE = 0.9
-"""The share of the rate before it that a position's rate is guessed to be."""
+"""The share of the rate before it that a position's prior rate is."""
 PRIOR_WEIGHT = 4.0
-"""Verified tokens that a guess counts for, at each position."""
+"""Verified tokens that a prior rate counts for, at each position."""
 POOL_MEMORY = 400.0
 """Rounds, of all sequences of a kind together, after which an old round counts 1/e."""
 SEQUENCE_MEMORY = 150.0
@@ -52,11 +52,11 @@ class AcceptancePool:
     def rates(self) -> list[float]:
         """[MAX_SPECULATIVE_TOKENS] conditional rates. A position that was seldom tried takes after the one before."""
         self._fold()
-        rates, guess = [], PRIOR_RATE
+        rates, rate = [], PRIOR_RATE
         for tried, kept in zip(self._tried, self._kept, strict=True):
-            guess = min((kept + PRIOR_WEIGHT * guess) / (tried + PRIOR_WEIGHT), HIGHEST_RATE)
-            rates.append(guess)
-            guess *= LATER_SHARE
+            rate = min((kept + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT), HIGHEST_RATE)
+            rates.append(rate)
+            rate *= LATER_SHARE
         return rates
 
     def highest_rates(self) -> list[float]:
@@ -71,11 +71,11 @@ class AcceptancePool:
     def mean_rate(self) -> float:
         """Kept / verified tokens over all positions."""
         self._fold()
-        guess = PRIOR_WEIGHT * PRIOR_RATE
-        return min((sum(self._kept) + guess) / (sum(self._tried) + PRIOR_WEIGHT), HIGHEST_RATE)
+        prior = PRIOR_WEIGHT * PRIOR_RATE
+        return min((sum(self._kept) + prior) / (sum(self._tried) + PRIOR_WEIGHT), HIGHEST_RATE)
 
     def fade(self, share: float) -> None:
-        """Let the past count so much less, so that what is not measured any more falls back to the first guess."""
+        """Let the past count so much less, so that what is not measured any more falls back to the prior."""
         self._fold()
         self._scale(1 - share)
         self._seen = [(1 - share) * value for value in self._seen]

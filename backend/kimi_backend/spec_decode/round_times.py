@@ -153,13 +153,13 @@ class RoundTimes:
         self, num_seqs: int, num_rows: Numbers | Ints, longest: int | Ints, num_context_tokens: int
     ) -> Numbers:
         self._reach(num_seqs)
-        base, more = self._target.parts(num_seqs, num_rows, longest, num_context_tokens / num_seqs)
+        base, more = self._target.fixed_and_variable(num_seqs, num_rows, longest, num_context_tokens / num_seqs)
         return base * self._factors[BASE] + more * self._factors[ROWS]
 
     def _draft_step(self, num_seqs: int | Ints, rows: Numbers | Ints, depth: int | Ints, context_len: float) -> Numbers:
         """The caller has reached so many sequences."""
         assert self._draft is not None
-        fixed, more = self._draft.parts(num_seqs, rows, 1 + depth * self._is_overlapped, context_len)
+        fixed, more = self._draft.fixed_and_variable(num_seqs, rows, 1 + depth * self._is_overlapped, context_len)
         return fixed + more + self._draft.proposals(num_seqs, depth, context_len)
 
     def _reach(self, num_seqs: int) -> None:
@@ -175,7 +175,7 @@ class RoundTimes:
         target, draft = done.target, done.draft
         self._reach(target.num_seqs if draft is None else max(target.num_seqs, draft.num_seqs))
         context_len = target.num_context_tokens / target.num_seqs
-        base, more = self._target.parts(target.num_seqs, target.num_rows, target.longest, context_len)
+        base, more = self._target.fixed_and_variable(target.num_seqs, target.num_rows, target.longest, context_len)
         of_draft = 0.0
         if draft is not None:
             context_len = draft.num_context_tokens / draft.num_seqs

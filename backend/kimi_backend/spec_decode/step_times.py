@@ -75,7 +75,7 @@ class StepTimes:
         if num_seqs > self._most_seqs:
             self._tabulate(2 * num_seqs)
 
-    def parts(
+    def fixed_and_variable(
         self, num_seqs: int | Ints, num_rows: Numbers | Ints, longest: int | Ints, context_len: float
     ) -> tuple[Numbers, Numbers]:
         """(what a step takes with one row a sequence, what its other rows add).

@@ -82,7 +82,7 @@ def test_rows_have_keys_of_their_own(is_captured: bool, monkeypatch: pytest.Monk
     times = StepTimes(target.measure_costs())
     for num_seqs, num_rows, context in itertools.product((1, 4, 16), (1, 3, 8), (65, 260, 480)):
         lens = np.full(num_seqs, num_rows)
-        parts = times.parts(num_seqs, num_seqs * num_rows, num_rows, context)
+        parts = times.fixed_and_variable(num_seqs, num_seqs * num_rows, num_rows, context)
         expected_us = us_of(lens, np.full(num_seqs, context))
         assert 1e6 * float(sum(parts)) == pytest.approx(expected_us, rel=1e-6)
 

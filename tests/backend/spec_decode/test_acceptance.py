@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kimi_backend.spec_decode.acceptance import (
-    PRIOR_RATE,
     LATER_SHARE,
+    PRIOR_RATE,
     AcceptancePool,
     SequenceAcceptance,
     chances,

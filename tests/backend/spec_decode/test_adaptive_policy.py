@@ -67,7 +67,8 @@ class Machine:
         num_seqs, num_rows, depth = len(own), len(own) + sum(counts), max(counts)
         num_drafting = sum(c.uses_draft for c in own) if isinstance(policy, AdaptivePolicy) else num_seqs * (depth > 0)
         target = StepShape(num_seqs, num_rows, depth + 1, 64 * num_seqs)
-        target_s, draft_s, draft = float(sum(self.true._target.parts(num_seqs, num_rows, depth + 1, 64))), 0.0, None
+        target_s = float(sum(self.true._target.fixed_and_variable(num_seqs, num_rows, depth + 1, 64)))
+        draft_s, draft = 0.0, None
         target_s *= self._noise()
         if num_drafting:
             rows = num_drafting + sum(counts if self.is_overlapped else accepted)
@@ -295,7 +296,7 @@ def test_a_round_in_which_the_device_waits_for_the_host_tells_nothing_of_the_dev
     """A launch takes 0.2 ms until the device begins; the draft would take 0.11, the host 0.6."""
     times = RoundTimes(*CHEAP)
     target, draft = StepShape(1, 2, 2, 64), StepShape(1, 2, 2, 64, 1)
-    target_s = float(np.sum(times._target.parts(1, 2, 2, 64)))
+    target_s = float(np.sum(times._target.fixed_and_variable(1, 2, 2, 64)))
     for _ in range(100):
         times.learn(
             Round(
@@ -311,4 +312,4 @@ def test_a_round_in_which_the_device_waits_for_the_host_tells_nothing_of_the_dev
     assert times.factors == [1.0] * 3
     one = np.array([1])
     assert times.drafting(1, one, one, one, one * 0.5, 64)[0] == pytest.approx(target_s + 0.0006)
-    assert times.plain(1, 64) == pytest.approx(float(np.sum(times._target.parts(1, 1, 1, 64))))
+    assert times.plain(1, 64) == pytest.approx(float(np.sum(times._target.fixed_and_variable(1, 1, 1, 64))))

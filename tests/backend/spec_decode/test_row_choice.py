@@ -105,7 +105,7 @@ def test_a_captured_step_takes_what_its_shape_and_its_live_rows_cost() -> None:
 
     def us(num_seqs: int, num_rows: int, longest: int, context: float = 0) -> float:
         times.reach(num_seqs)
-        return 1e6 * float(sum(times.parts(num_seqs, num_rows, longest, context)))
+        return 1e6 * float(sum(times.fixed_and_variable(num_seqs, num_rows, longest, context)))
 
     assert us(16, 16, 1) == pytest.approx(2600)
     assert us(16, 64, 4) == pytest.approx(7400)
@@ -163,7 +163,7 @@ def test_many_shapes_at_once_take_what_each_takes_alone(is_captured: bool) -> No
         times.reach(100)
         num_seqs, longest, depth = rng.integers(1, 101, 9), rng.integers(1, 9, (5, 1)), rng.integers(0, 8, (5, 1))
         num_rows = num_seqs * rng.uniform(1, longest, (5, 9))
-        steps = sum(times.parts(num_seqs, num_rows, longest, context_len))
+        steps = sum(times.fixed_and_variable(num_seqs, num_rows, longest, context_len))
         drawn = times.proposals(num_seqs, depth, context_len) * np.ones((5, 9))
         for row, column in itertools.product(range(5), range(9)):
             n, d, size = int(num_seqs[column]), int(depth[row, 0]), min(int(num_seqs[column]), SIZES[-1])
@@ -173,7 +173,7 @@ def test_many_shapes_at_once_take_what_each_takes_alone(is_captured: bool) -> No
             last = [of_size[min(d, 3) - 1] for of_size in costs.proposals_us]
             us = float(np.interp(size, SIZES, last)) * n / size + (d - 1) * of_token if d else 0.0
             assert 1e6 * drawn[row, column] == pytest.approx(us)
-            alone = times.parts(n, float(num_rows[row, column]), int(longest[row, 0]), context_len)
+            alone = times.fixed_and_variable(n, float(num_rows[row, column]), int(longest[row, 0]), context_len)
             assert float(sum(alone)) == steps[row, column]
 
 
