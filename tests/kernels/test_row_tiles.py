@@ -36,3 +36,12 @@ def test_higher_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
     for count in (1, 63, 65, 130):
         assert_same_bits(call(count), got[:count], f"{count} rows")
+
+
+def test_what_lies_in_whole_tiles_is_copied_to_change_its_type_only() -> None:
+    """A weight of a large model is held once, and rows that fit are not copied at every product."""
+    ready = torch.zeros(32, 48)
+    assert row_tiles.tile_weight(ready) is ready
+    assert row_tiles.tile_rows(ready, 48, 16) is ready
+    for tiles in (row_tiles.tile_weight(ready.half()), row_tiles.tile_rows(ready.half(), 48, 16)):
+        assert tiles.dtype == torch.float32 and tiles.shape == ready.shape
