@@ -13,11 +13,11 @@ STACK_BYTES = {
     "mla hopper 64 bf16": 16,
     "mla hopper 64 row keys": 16,
     # What a segment takes besides half a result and a tile's scores; hardly any of it in the loop.
-    "mla pairs": 136,
-    "mla pairs row keys": 136,
+    "mla pairs": 144,
+    "mla pairs row keys": 144,
     "mla hopper 16 float8": 16,
-    "mla hopper 32 float8": 88,
-    "mla hopper 64 float8": 32,
+    "mla hopper 32 float8": 120,
+    "mla hopper 64 float8": 40,
     # The way for block sizes below 64 keeps an address a row.
     "mla any 32": 64,
     "mla any 64": 160,

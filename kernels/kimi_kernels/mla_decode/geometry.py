@@ -67,6 +67,8 @@ def decode_geometry(
     # With fixed splits a row's bits must not depend on the rows beside it, so its tile follows from the heads alone.
     usual_rows = num_heads * (1 if split_tokens else max_query_len)
     tile_rows = 16 if usual_rows <= 16 else 32 if usual_rows <= 32 else 64
+    if num_seqs == 1 and 32 < usual_rows <= 64 and not split_tokens:
+        tile_rows = 32  # One sequence leaves multiprocessors idle: two of them share its rows.
     max_tiles = max(1, -(-num_heads * max_query_len // tile_rows))
     team_size = min(max_tiles, MAX_TEAM_SIZE)
     return DecodeGeometry(

@@ -56,6 +56,7 @@ def attend_hopper_kernel(
     WARPS: gl.constexpr,
 ):
     SWAP: gl.constexpr = FLOAT8 or R < 64
+    MASK_ALL: gl.constexpr = FLOAT8 and R == 64  # a branch costs these more than the masks that it saves
     H: gl.constexpr = L // 2
     K: gl.constexpr = BOXES * BOX
     groups: gl.constexpr = WARPS // (4 * BOXES)  # warpgroups that share a step's keys, or its rows
@@ -130,8 +131,11 @@ def attend_hopper_kernel(
             row_scale = unit * scale
         token = (tile_start + gl.arange(0, R, score_row)) // num_heads
         last_key = last_keys(row_keys, first_row, num_rows, token, length, True)
+        # Keys before this one are seen by every row of the tile: they need no mask.
+        seen_by_all = last_keys(row_keys, first_row, num_rows, tile_start // num_heads, length, True) + 1
         if FLOAT8:
             last_key = gl.minimum(last_key, (begin + num_tiles) * BOX - 1)
+            seen_by_all = gl.minimum(seen_by_all, (begin + num_tiles) * BOX)
         row_max = gl.full([R], NO_SCORE, gl.float32, score_row)
         weight_sum = gl.zeros(score_shape, gl.float32, score_layout)  # of every key position in a step
         acc1 = gl.zeros(acc_shape, gl.float32, out_layout)
@@ -151,17 +155,17 @@ def attend_hopper_kernel(
                 next_row, there = tiles.find_tile(latents, table, begin, num_tiles, index + STAGES, PAGE)
                 mbarrier.wait(ready.index(stage), phase)
                 scores = tiles.multiply_keys(shared, stage, length - first_key, score_layout, SWAP, WARPS)
-            visible = gl.expand_dims(first_key + gl.arange(0, K, score_key), row_axis) <= gl.expand_dims(
-                last_key, key_axis
-            )
-            scores = gl.where(visible, scores, NO_SCORE)
+            if MASK_ALL or first_key + K > seen_by_all:
+                visible = gl.expand_dims(first_key + gl.arange(0, K, score_key), row_axis) <= gl.expand_dims(
+                    last_key, key_axis
+                )
+                scores = gl.where(visible, scores, float("-inf"))
             if FLOAT8:
                 new_max = gl.maximum(row_max, gl.max(scores, key_axis))
                 weights = gl.exp2(scores - gl.expand_dims(new_max, key_axis))
             else:
                 new_max = gl.maximum(row_max, gl.max(scores, key_axis) * scale)
                 weights = gl.exp2(scores * scale - gl.expand_dims(new_max, key_axis))
-            weights = gl.where(visible, weights, 0.0)
             shrink = gl.exp2(row_max - new_max)
             weight_sum = weight_sum * gl.expand_dims(shrink, key_axis) + weights
             row_max = new_max

@@ -235,7 +235,7 @@ def _multiply(plan, results, scale, kv_scale, shared, maxima, sums, flags, LSE: 
                 clear_unused(right.index(own), length - tile * K, 4)
                 fence_async_shared()
             visible = (tile * K + key_in_tile)[None, :] <= last_key[:, None]
-            scores = gl.where(visible, scores, NO_SCORE)
+            scores = gl.where(visible, scores, float("-inf"))
             tile_max = gl.max(scores, 1) * scale
             if OWN == 1:
                 mbarrier.wait(weights_ready.index(OTHER), phase)
@@ -247,7 +247,6 @@ def _multiply(plan, results, scale, kv_scale, shared, maxima, sums, flags, LSE: 
                 row_max = other_max
             new_max = gl.maximum(row_max, tile_max)
             weights = gl.exp2(scores * scale - new_max[:, None])
-            weights = gl.where(visible, weights, 0.0)
             shrink = gl.exp2(row_max - new_max)
             narrow = weights.to(left.dtype)
             rope.index(own).store(narrow)

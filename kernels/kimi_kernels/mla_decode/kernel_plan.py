@@ -3,8 +3,8 @@
 An item is a sequence and a group of TEAM row tiles. Balanced plan, two ways. If it leaves no team with much more than
 its share, every item is cut into equal pieces, one piece a team: fewest partial results. Else (after stream-K, Osama et
 al. 2023) items stand in one line, each as long as its key tiles plus a fixed cost, and the line is cut into equal
-lengths, one a team; a team's part is a run of segments. Fixed plan: every item is cut at multiples of SPLIT key tiles,
-whatever stands beside it.
+lengths, one a team; a team's part is a run of segments. Items of nearly one length count as long as the longest, so
+that none is cut. Fixed plan: every item is cut at multiples of SPLIT key tiles, whatever stands beside it.
 
 records: [num_teams + items * pieces, 16] int32. Record t is team t's first segment, its further ones are at
     num_teams + field 9 + 1, + 2, ...: 0 sequence, 1 first query row, 2 query rows, 3 first row tile, 4 first key tile,
@@ -133,8 +133,14 @@ def plan_balanced_kernel(
     # When teams get a handful of tiles each, a charge for segments would leave some of them without any.
     cost = tl.where(tl.sum(groups * tiles) > 4 * num_teams, COST, 0)
     item_size = tl.maximum(tiles + cost, 1)
+    share = tl.maximum(tl.cdiv(tl.sum(groups * item_size), num_teams), 1)
+    # Items stay whole, so that nothing has to be merged, where that gives no team more than a tile above its share.
+    longest = tl.max(tl.where(groups > 0, item_size, 1))
+    whole_share = tl.cdiv(tl.sum(groups), num_teams) * longest
+    if whole_share <= share + 1:
+        item_size = tl.full([SEQS], 1, tl.int32) * longest
+        share = whole_share
     after = tl.cumsum(groups * item_size)
-    share = tl.maximum(tl.cdiv(tl.max(after), num_teams), 1)
     begin = team * share
     end = begin + share
     seq = tl.sum((after <= begin).to(tl.int32))

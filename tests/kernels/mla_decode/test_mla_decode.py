@@ -312,6 +312,21 @@ def test_a_plan_covers_every_key_once(ops: Ops, split_tokens: int) -> None:
         assert_covers(plan, case.batch)
 
 
+@the_kernel
+@pytest.mark.parametrize(
+    ("seq_lens", "is_cut"), [([192] * 9, False), ([192] * 8 + [130], False), ([192] * 8 + [704], True)]
+)
+def test_sequences_of_one_length_stay_whole(ops: Ops, seq_lens: list[int], is_cut: bool) -> None:
+    """Nine sequences of three tiles for five teams: two whole ones a team are a tile more than a fair share."""
+    case = paged_case([2] * 9, seq_lens, 64)
+    plan = ops.plan_mla_decode(case.batch, 8, 64, 0)
+    assert isinstance(plan, TritonDecodePlan)
+    assert_covers(plan, case.batch)
+    _, entries = plan.tensors
+    assert (max(entries[1 : 1 + entries[0, 0], 4].tolist()) > 1) == is_cut
+    check(ops, case, 8)
+
+
 def assert_covers(plan: TritonDecodePlan, batch: AttentionBatch) -> None:
     records, _ = plan.tensors
     geometry = plan.geometry
