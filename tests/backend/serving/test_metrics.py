@@ -8,7 +8,14 @@ from kimi_backend.engine.emitter import OutputTotals
 from kimi_backend.engine.statistics import EngineState, take_statistics
 from kimi_backend.serving.metric_table import METRICS
 from kimi_backend.serving.metrics import ACCEPT_LENGTH_WINDOW_S, MOST_UNOBSERVED, MetricsPublisher, _RecentAcceptance
-from kimi_backend.types.request import EndCause, FinishReason, RequestStats, SpeculationStats
+from kimi_backend.spec_decode.stats import PROPOSER_NAMES
+from kimi_backend.types.request import (
+    MAX_SPECULATIVE_TOKENS,
+    EndCause,
+    FinishReason,
+    RequestStats,
+    SpeculationStats,
+)
 from support.reachable import num_entries
 
 NEVER_S = 1e6
@@ -96,6 +103,24 @@ def publisher(server, scripted):
     publisher = MetricsPublisher(server, scripted, NEVER_S)
     yield publisher
     publisher.close()
+
+
+def test_every_series_is_there_from_the_start(server, scripted, publisher):
+    """A scraper takes a counter's first value for no increase."""
+    publisher.flush()
+    before = set(server.values)
+    full = tuple(range(1, MAX_SPECULATIVE_TOKENS + 1))
+    rounds = speculation(9, full, full)
+    scripted.change(
+        totals=OutputTotals(
+            num_draft_tokens_histogram=(1, *full),
+            speculation=rounds,
+            speculation_by_proposer=dict.fromkeys(PROPOSER_NAMES.values(), rounds),
+        )
+    )
+    publisher.flush()
+    assert server.values["spec_decode_num_verifies_total", (str(MAX_SPECULATIVE_TOKENS),)] == MAX_SPECULATIVE_TOKENS
+    assert set(server.values) == before
 
 
 def test_differences_add_up_to_the_totals(server, scripted, publisher):
