@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("backend", "benchmarks", "client", "demo", "docker", "kernels", "model_repository", "scripts", "tests")
 FRAGMENTS = re.compile(
     r"(Of|Whether|Who|As|Likewise|Where|What|Which|Whose|Why|When|While|Until|So|Not|Than|Also|After|At|Before|Behind"
-    r"|Beside|By|For|From|In|On|Over|To|Up|With|Without)\b"
+    r"|Beside|By|For|From|How|However|In|On|Over|To|Up|With|Without)\b"
 )
 """Words that begin no docstring: what such a one is about would be left to its reader."""
 

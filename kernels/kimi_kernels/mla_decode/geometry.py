@@ -1,4 +1,4 @@
-"""How `mla_decode` cuts its problem: host arithmetic shared by the work plan and the kernels that follow it.
+"""The cut of `mla_decode`'s problem: host arithmetic shared by the work plan and the kernels that follow it.
 
 Rows of a sequence are its query tokens times its heads, packed: row r is token r // num_heads, head r % num_heads. A
 *tile* is `tile_rows` of them against `tile_keys` keys at a time. A *team* of `team_size` thread blocks reads the same
