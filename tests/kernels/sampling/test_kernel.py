@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kimi_kernels.sampling import kernel, kernel_noise, kernel_tuning, naive, plain
+from kimi_kernels.sampling import kernel, kernel_few, kernel_noise, kernel_tuning, naive, plain
 from kimi_kernels.sampling.gumbel import gumbel_from_bits
 from kimi_kernels.sampling.kernel_launch import SamplingCall
 from kimi_kernels.sampling.kernel_rows import STATE_DONE, STATE_DOUBT, STATE_ESTIMATE, STATE_LIST, STATE_SELECT
@@ -235,6 +235,21 @@ def test_top_k_cuts_equals_by_id(min_p: float) -> None:
     drawn = kernel.sample_tokens(logits, inputs, rows).token_ids
     assert torch.equal(drawn, naive.sample_tokens(logits, inputs, rows).token_ids)
     assert set(drawn.tolist()) <= {0, 1, 2, 50}
+
+
+@triton.jit
+def _last_kernel(EQUAL, LAST, count, N: tl.constexpr):
+    token = tl.arange(0, N)
+    tl.store(LAST, kernel_few._last_of(token, tl.load(EQUAL + token) != 0, count, N))
+
+
+def test_the_last_of_equal_tokens_for_every_count() -> None:
+    equal = (torch.rand(64, generator=torch.Generator().manual_seed(9)) < 0.6).to(torch.int32)
+    places = equal.nonzero().flatten().tolist()
+    last = torch.zeros(len(places), dtype=torch.int32)
+    for number in range(len(places)):
+        _last_kernel[(1,)](equal, last[number:], number + 1, N=64)
+    assert last.tolist() == places
 
 
 def test_bans_of_everything_and_rows_that_are_not_finite() -> None:
