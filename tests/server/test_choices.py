@@ -3,16 +3,14 @@
 import http.client
 import json
 
+import openai
 import pytest
 
 from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
-from support.lazy_import import LazyModule
 from support.openai_endpoint import running_endpoint
 from support.server_process import assert_everything_is_free, gauge, wait_until_running
 from support.waiting import PATIENCE_S
-
-openai = LazyModule("openai")
 
 PROMPT = [7 + i % 250 for i in range(300)]
 BLOCKS_OF_PROMPT = 300 // 64

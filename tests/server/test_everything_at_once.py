@@ -8,17 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+import openai
 
 from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
-from support.lazy_import import LazyModule
 from support.openai_endpoint import running_endpoint
 from support.server_process import running_server, serving_settings
 from support.waiting import PATIENCE_S
-
-openai = LazyModule("openai")
 
 SCHEMA = {
     "type": "object",

@@ -6,16 +6,15 @@ import urllib.request
 
 import pytest
 
+pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+import openai
 
 from kimi_client import InvalidRequest, KimiClient
 from kimi_openai import EndpointSettings
-from support.lazy_import import LazyModule
 from support.openai_endpoint import running_endpoint
 from support.waiting import PATIENCE_S
-
-openai = LazyModule("openai")
 
 SCHEMA = {
     "type": "object",

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+import openai
+from openai.types.chat import ChatCompletionMessage
 
 from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
-from support.lazy_import import LazyModule
 from support.openai_endpoint import read_events, running_endpoint
 from support.server_process import MAX_MODEL_LEN, assert_everything_is_free, cut_short, wait_until_running
-
-openai = LazyModule("openai")
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 🙂, was gibt's?"}]
@@ -381,7 +381,7 @@ TOOL_RETURN = {"role": "tool", "tool_call_id": "functions.find:0", "content": "n
 def test_a_conversation_goes_on_with_what_came_back(client):
     """OpenAI's client gives messages back with fields that are null, and with those that it does not know."""
     first = client.chat.completions.create(model="kimi", messages=MESSAGES, tools=TOOLS, **SHORT).choices[0].message
-    turn = openai.types.chat.ChatCompletionMessage.model_validate({**TOOL_TURN, "reasoning_content": "hm"}).model_dump()
+    turn = ChatCompletionMessage.model_validate({**TOOL_TURN, "reasoning_content": "hm"}).model_dump()
     messages = [*MESSAGES, first.model_dump(), MESSAGES[1], turn, TOOL_RETURN]
     reply = client.chat.completions.create(model="kimi", messages=messages, tools=TOOLS, **SHORT)
     assert reply.choices[0].finish_reason == "length"

@@ -2,14 +2,12 @@
 
 import math
 
+import openai
 import pytest
 
 from kimi_client import KimiClient
 from kimi_openai import EndpointSettings
-from support.lazy_import import LazyModule
 from support.openai_endpoint import running_endpoint
-
-openai = LazyModule("openai")
 
 PROMPT = [11 + 7 * i % 240 for i in range(300)]
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import hypothesis
 import requests
+import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from schemathesis import GenerationMode
 
-from support.lazy_import import LazyModule
 from support.waiting import PATIENCE_S
-
-schemathesis = LazyModule("schemathesis")
 
 VOCABULARY = 200
 """Token ids of valid requests are below it: the endpoint's description does not know the model's vocabulary."""
@@ -28,7 +27,6 @@ def fuzz(base_url: str, num_cases: int, seed: int = 0) -> collections.Counter[in
             connection was lost, or nothing came.
     """
     statuses: collections.Counter[int] = collections.Counter()
-    modes = schemathesis.GenerationMode
     schema = schemathesis.openapi.from_url(f"{base_url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     with_body = [operation for operation in operations if operation.method == "post"]
@@ -38,9 +36,9 @@ def fuzz(base_url: str, num_cases: int, seed: int = 0) -> collections.Counter[in
                 _send(session, base_url, operation.as_strategy(), 5, seed, statuses)
         rest = num_cases - statuses.total()
         for operation in with_body:
-            for mode, share in ((modes.POSITIVE, 6), (modes.NEGATIVE, 2)):
+            for mode, share in ((GenerationMode.POSITIVE, 6), (GenerationMode.NEGATIVE, 2)):
                 strategy = operation.as_strategy(generation_mode=mode)
-                if mode is modes.POSITIVE:
+                if mode is GenerationMode.POSITIVE:
                     strategy = strategy.map(_with_known_tokens)
                 _send(session, base_url, strategy, rest * share // 32, seed, statuses)
     return statuses

@@ -2,17 +2,15 @@
 
 from typing import ClassVar
 
+import openai
 import pytest
 
 from kimi_client import Chunk
 from kimi_client.aio import AsyncStream
 from kimi_openai import EndpointSettings
-from support.lazy_import import LazyModule
 from support.openai_endpoint import running_endpoint
 from support.reply_texts import TEXTS, place_controls
 from support.reply_texts import TOOLS as MANY_TOOLS
-
-openai = LazyModule("openai")
 
 STATISTICS = {"num_prompt_tokens": 3, "num_output_tokens": 2, "num_cached_tokens": 1}
 TEXT = (

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import openai
 import pytest
 
 from kimi_backend.engine.engine import Engine
@@ -16,11 +17,8 @@ from kimi_openai import EndpointSettings, open_socket
 from kimi_openai.api_keys import ApiKey
 from kimi_openai.connection_limits import ConnectionLimits
 from kimi_openai.errors import QUEUE_IS_FULL, from_client_error
-from support.lazy_import import LazyModule
 from support.openai_endpoint import running_endpoint
 from support.waiting import PATIENCE_S
-
-openai = LazyModule("openai")
 
 KEY = "k\u00e9y"
 NAMES = ("kimi", "moonshotai/Kimi-K2.5")
