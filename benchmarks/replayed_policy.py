@@ -106,11 +106,11 @@ class Machine:
     def steps(self, target: StepShape, draft: StepShape | None) -> tuple[float, float]:
         """Seconds of both."""
         times, context_len = steps_of(self.target), target.num_context_tokens / target.num_seqs
-        target_s = float(sum(times.parts(target.num_seqs, target.num_rows, target.longest, context_len)))
+        target_s = float(sum(times.fixed_and_variable(target.num_seqs, target.num_rows, target.longest, context_len)))
         if draft is None:
             return target_s, 0.0
         times, context_len = steps_of(self.draft), draft.num_context_tokens / draft.num_seqs
-        extended = times.parts(draft.num_seqs, draft.num_rows, 1, context_len)
+        extended = times.fixed_and_variable(draft.num_seqs, draft.num_rows, 1, context_len)
         return target_s, float(sum(extended) + times.proposals(draft.num_seqs, draft.num_proposals, context_len))
 
 
