@@ -51,7 +51,7 @@ check: lint  ## in a minute: lint, types, and the tests that most mistakes fail
 	$(BIN)/pytest -q -n $(or $(JOBS),2) $(SMOKE)
 
 test: $(STAMP)  ## everything that runs on a CPU, but for soak tests
-	$(BIN)/pytest -n $(or $(JOBS),3)
+	$(BIN)/pytest -n $(or $(JOBS),4)
 
 soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
 	$(BIN)/pytest -m soak tests/server
