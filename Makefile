@@ -54,7 +54,7 @@ test: $(STAMP)  ## everything that runs on a CPU, but for soak tests
 	$(BIN)/pytest -n $(or $(JOBS),4)
 
 soak: $(STAMP)  ## long loads on a real server: nothing grows, no text is wrong
-	$(BIN)/pytest -m soak tests/server
+	$(BIN)/pytest -m soak
 
 test-gpu:  ## on a CUDA host, with its own torch and triton; needs no virtual environment; tests/server where its packages are
 	PYTHONPATH=$(CURDIR)/backend:$(CURDIR)/kernels:$(CURDIR)/client $(PYTHON) -m pytest -m gpu -p no:cacheprovider \

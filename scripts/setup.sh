@@ -34,7 +34,8 @@ fi
 # One command, so that pip looks for versions of everything at once and no torch replaces another.
 step "installing ${torch:-your torch} and some 90 packages: one to five minutes; the large ones:"
 # Of what pip says, the files of a megabyte and more as they come, and that it is unpacking them.
-"${pip[@]}" install --progress-bar off ${torch:+"$torch"} -e '.[dev]' | sed -unE \
+# Python compiles the modules that are imported when they are; most never are.
+"${pip[@]}" install --no-compile --progress-bar off ${torch:+"$torch"} -e '.[dev]' | sed -unE \
   -e 's,^ *(Downloading|Using cached) ([^ ]*/)?([^/ ]+) \(([0-9.]+ MB)\),  \3 (\4),p' \
   -e 's,^Installing collected packages.*,  unpacking; a minute or two,p'
 # pip puts no command here of a tool that it sees among the system's packages, and make calls it here.

@@ -209,6 +209,7 @@ def test_a_false_config_is_mended_by_the_probes_setting(checkpoint: Path, tmp_pa
         assert truth in mended
 
 
+@pytest.mark.soak
 def test_the_probe_check_measures_as_the_probe_does_however_many_processes_share_the_prompts(
     data: Path, checkpoint: Path
 ) -> None:
