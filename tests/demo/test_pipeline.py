@@ -29,6 +29,9 @@ from kimi_nano.train import train, unloop_of
 from support.nano_corpus import made_up_files
 from support.speculative_loop import SpeculativeLoop
 
+pytestmark = pytest.mark.soak
+"""A minute and more of training: parts of it are tested one by one beside this file."""
+
 CPU = torch.device("cpu")
 NUM_PROMPTS = 6
 NUM_NEW_TOKENS = 40
@@ -209,7 +212,6 @@ def test_a_false_config_is_mended_by_the_probes_setting(checkpoint: Path, tmp_pa
         assert truth in mended
 
 
-@pytest.mark.soak
 def test_the_probe_check_measures_as_the_probe_does_however_many_processes_share_the_prompts(
     data: Path, checkpoint: Path
 ) -> None:

@@ -12,7 +12,6 @@ BREAKING = {"test_recovery", "test_storm"}
 ALONE = ("test_start_script", "test_watchdog", "test_shutdown", "test_documented_commands", "test_shared_semaphores")
 """Files of tests/server that start what they need themselves, the longest first; the others share `server`."""
 LONG = (
-    "demo/test_pipeline.py",
     "backend/runners/ranks/test_two_ranks.py",
     "kernels/test_compile_gate.py",
     "demo/test_acceptance.py",
