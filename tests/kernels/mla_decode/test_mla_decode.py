@@ -314,10 +314,11 @@ def test_a_plan_covers_every_key_once(ops: Ops, split_tokens: int) -> None:
 
 @the_kernel
 @pytest.mark.parametrize(
-    ("seq_lens", "is_cut"), [([192] * 9, False), ([192] * 8 + [130], False), ([192] * 8 + [704], True)]
+    ("seq_lens", "is_cut"),
+    [([192] * 9, False), ([192] * 8 + [130], False), ([448] * 9, True), ([192] * 8 + [704], True)],
 )
 def test_sequences_of_one_length_stay_whole(ops: Ops, seq_lens: list[int], is_cut: bool) -> None:
-    """Nine sequences of three tiles for five teams: two whole ones a team are a tile more than a fair share."""
+    """Nine for five teams: two whole ones each are a tile more than the share with three tiles, two with seven."""
     case = paged_case([2] * 9, seq_lens, 64)
     plan = ops.plan_mla_decode(case.batch, 8, 64, 0)
     assert isinstance(plan, TritonDecodePlan)
