@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kimi_backend.spec_decode.step_times import Floats, Ints, Numbers, StepShape, StepTimes
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
@@ -83,13 +84,13 @@ class RoundTimes:
             num_looked_up: tokens of matches under verification, on the average over all rounds.
             looked_up_share: the share of rounds that have some.
         """
-        target_s = float(self._target_step(num_seqs, num_seqs, 1, num_context_tokens))
-        alone_s = max(target_s, self._host_s) if self._is_overlapped else target_s + self._host_s
+        target_s = self._target_step(num_seqs, num_seqs, 1, num_context_tokens)
+        alone_s = self._without_draft(target_s, self._is_overlapped)
         if not looked_up_share:
-            return alone_s
+            return float(alone_s)
         num_rows = num_seqs + num_looked_up / looked_up_share
-        target_s = float(self._target_step(num_seqs, num_rows, MAX_SPECULATIVE_TOKENS + 1, num_context_tokens))
-        return alone_s + looked_up_share * (target_s + self._host_s - alone_s)
+        target_s = self._target_step(num_seqs, num_rows, MAX_SPECULATIVE_TOKENS + 1, num_context_tokens)
+        return float(alone_s + looked_up_share * (self._without_draft(target_s, False) - alone_s))
 
     def verifying(
         self,
@@ -110,13 +111,16 @@ class RoundTimes:
         """
         target_s = self._target_step(num_seqs, num_rows, longest, num_context_tokens)
         if not is_drafting:
-            is_hidden = overlaps_next & (num_rows == num_seqs)
-            alone: Floats = np.where(is_hidden, np.maximum(target_s, self._host_s), target_s + self._host_s)
-            return alone
+            return self._without_draft(target_s, overlaps_next & (num_rows == num_seqs))
         beside_s = self._last_draft_s + self._host_s * (1 + self._way_share)
         if self._is_overlapped:
             beside_s = max(self._last_draft_s, self._host_s)
         return target_s + beside_s
+
+    def _without_draft(self, target_s: Numbers, is_hidden: bool | npt.NDArray[np.bool_]) -> Floats:
+        """Rounds of the target alone. is_hidden: the host works beside the device."""
+        found: Floats = np.where(is_hidden, np.maximum(target_s, self._host_s), target_s + self._host_s)
+        return found
 
     def drafting(
         self,
