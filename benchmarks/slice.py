@@ -192,7 +192,7 @@ def slice_settings(options: argparse.Namespace, folder: Path, num_layers: int) -
     """Room for the largest case, and whatever --set says."""
     num_gpus = int(dict(item.split("=", 1) for item in options.set).get("tensor_parallel_size", "1"))
     divided_by = max(1, options.rank_of // num_gpus) if num_gpus > 1 else 1
-    target, draft = write_slice(folder, num_layers, options.preset, divided_by, options.quantization)
+    target, draft = write_slice(folder, num_layers, options.preset, divided_by, num_gpus, options.quantization)
     longest = max(case["prompt_len"] for case in cases(options)) + options.tokens + MARGIN_TOKENS
     longest = max([longest] + [step.longest + MARGIN_TOKENS for step in options.prompt_steps])
     most = max(

@@ -50,7 +50,7 @@ def deepest_that_fits(preset: Preset, num_ranks: int, folder: Path, *, gpu_memor
     folder.mkdir(parents=True, exist_ok=True)
 
     def is_too_deep(num_layers: int) -> bool:
-        target, draft = write_slice(folder, num_layers, preset)
+        target, draft = write_slice(folder, num_layers, preset, num_ranks=num_ranks)
         settings = ServingSettings(
             checkpoint=str(target),
             draft=str(draft),

@@ -24,7 +24,7 @@ def run(num_ranks: int, *, is_cpu: bool, out: Path) -> Verdict:
     verdict = Verdict()
     for preset in (Preset.TINY,) if is_cpu else (Preset.TINY, Preset.KIMI_K25):
         layers = 4 if preset is Preset.TINY else deepest_that_fits(preset, num_ranks, out / "checkpoints")
-        target, draft = write_slice(out / "checkpoints", layers, preset)
+        target, draft = write_slice(out / "checkpoints", layers, preset, num_ranks=num_ranks)
         settings = ServingSettings(
             checkpoint=str(target),
             draft=str(draft),

@@ -47,3 +47,7 @@ def test_two_depths_foretell_the_third(deepest_ms: float | None, holds: bool) ->
 def test_the_deepest_slice_grows_with_the_ranks(tmp_path: Path) -> None:
     found = [depth.deepest_that_fits(Preset.KIMI_K25, ranks, tmp_path, gpu_memory_gib=400) for ranks in (1, 8)]
     assert 3 <= found[0] < found[1] < 61  # a CPU keeps experts unquantised
+
+
+def test_a_preset_with_fewer_heads_than_ranks_is_given_as_many(tmp_path: Path) -> None:
+    assert depth.deepest_that_fits(Preset.TINY, 8, tmp_path, gpu_memory_gib=40) == depth.MOST_LAYERS
