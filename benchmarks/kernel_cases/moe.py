@@ -12,7 +12,15 @@ from kernel_cases import Case, Prepared, num_input_sets, relative_error
 from kimi_kernels import KernelSet
 from kimi_kernels.moe_route import plain as plain_route
 from kimi_kernels.quantization.plain import dequantize, quantize_fp8
-from kimi_kernels.weights import ExpertWeights, Fp8Weight, Int4Weight, Mxfp4Weight, PackedExperts, Weight
+from kimi_kernels.weights import (
+    ExpertWeights,
+    Fp8Weight,
+    Int4Weight,
+    Mxfp4Weight,
+    PackedExperts,
+    Weight,
+    expert_weight,
+)
 
 HIDDEN, NUM_EXPERTS, TOP_K = 7168, 384, 8
 BYTES_A_WEIGHT = {"int4": 0.5 + 2 / 32, "mxfp4": 0.5 + 1 / 32, "fp8": 1 + 4 / 128**2, "bf16": 2}
@@ -154,21 +162,10 @@ def expected_rows(x: Tensor, ids: Tensor, topk_weights: Tensor, weights: ExpertW
     out = torch.zeros(x.shape[0], HIDDEN, device="cuda")
     for expert in ids.unique().tolist():
         row, assignment = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[row].float() @ dequantize(one(weights.gate_up, expert)).float().T).chunk(2, dim=1)
-        product = (torch.nn.functional.silu(gate) * up) @ dequantize(one(weights.down, expert)).float().T
+        gate, up = (x[row].float() @ dequantize(expert_weight(weights.gate_up, expert)).float().T).chunk(2, dim=1)
+        product = (torch.nn.functional.silu(gate) * up) @ dequantize(expert_weight(weights.down, expert)).float().T
         out.index_add_(0, row, product * topk_weights[row, assignment].unsqueeze(1))
     return out
-
-
-def one(weight: Weight, expert: int) -> Weight:
-    """One expert's matrix."""
-    if isinstance(weight, Int4Weight):
-        return Int4Weight(packed=weight.packed[expert], scales=weight.scales[expert], group_size=weight.group_size)
-    if isinstance(weight, Mxfp4Weight):
-        return Mxfp4Weight(codes=weight.codes[expert], scales=weight.scales[expert])
-    if isinstance(weight, Fp8Weight):
-        return Fp8Weight(values=weight.values[expert], scales=weight.scales[expert], block_size=weight.block_size)
-    return weight[expert]
 
 
 def route_case(kernels: KernelSet, num_tokens: int) -> Case:

@@ -1,6 +1,7 @@
 """Weights as the checkpoint stores them, before a kernel set repacks them for its own use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -80,6 +81,15 @@ class ExpertWeights:
     """[E, 2 * I, H]."""
     down: Weight
     """[E, H, I]."""
+
+
+def expert_weight(stacked: Weight, expert: int) -> Weight:
+    """A view of one expert's matrix, [out_features, in_features], in the format of the stacked ones."""
+    if isinstance(stacked, torch.Tensor):
+        return stacked[expert]
+    held = {field.name: getattr(stacked, field.name) for field in fields(stacked)}
+    parts: dict[str, Any] = {name: part[expert] for name, part in held.items() if isinstance(part, torch.Tensor)}
+    return replace(stacked, **parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

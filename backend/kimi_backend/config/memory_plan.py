@@ -29,11 +29,11 @@ class MemorySettings:
     weight_dtype: str = "bfloat16"
     """Compute dtype of linear layers; torch's name."""
     draft_format: LinearFormat = LinearFormat.NONE
-    """The format of the draft's linear layers, where `keeps_quantized_experts`; the plain kernels dequantise
-    each."""
+    """The format of the draft's linear layers; without effect where `widens_matrices`."""
     draft_head_format: LinearFormat | None = None
     """The format of its head; None takes `draft_format`."""
-    keeps_quantized_experts: bool = True
+    widens_matrices: bool = False
+    """The plain kernels, which hold matrices of linear layers and experts in float32."""
     max_model_len: int = 0
     """0 takes the target's max_position_embeddings."""
     max_num_batched_tokens: int = 2048
@@ -129,7 +129,7 @@ def plan_memory(
     weights = WeightFormat(
         tp_size=settings.tp_size,
         item_bytes=kv_item_bytes(settings.weight_dtype),
-        keeps_quantized_experts=settings.keeps_quantized_experts,
+        widens_matrices=settings.widens_matrices,
         draft_format=settings.draft_format,
         draft_head_format=settings.draft_head_format,
     )
@@ -160,9 +160,10 @@ def _with_blocks(plan: MemoryPlan, settings: MemorySettings) -> MemoryPlan:
     """Fill the pools with what the weights leave."""
     left = settings.gpu_bytes - plan.total_bytes
     if left <= 0:
+        smaller = ", or kernels 'triton': 'plain' holds matrices in float32" if settings.widens_matrices else ""
         raise ConfigError(
             f"the weights do not fit: {_gib(plan.total_bytes)} of weights and workspace a GPU,"
-            f" expected less than {_gib(settings.gpu_bytes)}; use more GPUs (tp_size is {settings.tp_size})"
+            f" expected less than {_gib(settings.gpu_bytes)}; use more GPUs (tp_size is {settings.tp_size}){smaller}"
         )
     target_block = plan.block_size * plan.target_kv_bytes_per_token
     draft_block = plan.block_size * plan.draft_kv_bytes_per_token

@@ -61,7 +61,8 @@ class ServingSettings:
     )
     kernels: str = _setting(
         "auto",
-        "Kernel set: `plain` is row-invariant, on a CPU and on a GPU; `triton` is for a GPU, and faster there.",
+        "Kernel set: `plain` is row-invariant and holds matrices in float32, on a CPU and on a GPU; `triton` is for a"
+        " GPU, and faster there.",
         choices=("auto", "plain", "triton"),
     )
     tensor_parallel_size: int = _setting(

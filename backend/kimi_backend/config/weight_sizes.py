@@ -1,7 +1,8 @@
 """Bytes of the weights that one tensor-parallel rank holds, from the configs alone.
 
 Divided among the ranks: heads, MLP and expert widths, vocabulary rows. Whole on every rank: norms, the router, and
-MLA's down-projections. Linear layers are in the compute dtype whatever the file stores; routed experts stay as stored.
+MLA's down-projections. Linear layers are in the compute dtype whatever the file stores and routed experts stay as
+stored; the plain kernels hold the matrices of both in float32.
 """
 
 from dataclasses import dataclass
@@ -24,28 +25,42 @@ class WeightFormat:
     tp_size: int = 1
     item_bytes: int = 2
     """The bytes of a number of the compute dtype."""
-    keeps_quantized_experts: bool = True
-    """False: routed experts too are in the compute dtype, as the plain kernels keep them."""
+    widens_matrices: bool = False
+    """The plain kernels: matrices of linear layers and experts are float32, whatever is stored."""
     draft_format: LinearFormat = LinearFormat.NONE
     """The format of the draft's linear layers; without effect where quantised weights are not kept."""
     draft_head_format: LinearFormat | None = None
     """The format of its head; None takes `draft_format`."""
+
+    @property
+    def matrix_bytes(self) -> int:
+        """The bytes of a number of a linear layer that is not quantised."""
+        return _FLOAT32_BYTES if self.widens_matrices else self.item_bytes
+
+    @property
+    def kept_head_bytes(self) -> int:
+        """The bytes of a number of the stored head, which stays beside the widened one for a draft to share."""
+        return self.item_bytes if self.matrix_bytes != self.item_bytes else 0
 
 
 def target_weight_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
     """Bytes of the target's weights on one rank."""
     hidden, item = config.hidden_size, weights.item_bytes
     num_moe, num_dense = config.num_moe_layers, config.num_hidden_layers - config.num_moe_layers
-    layer = _mla_elements(config, hidden, hidden, weights.tp_size) + 2 * hidden
+    layer = _mla_matrix_elements(config, hidden, hidden, weights.tp_size)
+    others = _mla_other_elements(config, weights.tp_size) + 2 * hidden
     dense = 3 * hidden * config.intermediate_size // weights.tp_size
     shared = 3 * hidden * config.n_shared_experts * config.moe_intermediate_size // weights.tp_size
     # A gate stored in bf16 stays so where the computation is in bf16; any other one is float32, as the bias always is.
-    keeps_gate = item == _BFLOAT16_BYTES and config.dtype == "bfloat16"
+    keeps_gate = weights.matrix_bytes == _BFLOAT16_BYTES and config.dtype == "bfloat16"
     router = config.n_routed_experts * (hidden * (item if keeps_gate else _FLOAT32_BYTES) + _FLOAT32_BYTES)
     vocabulary = config.vocab_size * hidden // weights.tp_size
-    elements = config.num_hidden_layers * layer + num_dense * dense + num_moe * shared + 2 * vocabulary + hidden
+    matrices = config.num_hidden_layers * layer + num_dense * dense + num_moe * shared + vocabulary
+    elements = config.num_hidden_layers * others + vocabulary + hidden
+    kept_head = vocabulary * weights.kept_head_bytes
     moe_bytes = router + config.n_routed_experts * expert_bytes(config, weights)
-    return elements * item + num_moe * moe_bytes + _rope_bytes(config.max_position_embeddings, config.qk_rope_head_dim)
+    rope = _rope_bytes(config.max_position_embeddings, config.qk_rope_head_dim)
+    return matrices * weights.matrix_bytes + elements * item + num_moe * moe_bytes + kept_head + rope
 
 
 def expert_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
@@ -53,8 +68,8 @@ def expert_bytes(config: KimiModelConfig, weights: WeightFormat) -> int:
     hidden, width = config.hidden_size, config.moe_intermediate_size // weights.tp_size
     elements = 3 * hidden * width
     stored = config.expert_format
-    if stored.method is QuantizationMethod.NONE or not weights.keeps_quantized_experts:
-        return elements * weights.item_bytes
+    if stored.method is QuantizationMethod.NONE or weights.widens_matrices:
+        return elements * weights.matrix_bytes
     if stored.group_size:
         scale_bytes = 1 if stored.method is QuantizationMethod.MXFP4 else _BFLOAT16_BYTES
         return elements // _NIBBLES_PER_BYTE + elements // stored.group_size * scale_bytes
@@ -76,20 +91,21 @@ def draft_weight_bytes(
     """
     hidden, tp_size = config.hidden_size, weights.tp_size
     linear_format, head_format = weights.draft_format, weights.draft_head_format or weights.draft_format
-    if not weights.keeps_quantized_experts:
+    kept_head_bytes = weights.kept_head_bytes if head_format is LinearFormat.NONE else 0
+    if weights.widens_matrices:
         linear_format = head_format = LinearFormat.NONE
     matrices = _draft_matrices(config, tp_size)
-    num_bytes = sum(linear_format.num_bytes(rows, columns, weights.item_bytes) for rows, columns in matrices)
+    num_bytes = sum(linear_format.num_bytes(rows, columns, weights.matrix_bytes) for rows, columns in matrices)
     if has_head:
-        num_bytes += head_format.num_bytes(config.draft_vocab_size // tp_size, hidden, weights.item_bytes)
+        num_rows = config.draft_vocab_size // tp_size
+        num_bytes += head_format.num_bytes(num_rows, hidden, weights.matrix_bytes) + num_rows * hidden * kept_head_bytes
     elements = 2 * hidden + config.num_hidden_layers * 2 * hidden
     has_aux_norm = config.fc_norm or config.norm_before_fc
     elements += config.num_aux_hidden_states * config.target_hidden_size if has_aux_norm else 0
     elements += config.vocab_size * hidden // tp_size if has_embed else 0
     rope_dim = config.head_dim if isinstance(config, Eagle3MhaDraftConfig) else config.qk_rope_head_dim
     if isinstance(config, Eagle3MlaDraftConfig):
-        latent_norms = config.kv_lora_rank + (config.q_lora_rank or 0)
-        elements += config.num_hidden_layers * (latent_norms + _up_elements(config, tp_size))
+        elements += config.num_hidden_layers * _mla_other_elements(config, tp_size)
     return num_bytes + elements * weights.item_bytes + _rope_bytes(config.max_position_embeddings, rope_dim)
 
 
@@ -118,16 +134,18 @@ def _layer_matrices(
     return [*mlp, down, (queries, config.q_lora_rank), out]
 
 
-def _mla_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int) -> int:
-    """Elements of one MLA block on one rank, its inner norms included."""
+def _mla_matrix_elements(dims: MlaDims, input_size: int, output_size: int, tp_size: int) -> int:
+    """Elements of the linear layers of one MLA block on one rank: all but kv_b_proj."""
     heads = dims.num_attention_heads // tp_size
     query_width = heads * dims.qk_head_dim
-    if dims.q_lora_rank is None:
-        queries = query_width * input_size
-    else:
-        queries = dims.q_lora_rank * (input_size + 1 + query_width)
-    latent = dims.latent_dim * input_size + dims.kv_lora_rank
-    return queries + latent + _up_elements(dims, tp_size) + heads * dims.v_head_dim * output_size
+    rank = dims.q_lora_rank
+    queries = query_width * input_size if rank is None else rank * (input_size + query_width)
+    return queries + dims.latent_dim * input_size + heads * dims.v_head_dim * output_size
+
+
+def _mla_other_elements(dims: MlaDims, tp_size: int) -> int:
+    """Elements of one MLA block's inner norms and kv_b_proj, which is kept by heads, on one rank."""
+    return (dims.q_lora_rank or 0) + dims.kv_lora_rank + _up_elements(dims, tp_size)
 
 
 def _up_elements(dims: MlaDims, tp_size: int) -> int:

@@ -13,7 +13,7 @@ from kimi_kernels.linear.plain import KINDS, multiply, pack_matrices
 from kimi_kernels.moe_experts.op import ExpertOutputs, Terms, check_experts, check_second, check_weights
 from kimi_kernels.quantization.plain import dequantize
 from kimi_kernels.silu_mul.plain import activate
-from kimi_kernels.weights import ExpertWeights, PackedExperts
+from kimi_kernels.weights import ExpertWeights, PackedExperts, expert_weight
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a tile by device. Fewer than in `row_tiles`, as every expert's rows fill tiles of their own."""
@@ -23,10 +23,19 @@ and nothing has to be gathered first."""
 
 
 def pack_experts(weights: ExpertWeights) -> PackedExperts:
-    """`PackExperts`: E matrices of gate_up, then E of down, all of one kind."""
+    """`PackExperts`: E matrices of gate_up, then E of down, all of one kind.
+
+    One expert is dequantised at a time: what that allocates on the way is several times the float32 matrix.
+    """
     check_weights(weights)
     num_experts, hidden_size, intermediate_size = weights.down.shape
-    kind, tensors = pack_matrices([*dequantize(weights.gate_up).float(), *dequantize(weights.down).float()])
+    kind, tensors = pack_matrices(
+        [
+            dequantize(expert_weight(stacked, expert)).float()
+            for stacked in (weights.gate_up, weights.down)
+            for expert in range(num_experts)
+        ]
+    )
     return PackedExperts(
         kind=kind,
         tensors=tensors,

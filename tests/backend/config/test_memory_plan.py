@@ -28,6 +28,7 @@ from kimi_backend.models.eagle3_mha import Eagle3MhaDraft
 from kimi_backend.models.eagle3_mla import Eagle3MlaDraft
 from kimi_backend.models.kimi_k25 import KimiTarget
 from kimi_backend.parallel import SingleRank
+from kimi_kernels import KernelSet
 from support.checkpoint_folders import make_tiny
 from support.device_kernels import device_kernel_set
 from support.family_configs import DRAFT_FAMILIES, kimi_k25, mha_draft, text_config
@@ -38,7 +39,7 @@ KERNELS = device_kernel_set()
 K25 = KimiModelConfig.from_hf_json(kimi_k25())
 MLA_DRAFT = Eagle3DraftConfig.from_hf_json(DRAFT_FAMILIES["k2.5-eagle3-mla"], K25)
 MHA_DRAFT = Eagle3DraftConfig.from_hf_json(mha_draft([2, 30, 58]), K25)
-CPU_FORMAT = WeightFormat(item_bytes=4, keeps_quantized_experts=False)
+CPU_FORMAT = WeightFormat(item_bytes=4, widens_matrices=True)
 
 
 def tiny_target(quantization: QuantizationMethod, **changes: Any) -> KimiModelConfig:
@@ -46,16 +47,23 @@ def tiny_target(quantization: QuantizationMethod, **changes: Any) -> KimiModelCo
     return KimiModelConfig.from_hf_json(json | changes)
 
 
-def build_target(config: KimiModelConfig, group: Any = None) -> KimiTarget:
+def build_target(
+    config: KimiModelConfig, group: Any = None, kernels: KernelSet = KERNELS, dtype: torch.dtype = torch.float32
+) -> KimiTarget:
     source = RandomTensors(target_tensor_specs(config))
-    return KimiTarget(config, source, KERNELS, group or SingleRank(), CPU, torch.float32)
+    return KimiTarget(config, source, kernels, group or SingleRank(), CPU, dtype)
 
 
-def build_draft(config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig, group: Any = None) -> Eagle3Draft:
+def build_draft(
+    config: Eagle3MlaDraftConfig | Eagle3MhaDraftConfig,
+    group: Any = None,
+    kernels: KernelSet = KERNELS,
+    dtype: torch.dtype = torch.float32,
+) -> Eagle3Draft:
     source = RandomTensors(draft_tensor_specs(config))
     if isinstance(config, Eagle3MlaDraftConfig):
-        return Eagle3MlaDraft(config, source, KERNELS, group or SingleRank(), CPU, torch.float32)
-    return Eagle3MhaDraft(config, source, KERNELS, group or SingleRank(), CPU, torch.float32)
+        return Eagle3MlaDraft(config, source, kernels, group or SingleRank(), CPU, dtype)
+    return Eagle3MhaDraft(config, source, kernels, group or SingleRank(), CPU, dtype)
 
 
 @pytest.mark.parametrize("quantization", QuantizationMethod)
@@ -81,6 +89,23 @@ def test_draft_weights_are_what_the_model_allocates(kind: DraftKind) -> None:
     draft = build_draft(config)
     draft.vocabulary_map = None  # a few kilobytes that the plan's overhead covers
     assert storage_bytes(draft) == draft_weight_bytes(config, CPU_FORMAT)
+
+
+@pytest.mark.parametrize("quantization", [QuantizationMethod.NONE, QuantizationMethod.MXFP4])
+def test_plain_kernels_of_a_gpu_hold_matrices_in_float32(
+    quantization: QuantizationMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cpu_kind in ("pack_half", "_float_matrix"):
+        monkeypatch.setattr(f"kimi_kernels.linear.plain.{cpu_kind}", lambda weight: None)
+    plain, weights = KernelSet.plain(), WeightFormat(item_bytes=2, widens_matrices=True)
+    config = tiny_target(quantization)
+    target = build_target(config, kernels=plain, dtype=torch.bfloat16)
+    assert storage_bytes(target) == target_weight_bytes(config, weights)
+    for kind in DraftKind:
+        draft_config = Eagle3DraftConfig.from_hf_json(draft_config_json(kind, Preset.TINY, 3), config)
+        draft = build_draft(draft_config, kernels=plain, dtype=torch.bfloat16)
+        draft.vocabulary_map = None  # a few kilobytes that the plan's overhead covers
+        assert storage_bytes(draft) == draft_weight_bytes(draft_config, weights)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -143,7 +168,7 @@ def test_pools_are_as_large_as_planned(kind: DraftKind, tmp_path: Path) -> None:
         gpu_bytes=64 << 20,
         weight_dtype="float32",
         kv_cache_dtype="float32",
-        keeps_quantized_experts=False,
+        widens_matrices=True,
         overhead_bytes=0,
         max_num_batched_tokens=64,
         max_num_sampled_rows=64,
@@ -178,6 +203,10 @@ def test_k25_on_eight_large_cards() -> None:
 def test_k25_does_not_fit_one_card() -> None:
     with pytest.raises(ConfigError, match=r"the weights do not fit: 5\d\d\.\d\d GiB .* expected less than 140\.00 GiB"):
         plan_memory(K25, MLA_DRAFT, MemorySettings(gpu_bytes=140 * GIB))
+    with pytest.raises(
+        ConfigError, match=r"do not fit: 38\d\d\.\d\d GiB .*, or kernels 'triton': 'plain' holds matrices"
+    ):
+        plan_memory(K25, MLA_DRAFT, MemorySettings(gpu_bytes=140 * GIB, widens_matrices=True))
 
 
 def test_an_mha_draft_costs_tokens() -> None:
@@ -324,5 +353,6 @@ def test_a_head_of_another_format() -> None:
 
 
 def test_quantised_weights_that_are_widened_weigh_what_they_are_widened_to() -> None:
-    plain, widened = WeightFormat(), WeightFormat(keeps_quantized_experts=False, draft_format=LinearFormat.INT4)
-    assert draft_weight_bytes(MLA_DRAFT, widened) == draft_weight_bytes(MLA_DRAFT, plain)
+    plain, widened = WeightFormat(item_bytes=4), WeightFormat(widens_matrices=True, draft_format=LinearFormat.INT4)
+    embeddings_and_norms = draft_weight_bytes(MLA_DRAFT, plain) - draft_weight_bytes(MLA_DRAFT, widened)
+    assert 0 < embeddings_and_norms < 1.1 * 2 * MLA_DRAFT.vocab_size * MLA_DRAFT.hidden_size

@@ -1,8 +1,9 @@
 """One request's deltas from step outputs made by hand; letters are tokens."""
 
+import numpy as np
 import pytest
 
-from kimi_backend.engine.commit import StepOutput
+from kimi_backend.engine.commit import LogprobRows, StepOutput
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.text.text_stream import TextStream
@@ -34,9 +35,11 @@ class Stream:
         accepted: int = 0,
         finish: Finish | None = None,
         time_s: float = 5.0,
+        logprobs: LogprobRows | None = None,
     ) -> TokenDelta | None:
         ids = TOKENIZER.encode(letters)
-        return self.output.push(StepOutput(self.sequence, time_s, ids, drafted, accepted, finish=finish))
+        step = StepOutput(self.sequence, time_s, ids, drafted, accepted, logprobs=logprobs, finish=finish)
+        return self.output.push(step)
 
 
 def letters(delta: TokenDelta | None) -> tuple[str, str]:
@@ -97,8 +100,16 @@ def test_a_stop_token_counts_and_is_not_shown() -> None:
 
 
 def test_a_stop_string_before_a_stop_token_of_the_same_step_wins() -> None:
-    final = Stream(stop=("BC",)).push("ABCDZ", finish=STOP_TOKEN)
+    """The log-probabilities of the tokens behind it are left out like the tokens."""
+    rows = LogprobRows(-np.arange(5.0), np.arange(10).reshape(5, 2), -np.arange(10.0).reshape(5, 2))
+    final = Stream(stop=("BC",), logprobs=1).push("ABCDZ", finish=STOP_TOKEN, logprobs=rows)
     assert letters(final) == ("ABC", "A")
+    assert final is not None
+    assert [(row.token_id, row.logprob, row.top) for row in final.logprobs] == [
+        (0, 0.0, ((0, 0.0),)),
+        (1, -1.0, ((2, -2.0),)),
+        (2, -2.0, ((4, -4.0),)),
+    ]
     assert final is not None
     assert final.matched_stop == "BC"
     assert final.stats is not None

@@ -194,6 +194,18 @@ def test_experts_are_of_one_kind() -> None:
     check(plain, weights, torch.randn(6, 32), *random_assignments(6, 3, 2))
 
 
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8"])
+def test_experts_are_widened_one_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that holds the float32 matrices of a layer's experts need not hold what makes all of them beside it."""
+    for cpu_kind in ("pack_half", "_float_matrix"):
+        monkeypatch.setattr(f"kimi_kernels.linear.plain.{cpu_kind}", lambda weight: None)
+    weights = random_experts(kind, 5, 128, 64)
+    packed = plain.pack_experts(weights)
+    assert packed.kind == TILED_KIND
+    assert {matrix.untyped_storage().nbytes() for matrix in packed.tensors} == {4 * 128 * 128, 4 * 64 * 128}
+    check(plain, weights, torch.randn(6, 128), *random_assignments(6, 5, 2))
+
+
 OUTPUTS = ExpertOutputs(
     outputs=torch.randn(15, 300, generator=torch.Generator().manual_seed(0)).half(),
     topk_ids=torch.tensor([[4, 5, 6], [7, 9, 3], [-1, -1, -1], [5, 5, 8], [0, 1, 2]], dtype=torch.int32),

@@ -104,7 +104,7 @@ def memory_plan(settings: ServingSettings, checkpoints: Checkpoints, placement: 
             weight_dtype=_name(placement.dtype),
             draft_format=linear_format(settings),
             draft_head_format=head_format(settings),
-            keeps_quantized_experts=placement.kernels.name == "triton",
+            widens_matrices=placement.kernels.name == "plain",
             max_model_len=settings.max_model_len,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_sampled_rows=settings.max_num_seqs * (settings.most_draft_tokens + 1),
