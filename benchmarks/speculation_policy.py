@@ -1,14 +1,15 @@
 """Does the adaptive choice of k ever lose? kimi-nano through the real Triton Server, on a CPU.
 
-    python benchmarks/speculation_policy.py [--temperatures 0 1] [--streams 1 4 8] [--repeats 5] [--json OUT]
+    python benchmarks/speculation_policy.py [--temperatures 0 1] [--streams 1 4 8] [--turns 12] [--json OUT]
     python benchmarks/speculation_policy.py --join CELL.json... [--json OUT]
 
 Three servers run side by side: one without a draft, one that drafts as many tokens as each request asks for, and one
-that chooses (`speculation_policy = adaptive`). For each temperature and number of streams the cases take turns in short
-slices, so that whatever else the machine does falls on all alike, and medians are compared. The adaptive server is
-not told of a change: it meets each new load as it comes, and its first slice, which pays for learning, is shown apart.
-The JSON is written after each load. A machine of many cores runs several loads at once, each a command of its own with
-its own cores (taskset) and --first-port; --join makes one report of theirs.
+that chooses (`speculation_policy = adaptive`). For each temperature and number of streams the cases take turns over the
+same requests, others in each turn, so that whatever else the machine does falls on all alike; the adaptive server's
+ratio to the best other case is a median over the turns, with an interval by resampling them. All its turns count, and
+it is not told of a change: it meets each new load as it comes. The JSON is written after each load. A machine of many
+cores runs several loads at once, each a command of its own with its own cores (taskset) and --first-port; --join makes
+one report of theirs.
 """
 
 import argparse
@@ -35,10 +36,10 @@ class Case(ServedCase):
     verifies: list[int] = field(default_factory=lambda: [0] * (MOST_DRAFT_TOKENS + 1))
     """Counts by number of draft tokens."""
 
-    def run(self, temperature: float, streams: int, num_requests: int, max_tokens: int) -> None:
-        """One slice."""
-        requests = [self.request(i, temperature, max_tokens) for i in range(num_requests)]
-        result: LoadResult = asyncio.run(run_load(f"localhost:{self.server.ports.grpc}", requests, streams))
+    def run(self, temperature: float, requests: range, streams: int, max_tokens: int) -> None:
+        """One turn over the requests of such numbers."""
+        fields = [self.request(number, temperature, max_tokens) for number in requests]
+        result: LoadResult = asyncio.run(run_load(f"localhost:{self.server.ports.grpc}", fields, streams))
         if result.errors:
             raise SystemExit(f"{self.name}: {result.errors[0]}")
         self.rates.append(result.output_tokens_per_second)
@@ -67,6 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_options(parser)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--turns", type=int, default=12, help="at most, of each load")
+    parser.add_argument("--seconds", type=float, help="after the servers' start no further turn begins later")
     parser.add_argument("--first-port", type=int, help="the first of nine in a row; else free ones are taken")
     parser.add_argument("--join", type=Path, nargs="+", help="reports of the same command but for its loads")
     args = parser.parse_args()
@@ -81,13 +84,15 @@ def reports(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The report, once more after each load."""
     report: dict[str, Any] = {**provenance(), "date": time.strftime("%Y-%m-%d %H:%M"), "runs": []}
     with servers_side_by_side(server_settings(args), args.first_port) as servers:
+        started_s = time.monotonic()
+        is_over = lambda: args.seconds is not None and time.monotonic() - started_s > args.seconds  # noqa: E731
         for temperature, streams in itertools.product(args.temperatures, args.streams):
             cases = [
                 Case("no draft", servers["plain"], 0),
                 *(Case(f"k = {k}", servers["fixed"], k) for k in args.k),
                 Case("adaptive", servers["adaptive"], MOST_DRAFT_TOKENS),
             ]
-            report["runs"].append(measure(cases, temperature, streams, args))
+            report["runs"].append(measure(cases, temperature, streams, args, is_over))
             print(json.dumps(report["runs"][-1]), file=sys.stderr)
             yield report
 

@@ -10,12 +10,9 @@ any two, timed by events without the pause. `nvidia-smi` says meanwhile what the
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,49 +23,14 @@ from kimi_backend.checkpoint.presets import Preset
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.graphs.buckets import Bucket
 from kimi_backend.runners.load.loading import load_pair
+from slice_suite.card_watch import CardWatch
 from slice_suite.configs import write_slice
 from slice_suite.in_process import run_batch
 
 PROMPT, NUM_OUTPUT_TOKENS = 1024, 96
 """Prompts of 64 sequences take ten steps; the first to decode must not end before the last begins."""
-SAMPLED = "clocks.sm,power.draw.instant,clocks_event_reasons.active"
-SAMPLE_MS = 20
-POWER_LIMIT = 0x4
-"""The bit of `clocks_event_reasons` that says: the clock is held down by the software's power limit."""
 QUEUED = 4
 """Replays that wait on the device, so that it never waits for the host."""
-
-
-class CardWatch:
-    """`nvidia-smi` in the background."""
-
-    def __init__(self) -> None:
-        query = [f"--query-gpu={SAMPLED}", "--format=csv,noheader,nounits", "-lms", str(SAMPLE_MS)]
-        uuid = str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-")
-        command = ["nvidia-smi", "-i", f"GPU-{uuid}", *query]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self._samples: list[tuple[float, list[str]]] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._samples.append((time.monotonic(), [part.strip() for part in line.split(",")]))
-
-    def between(self, start_s: float, end_s: float) -> dict[str, Any]:
-        """Medians, and the share of samples in which power held the clock down."""
-        found = [values for at, values in self._samples if start_s <= at <= end_s]
-        if not found:
-            return {}
-        reasons = Counter(int(values[2], 16) & POWER_LIMIT for values in found)
-        return {
-            "sm_mhz": statistics.median(float(values[0]) for values in found),
-            "watts": statistics.median(float(values[1]) for values in found),
-            "power_limited_share": round(reasons[POWER_LIMIT] / len(found), 2),
-        }
-
-    def close(self) -> None:
-        self._process.terminate()
 
 
 def replay(run: Callable[[], object], seconds: float, pause_ms: float) -> list[float]:
@@ -136,7 +98,7 @@ def main() -> None:
         step = target._graphs._steps[Bucket.of(batch_size, options.k + 1)]
         for pause_ms in options.pauses:
             time.sleep(1.0)  # the card cools and may use its full clock again
-            start_s = time.monotonic()
+            start_s = time.perf_counter()
             times = replay(lambda step=step: (step.forward(), step.sample()), options.seconds, pause_ms)
             half = len(times) // 2
             row = {

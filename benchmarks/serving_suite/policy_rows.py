@@ -1,15 +1,25 @@
-"""Is the adaptive choice of k ever slower than no draft or the best fixed k? Cases in turn, and their table."""
+"""Is the adaptive choice of k ever slower than no draft or the best fixed k? Cases in turn, and their table.
+
+Each turn has prompts and seeds of its own, the same for every case, so a case's texts and tokens are those of every
+other and a ratio of two rates is one of times. What is behind another one by far after some turns has no more of them:
+the turns that are left tell the near ones apart.
+"""
 
 import argparse
-from collections.abc import Sequence
-from statistics import median, stdev
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, Protocol
+
+import numpy as np
 
 from serving_suite.side_by_side import in_turn
 
 BAR = 0.97
 """The adaptive server must give at least this part of the better of "no draft" and the best fixed k."""
 MOST_DRAFT_TOKENS = 7
+JUDGED_TURNS, FAR_BEHIND = 4, 0.92
+"""After so many turns a case whose rate is below this part of the best one's has no more of them."""
+RESAMPLED = 4_000
 
 
 class MeasuredCase(Protocol):
@@ -20,75 +30,100 @@ class MeasuredCase(Protocol):
     texts: list[str]
     verifies: list[int]
 
-    def run(self, temperature: float, streams: int, num_requests: int, max_tokens: int) -> None:
-        """One slice."""
+    def run(self, temperature: float, requests: range, streams: int, max_tokens: int) -> None:
+        """One turn over the requests of such numbers."""
         ...
 
 
 def measure(
-    cases: Sequence[MeasuredCase], temperature: float, streams: int, args: argparse.Namespace
+    cases: Sequence[MeasuredCase],
+    temperature: float,
+    streams: int,
+    args: argparse.Namespace,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """The cases in turn; the first slice of each counts apart."""
+    """The cases in turn, from the first request on.
+
+    Args:
+        is_over: asked before each turn behind those in which all take part.
+    """
+    *others, adaptive = cases
+    running, differing = list(others), set[int]()
     num_requests = max(2 * streams, 3)
-    for repeat in range(args.repeats + 1):
-        for case in in_turn(list(cases), repeat):
-            case.run(temperature, streams, num_requests, args.max_tokens)
-    plain, *fixed, adaptive = cases
-    rates = {case.name: median(case.rates[1:]) for case in cases}
-    best_fixed = max(fixed, key=lambda case: rates[case.name])
-    to_plain, plain_error = ratio(adaptive, plain)
-    to_fixed, fixed_error = ratio(adaptive, best_fixed)
-    is_met = to_plain >= BAR and (to_fixed >= BAR or rates[plain.name] >= rates[best_fixed.name])
+    for turn in range(args.turns):
+        if turn > JUDGED_TURNS and is_over():
+            break
+        for case in in_turn([*running, adaptive], turn):
+            case.run(temperature, range(turn * num_requests, (turn + 1) * num_requests), streams, args.max_tokens)
+        if any(case.texts != adaptive.texts for case in running):
+            differing.add(turn)
+        if turn + 1 == JUDGED_TURNS:
+            rates = [median(case.rates) for case in running]
+            running = [case for case, rate in zip(running, rates, strict=True) if rate >= FAR_BEHIND * max(rates)]
+    best, ratios = of_best(others, adaptive)
+    low, high = interval(ratios)
     return {
         "temperature": temperature,
         "streams": streams,
-        "tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
-        "slices": {case.name: [round(rate) for rate in case.rates] for case in cases},
-        "best_fixed": best_fixed.name,
-        "adaptive_to_plain": [to_plain, plain_error],
-        "adaptive_to_best_fixed": [to_fixed, fixed_error],
-        "first_slice_to_plain": round(adaptive.rates[0] / plain.rates[0], 3),
-        "shares": [round(count / sum(adaptive.verifies), 3) for count in adaptive.verifies],
-        "texts_equal": all(case.texts == plain.texts for case in cases),
-        "meets_bar": is_met,
+        "tokens_per_second": {case.name: round(median(case.rates), 1) for case in cases},
+        "turns": {case.name: [round(rate, 1) for rate in case.rates] for case in cases},
+        "best": best,
+        "to_no_draft": round(median(paired(adaptive, others[0])), 3),
+        "to_best": [round(median(ratios), 3), low, high],
+        "first_turn_to_best": round(ratios[0], 3),
+        "shares": [round(count / max(sum(adaptive.verifies), 1), 3) for count in adaptive.verifies],
+        "texts_equal": not differing,
+        "meets_bar": median(ratios) >= BAR,
+        "misses_bar_for_sure": high < BAR,
     }
 
 
-def ratio(one: MeasuredCase, other: MeasuredCase) -> tuple[float, float]:
-    """Median over the slices and its standard error. Neighbours in time are compared with each other: the machine's
-    load moves both."""
-    ratios = [a / b for a, b in zip(one.rates[1:], other.rates[1:], strict=True)]
-    error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
-    return round(median(ratios), 3), round(error, 3)
+def of_best(others: Sequence[MeasuredCase], adaptive: MeasuredCase) -> tuple[list[str], list[float]]:
+    """Names of the best other case by the odd and by the even turns, and the adaptive one's ratio to it in each turn.
+
+    The best by the even turns is the peer in the odd ones, and the other way round: the best of many by one measurement
+    owes some of its lead in it to chance.
+    """
+    lasting = [case for case in others if len(case.rates) == len(adaptive.rates)]
+    best = [max(lasting, key=lambda case: median(case.rates[1 - odd :: 2])) for odd in (0, 1)]
+    ratios = [rate / best[turn % 2].rates[turn] for turn, rate in enumerate(adaptive.rates)]
+    return sorted({case.name for case in best}), ratios
+
+
+def paired(one: MeasuredCase, other: MeasuredCase) -> list[float]:
+    """Ratios by turn, as long as both took part."""
+    return [a / b for a, b in zip(one.rates, other.rates, strict=False)]
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """95 % of the medians of as many that are drawn from them."""
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLED, len(ratios)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5)).tolist()
+    return round(low, 3), round(high, 3)
 
 
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown."""
     names = list(runs[0]["tokens_per_second"])
-    head = [
-        "temperature",
-        "streams",
-        *names,
-        "adaptive / no draft",
-        "adaptive / best fixed",
-        "verifies with k = 0, 1, …",
-    ]
+    head = ["temperature", "streams", *names, "turns", "/ no draft", "/ best (95 %)", "verifies with k = 0, 1, …"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for run in runs:
         rates = [f"{rate:.0f}" for rate in run["tokens_per_second"].values()]
         shares = ", ".join(f"{100 * share:.0f} %" for share in run["shares"])
-        to_plain, to_fixed = (
-            "{:.2f} ± {:.2f}".format(*run[name]) for name in ("adaptive_to_plain", "adaptive_to_best_fixed")
-        )
-        ratios = [to_plain, f"{to_fixed} ({run['best_fixed']})"]
-        cells = [f"{run['temperature']:g}", str(run["streams"]), *rates, *ratios, shares]
-        lines.append("| " + " | ".join(cells) + " |")
+        to_best = "{:.3f} ({:.3f} to {:.3f})".format(*run["to_best"]) + f" of {' / '.join(run['best'])}"
+        num_turns = str(len(run["turns"]["adaptive"]))
+        cells = [f"{run['temperature']:g}", str(run["streams"]), *rates, num_turns, f"{run['to_no_draft']:.2f}"]
+        lines.append("| " + " | ".join([*cells, to_best, shares]) + " |")
     return "\n".join(lines)
 
 
 def verdict(runs: list[dict[str, Any]]) -> str:
     """One plain sentence or two."""
-    missed = [f"temperature {r['temperature']:g} x {r['streams']}" for r in runs if not r["meets_bar"]]
-    differing = [f"temperature {r['temperature']:g} x {r['streams']}" for r in runs if not r["texts_equal"]]
-    said = f"MISSES the bar of {BAR} at {', '.join(missed)}." if missed else f"At least {BAR} of the better of both."
-    return said + (f" TEXTS DIFFER at {', '.join(differing)}." if differing else " Every text the same.")
+    named = lambda some: ", ".join(f"temperature {r['temperature']:g} x {r['streams']}" for r in some)  # noqa: E731
+    missed, differing = [r for r in runs if not r["meets_bar"]], [r for r in runs if not r["texts_equal"]]
+    sure = [r for r in missed if r["misses_bar_for_sure"]]
+    said = f"At least {BAR} of the better of both."
+    if missed:
+        said = f"MISSES the bar of {BAR} at {named(missed)}"
+        said += f"; beyond chance at {named(sure)}." if sure else "; nowhere beyond chance."
+    return said + (f" TEXTS DIFFER at {named(differing)}." if differing else " Every text the same.")

@@ -36,6 +36,7 @@ def run_batch(
     masked_by: str = "grammar",
     matches: MatchScript | None = None,
     num_rounds: int = 0,
+    seconds: float = 0.0,
     at_end: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Round]:
     """Requests of random prompts, all submitted at once, none of which ends early.
@@ -47,6 +48,7 @@ def run_batch(
     masked_by: "grammar", or "allowed_token_ids", which older code knows too.
     matches: what is found in each sequence's own text, and proposed instead of what the draft does.
     num_rounds: after so many in which all decode, the rest of their tokens is not waited for; 0 for all.
+    seconds: the same by the time that such rounds take; 0 for all.
     at_end: called before the engine is stopped.
     async_scheduling: the setting of that name; plans that are kept can be run again only where it is off.
 
@@ -73,7 +75,7 @@ def run_batch(
     engine.start()
     problems: list[str] = []
     done = threading.Semaphore(0)
-    recording.on_round = _Countdown(num_rounds, batch_size, done)
+    recording.on_round = _Countdown(num_rounds, seconds, batch_size, done)
 
     def sink(delta: TokenDelta) -> None:
         if delta.finish_reason is not None:
@@ -118,14 +120,18 @@ def run_batch(
 class _Countdown:
     """Counts rounds in which a whole batch decodes; after the last one nobody is waited for."""
 
-    def __init__(self, num_rounds: int, batch_size: int, done: threading.Semaphore) -> None:
-        self._num_left, self._batch_size, self._done = num_rounds, batch_size, done
+    def __init__(self, num_rounds: int, seconds: float, batch_size: int, done: threading.Semaphore) -> None:
+        self._num_left, self._seconds, self._batch_size, self._done = num_rounds, seconds, batch_size, done
+        self._first_s = 0.0
 
     def __call__(self, last: Round) -> None:
         if not last.is_decode or last.num_seqs < self._batch_size:
             return
         self._num_left -= 1
-        if not self._num_left:
+        self._first_s = self._first_s or last.target_end_s
+        is_late = 0 < self._seconds <= last.target_end_s - self._first_s
+        if is_late or not self._num_left:
+            self._seconds, self._num_left = 0.0, 0
             self._done.release(self._batch_size)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from k_from_costs import LENGTHS, emitted, scaled_chances, tokens_per_s, verdict
+from k_from_costs import LENGTHS
+from slice_suite.k_turns import emitted, scaled_chances, tokens_per_s, verdict
 from slice_suite.recording import Round
 
 
@@ -21,11 +22,12 @@ def test_chances_are_scaled_to_the_length_of_three_draft_tokens(length: float) -
 
 def test_the_verdict_names_what_is_missed() -> None:
     good = {"length": 3.0, "batch": 4, "of_best": 0.99, "of_plain": 1.2, "mean_k": 2.0}
-    rounds = [{"batch": 1, "k": 0, "off": 0.01}, {"batch": 4, "k": 3, "off": -0.06}]
+    rounds = [{"batch": 1, "k": 0, "off": 0.01, "spread": 0.0}, {"batch": 4, "k": 3, "off": -0.04, "spread": 0.02}]
+    rounds += [{"batch": 4, "k": 2, "off": 0.04, "spread": 0.035}]
     said = verdict(
         {"drafts": {"bf16": {"rounds": rounds, "adaptive": [good, good | {"of_best": 0.9, "of_plain": 0.95}]}}}
     )
-    assert "1 of 2 predictions" in said and "off: B=4 k=3 -6.0%" in said
+    assert "1 of 3 predictions" in said and "off: B=4 k=3 -4.0%" in said
     assert "1 of 2 adaptive runs" in said and "slow: 3.0 B=4 0.9" in said
     assert "below k = 0: 3.0 B=4 0.95" in said
 
