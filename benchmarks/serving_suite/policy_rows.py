@@ -17,7 +17,7 @@ from serving_suite.side_by_side import in_turn
 BAR = 0.97
 """The adaptive server must give at least this part of the better of "no draft" and the best fixed k."""
 MOST_DRAFT_TOKENS = 7
-JUDGED_TURNS, FAR_BEHIND = 4, 0.92
+JUDGED_TURNS, FAR_BEHIND = 3, 0.92
 """After so many turns a case whose rate is below this part of the best one's has no more of them."""
 RESAMPLED = 4_000
 
@@ -49,7 +49,7 @@ def measure(
     """
     *others, adaptive = cases
     running, differing = list(others), set[int]()
-    num_requests = max(2 * streams, 3)
+    num_requests = 2 * streams
     for turn in range(args.turns):
         if turn > JUDGED_TURNS and is_over():
             break

@@ -1,8 +1,8 @@
-"""The draft tokens that would be kept at each place of kimi-nano's texts: requests run with k at random."""
+"""The draft tokens that are kept at each place of kimi-nano's texts: requests run until a verify began at every one."""
 
-import random
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
@@ -12,44 +12,58 @@ from kimi_backend.spec_decode.acceptance import AcceptancePool
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.policy import FixedPolicy
 from kimi_backend.text.tokenizer import load_tokenizer
-from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, GenerateRequest, SamplingParams
 from serving_suite.side_by_side import NANO, PROMPTS
 
-NUM_TEXTS, NUM_TOKENS, NUM_RUNS = 12, 160, 5
+NUM_TEXTS, NUM_TOKENS, MOST_RUNS = 12, 160, 16
+MOST = MAX_SPECULATIVE_TOKENS
 
 
-class RandomPolicy(FixedPolicy):
-    """Each round another k; notes what came of it."""
+class EveryPlacePolicy(FixedPolicy):
+    """Drafts as much as can be where it is not known yet what is kept there, and nothing elsewhere: a round without a
+    draft ends at the next place. One request at a time."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._rng = rng
-        self.verifies: list[tuple[int, int]] = []
-        """(draft tokens, those that were kept) of each verify."""
+        self.num_chosen_tokens = MOST
+        self.kept: dict[int, int] = {}
+        """Draft tokens that are kept, by place in the text."""
+        self._place = self._num_under_verification = 0
 
     def admit(self, controller: SpeculationController, running: list[SpeculationController], *_: int) -> None:
         policy = self
 
         class Notes(AcceptancePool):
             def record(self, num_draft_tokens: int, num_accepted: int) -> None:
-                policy.verifies.append((num_draft_tokens, num_accepted))
+                if num_accepted < num_draft_tokens or num_draft_tokens == MOST:
+                    policy.kept[policy._place] = num_accepted
+                policy._go_on(controller, num_accepted + 1)
 
         controller.pool = Notes()
+        self._place = 0
+        self._go_on(controller, 0)
 
     def begin_round(self, controllers: list[SpeculationController], *_: int) -> None:
-        self.num_chosen_tokens = 7
         for controller in controllers:
-            controller.num_chosen_tokens = self._rng.choice((1, 2, 3, 5, 7, 7))
+            if self._num_under_verification:
+                controller.num_chosen_tokens = MOST  # room for as many; `record` says what is drafted
+            else:
+                self._go_on(controller, 1)
+
+    def _go_on(self, controller: SpeculationController, num_tokens: int) -> None:
+        self._place += num_tokens
+        self._num_under_verification = 0 if self._place in self.kept else MOST
+        controller.num_chosen_tokens = self._num_under_verification
 
 
 def recorded_texts(temperatures: Sequence[float]) -> list[list[list[int]]]:
-    """[T][texts][places] draft tokens that would be kept there, as far as any run saw."""
+    """[T][texts][places] draft tokens that are kept there."""
     settings = ServingSettings(
         checkpoint=str(NANO), draft=str(NANO / "draft"), device="cpu", max_model_len=1024, speculation_policy="fixed"
     )
     target, draft = load_pair(settings)
     tokenizer = load_tokenizer(str(NANO))
-    policy = RandomPolicy(random.Random(0))
+    policy = EveryPlacePolicy()
     engine = Engine(
         target, draft, settings=scheduler_settings(settings), eos_token_ids=tokenizer.eos_token_ids, tokenizer=tokenizer
     )
@@ -62,12 +76,12 @@ def recorded_texts(temperatures: Sequence[float]) -> list[list[list[int]]]:
     for temperature in temperatures:
         texts: list[list[int]] = []
         for seed in range(NUM_TEXTS):
-            runs = []
-            for _ in range(NUM_RUNS):
-                policy.verifies = []
+            policy.kept = {}
+            for _ in range(MOST_RUNS):
                 _generate(engine, prompts[seed % len(prompts)], temperature, seed)
-                runs.append(policy.verifies)
-            texts.append(kept_by_place(runs))
+                if len(policy.kept) >= NUM_TOKENS - 1 - MOST:
+                    break
+            texts.append(known_places(policy.kept))
         found.append(texts)
     engine.stop()
     return found
@@ -79,24 +93,12 @@ def _generate(engine: Engine, prompt: tuple[int, ...], temperature: float, seed:
         request_id=str(seed),
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=seed, ignore_eos=True),
-        num_speculative_tokens=7,
+        num_speculative_tokens=MOST,
     )
     engine.submit(request, lambda delta: done.set() if delta.finish_reason is not None else None)
     done.wait()
 
 
-def kept_by_place(runs: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Merge runs over one text: how many draft tokens are kept at each place.
-
-    Who keeps a of k at a place keeps a - 1 at the next one at least; a rejected token says how many exactly.
-    """
-    least, exact = dict[int, int](), dict[int, int]()
-    for verifies in runs:
-        place = 0
-        for count, kept in verifies:
-            if kept < count:
-                exact[place] = kept
-            for ahead in range(kept + 1):
-                least[place + ahead] = max(least.get(place + ahead, 0), kept - ahead)
-            place += kept + 1
-    return [exact.get(place, least.get(place, 0)) for place in range(max(least, default=-1) + 1)]
+def known_places(kept: Mapping[int, int]) -> list[int]:
+    """What is kept at each place, up to the first one of which nothing is known."""
+    return [kept[place] for place in itertools.takewhile(kept.__contains__, itertools.count())]

@@ -47,8 +47,8 @@ def test_neighbours_are_compared_so_load_moves_both() -> None:
 
 
 def test_luck_makes_no_peer() -> None:
-    """Two equal cases, each ahead by a tenth in every other turn: the best by some turns is judged by the others."""
-    cases = [ScriptedCase(str(n), lambda turn, n=n: 100.0 + 10 * (turn % 2 == n)) for n in (0, 1)]  # type: ignore[misc]
+    """Two equal cases, each ahead by a twentieth in every other turn: the best by some turns is judged by the others."""
+    cases = [ScriptedCase(str(n), lambda turn, n=n: 100.0 + 5 * (turn % 2 == n)) for n in (0, 1)]  # type: ignore[misc]
     adaptive = ScriptedCase("adaptive", lambda turn: 100.0)
     policy_rows.measure([*cases, adaptive], 0.0, 4, Namespace(turns=8, max_tokens=1))
     assert policy_rows.of_best(cases, adaptive)[1] == [1.0] * 8
