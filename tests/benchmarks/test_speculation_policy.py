@@ -47,7 +47,7 @@ def test_neighbours_are_compared_so_load_moves_both() -> None:
 
 
 def test_luck_makes_no_peer() -> None:
-    """Two equal cases, each ahead by a twentieth in every other turn: the best by some turns is judged by the others."""
+    """Two equal cases, each ahead in every other turn: the best by some turns is judged by others."""
     cases = [ScriptedCase(str(n), lambda turn, n=n: 100.0 + 5 * (turn % 2 == n)) for n in (0, 1)]  # type: ignore[misc]
     adaptive = ScriptedCase("adaptive", lambda turn: 100.0)
     policy_rows.measure([*cases, adaptive], 0.0, 4, Namespace(turns=8, max_tokens=1))
