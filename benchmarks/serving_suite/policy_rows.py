@@ -18,7 +18,7 @@ BAR = 0.97
 """The adaptive server must give at least this part of the better of "no draft" and the best fixed k."""
 MOST_DRAFT_TOKENS = 7
 JUDGED_TURNS, FAR_BEHIND = 3, 0.92
-"""After so many turns a case whose rate is below this part of the best one's has no more of them."""
+"""A case whose rate after so many turns is below this part of the best one's has no more of them."""
 RESAMPLED = 4_000
 
 
@@ -96,7 +96,7 @@ def paired(one: MeasuredCase, other: MeasuredCase) -> list[float]:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % of the medians of as many that are drawn from them."""
+    """The limits of 95 % of the medians of as many ratios that are drawn from them."""
     drawn = np.random.default_rng(0).choice(ratios, (RESAMPLED, len(ratios)))
     low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5)).tolist()
     return round(low, 3), round(high, 3)

@@ -100,5 +100,5 @@ def _generate(engine: Engine, prompt: tuple[int, ...], temperature: float, seed:
 
 
 def known_places(kept: Mapping[int, int]) -> list[int]:
-    """What is kept at each place, up to the first one of which nothing is known."""
+    """The numbers kept at each place, up to the first one of which nothing is known."""
     return [kept[place] for place in itertools.takewhile(kept.__contains__, itertools.count())]

@@ -32,7 +32,7 @@ class Turn:
     card: dict[str, Any] = field(default_factory=dict)
     """See `CardWatch.between`; of the run's last two thirds."""
     factors: Sequence[float] = ()
-    """What the policy has learned."""
+    """The factors that the policy has learned."""
 
     @property
     def later(self) -> list[Round]:
@@ -166,5 +166,5 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def most_off(item: dict[str, Any]) -> float:
-    """How far off a prediction may be: more where runs of the same code differ by more."""
+    """The most that a prediction may be off: more where runs of the same code differ by more."""
     return MOST_OFF_IN_NOISE if item["spread"] > MOST_OFF else MOST_OFF
