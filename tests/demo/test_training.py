@@ -1,17 +1,89 @@
-"""The target's own tokens that are taken out of what the target learns from itself, and that it does learn."""
+"""The trainer in small: drafts' steps, stages that a recipe leaves out, and a target that unlearns its own repeats.
+
+One file, as what torch loads before an optimizer's first step takes longer than all of it.
+"""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from kimi_backend.checkpoint.presets import DraftKind
+from kimi_nano import train
 from kimi_nano.dataset import Windows
 from kimi_nano.export import bake
+from kimi_nano.features import DraftBatch, run_target
 from kimi_nano.generate import generate
-from kimi_nano.recipe import MICRO
+from kimi_nano.recipe import MICRO, Budget, Run
 from kimi_nano.target import NanoTarget
 from kimi_nano.text_measures import distinct_4gram_share
+from kimi_nano.train_drafts import make_drafts, train_drafts
 from kimi_nano.unloop import OwnText, WrittenText, baked_copy, divergence_from_teacher, repeated_tokens, without_repeats
+
+CPU = torch.device("cpu")
+
+
+class SameBatch:
+    """A source of one batch."""
+
+    def __init__(self, batch: DraftBatch) -> None:
+        self._batch = batch
+
+    def next(self) -> DraftBatch:
+        return self._batch
+
+
+@pytest.fixture
+def target() -> NanoTarget:
+    torch.manual_seed(0)
+    target = NanoTarget(MICRO.target_config()).requires_grad_(False)
+    target.weight("lm_head.weight").mul_(3)  # so that there is something to predict
+    return target
+
+
+def corpus() -> Windows:
+    return Windows(np.arange(2000, dtype=np.uint16) % 500, CPU, seed=0)
+
+
+def test_steps_lower_every_drafts_losses_and_leave_the_target_alone(target: NanoTarget) -> None:
+    recipe = replace(MICRO, unroll=1, draft_warmup_steps=1, coupled_from=2.0)  # what the losses are stays
+    run = Run(recipe=recipe, target=Budget(), drafts=Budget(steps=6), kinds=(DraftKind.MLA, DraftKind.MHA))
+    drafts = make_drafts(run, target, torch.arange(768))
+    layers = sorted({j for draft in drafts.values() for j in draft.config.aux_layer_ids})
+    batch = run_target(target, torch.randint(0, 500, (4, 24)), layers, torch.float32)
+    before = [weight.clone() for weight in target.state_dict().values()]
+    curves = train_drafts(drafts, target, SameBatch(batch), run, torch.float32)
+    for kind in run.kinds:
+        losses = [row["loss_1"] for row in curves[kind.value].rows]
+        assert len(losses) == 5
+        assert losses[-1] < 0.8 * losses[0], losses
+    assert all(map(torch.equal, before, target.state_dict().values()))
+
+
+def test_a_recipe_may_leave_sharpening_out(target: NanoTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+
+    def sharpen_file(folder: Path, kind: DraftKind, recipe: object, target: object, prompts: list[list[int]]) -> object:
+        assert (len(prompts), len(prompts[0])) == (MICRO.sharpen_prompts, MICRO.context // 8)
+        folders.append(folder.name)
+        return {1.0: 2.5}
+
+    monkeypatch.setattr(train, "sharpen_file", sharpen_file)
+    kinds = tuple(train.DRAFT_FOLDERS)
+    assert train.sharpen_all(Path(), kinds, target, corpus(), replace(MICRO, sharpen_prompts=0)) == {}
+    assert train.sharpen_all(Path(), kinds, target, corpus(), MICRO) == {kind.value: {1.0: 2.5} for kind in kinds}
+    assert folders == list(train.DRAFT_FOLDERS.values())
+
+
+def test_a_recipe_may_leave_the_targets_own_text_out(target: NanoTarget) -> None:
+    run = Run(recipe=replace(MICRO, generated_sequences=0), target=Budget(), drafts=Budget(steps=1))
+    assert train._own_text(target, corpus(), run, torch.float32, 0.0) is None
+    short = replace(MICRO, generated_sequences=3, generated_prompt_tokens=4, generated_tokens=5)
+    written = train._own_text(target, corpus(), replace(run, recipe=short), torch.float32, 0.0)
+    assert written is not None
+    assert written.batch(2, 3).shape == (2, 3)
 
 
 def test_a_token_repeats_when_it_completes_an_earlier_4gram_of_its_row() -> None:
@@ -63,7 +135,7 @@ def own_text(seed: int) -> tuple[WrittenText, NanoTarget]:
     target.weight("model.embed_tokens.weight").mul_(20)
     target.weight("lm_head.weight").copy_(target.weight("model.embed_tokens.weight") / 4)
     stream = np.random.default_rng(seed).integers(1, 500, 4000).astype(np.uint16)  # 0 pads
-    windows = Windows(stream, torch.device("cpu"), seed)
+    windows = Windows(stream, CPU, seed)
     text = OwnText(target, baked_copy(target), windows, LINE_ENDS, MICRO.unloop, torch.float32).write()
     bake(target)
     return text, target
