@@ -1,6 +1,7 @@
 """Draft configs: every family parses to its documented numbers; aux encodings; overrides; junk refused by name."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_mha_defaults_follow_the_head_count() -> None:
     config = parse(draft)
     assert isinstance(config, Eagle3MhaDraftConfig)
     assert (config.num_key_value_heads, config.head_dim, config.sliding_window) == (64, 112, 2048)
+
+
+@pytest.mark.parametrize("make", [mla_draft, mha_draft])
+def test_absent_fields_of_a_draft_have_their_defaults(make: Callable[..., Json]) -> None:
+    defaults = {
+        "num_hidden_layers": 1,
+        "vocab_size": 163840,
+        "draft_vocab_size": 163840,
+        "norm_output": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "rope_theta": 10000.0,
+        "rope_interleave": make is mla_draft,
+    }
+    said = make([2, 30, 58], **defaults)
+    absent = {name: value for name, value in said.items() if name not in defaults}
+    assert parse(absent) == parse(said)
 
 
 def test_a_missing_draft_vocabulary_is_the_targets() -> None:

@@ -122,6 +122,27 @@ def test_transformers_5_rope_parameters_read_like_rope_scaling() -> None:
     assert KimiModelConfig.from_hf_json(new) == old
 
 
+def test_absent_fields_have_their_defaults() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    absent = {
+        "n_shared_experts": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "rope_interleave": True,
+    }
+    in_scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    least = {name: value for name, value in text_config(rope_scaling=scaling).items() if name not in absent}
+    config = KimiModelConfig.from_hf_json(least)
+    assert config == KimiModelConfig.from_hf_json(text_config(rope_scaling=scaling | in_scaling, **absent))
+    assert (config.n_shared_experts, config.moe_layer_freq, config.num_nextn_predict_layers) == (0, 1, 0)
+    assert (config.bos_token_id, config.pad_token_id) == (None, None)
+
+
 def test_plain_rope_needs_no_scaling() -> None:
     expected = KimiModelConfig.from_hf_json(text_config(rope_scaling=None))
     assert not expected.rope.is_yarn

@@ -49,3 +49,11 @@ def test_the_wait_for_a_step_begins_when_its_launch_ends(clock: list[float]) -> 
     clock.append(clock[-1] + 7)
     assert times.lap("target") == 9
     assert times.since_launch == 7
+
+
+def test_what_runners_say_of_their_steps_adds_up_in_seconds() -> None:
+    times = StepTimes()
+    for microseconds in (250_000, 500_000):
+        times.note_runner("target", microseconds)
+    times.note_runner("draft", 125_000)
+    assert times.runner_seconds == {"target": pytest.approx(0.75), "draft": pytest.approx(0.125)}
