@@ -57,7 +57,7 @@ def test_each_rank_opens_the_buffer_of_its_own() -> None:
     exported = export_on_ranks(BUFFER, AskedWorkers())
     workers = AskedWorkers()
     opened = OpenedOnRanks(exported, CUDA, workers)
-    assert opened.exported == exported
+    assert (opened.exported, opened.buffer) == (exported, BUFFER)
     assert FakeOpened.opened == [b'{"rank": 0}']
     assert workers.asked == [("open aux", [b'{"rank": 1}', b'{"rank": 2}'])]
     opened.close()
