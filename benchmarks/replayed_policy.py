@@ -1,12 +1,12 @@
 """Does the adaptive choice of k lose to the best fixed k? kimi-nano's own acceptance, replayed over times from a table.
 
-    python benchmarks/replayed_policy.py [--temperatures 0 0.6] [--streams 1 4 8] [--costs FILE] [--json OUT]
+    python benchmarks/replayed_policy.py [--temperatures 0 0.6 1] [--streams 1 4 8] [--costs FILE] [--json OUT]
 
-What `speculation_policy.py` measures through servers, without what else a machine does: requests run once in this
-process with k at random, which tells how many draft tokens would be kept at each place of each text; then the adaptive
-policy and each fixed k run over these texts in rounds that take what the table says, with noise for the policy to
-learn from. Each start is an engine that has seen nothing. --costs: {"target": …, "draft": …, "host_s": …, "way_s": …},
-by default those that `nano_costs.py` wrote of kimi-nano on a CPU.
+What `speculation_policy.py` measures through servers, without what else a machine does: requests run in this process
+until it is known how many draft tokens are kept at each place of each text; then the adaptive policy and each fixed k
+run over these texts in rounds that take what the table says, with noise for the policy to learn from. Each start is an
+engine that has seen nothing, over the texts in an order of its own. --costs: {"target": …, "draft": …, "host_s": …,
+"way_s": …}, by default those that `nano_costs.py` wrote of kimi-nano on a CPU.
 """
 
 import argparse
@@ -33,12 +33,14 @@ COSTS = Path(__file__).parent / "results" / "cpu_nano_costs.json"
 KS = (0, 1, 2, 3, 4, 5, 7)
 COUNTED_TOKENS = 128
 NOISE = 0.05
+REQUESTS_A_STREAM = 4
+"""A run that ends as soon as its streams are full would compare little but its end."""
 BAR = 0.97
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--starts", type=int, default=6)
     parser.add_argument("--costs", type=Path, default=COSTS)
@@ -63,15 +65,17 @@ def measure(
     machine: "Machine", texts: list[list[int]], temperature: float, streams: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The fixed ks, and the policy from several starts: its first tokens, and the same texts once more."""
+    texts = texts * -(-REQUESTS_A_STREAM * streams // len(texts))
     fixed = {k: Replay(machine, streams, k, temperature).run(texts) for k in KS}
     best = max(fixed, key=lambda k: fixed[k])
     first, later = [], []
     for seed in range(args.starts):
         rng = np.random.default_rng(seed)
         order = [texts[place] for place in rng.permutation(len(texts))]
+        of_best = Replay(machine, streams, best, temperature).run(order)
         policy = AdaptivePolicy(machine.target, machine.draft)
-        first.append(Replay(machine, streams, policy, temperature, rng).run(order) / fixed[best])
-        later.append(Replay(machine, streams, policy, temperature, rng).run(order) / fixed[best])
+        for found in (first, later):
+            found.append(Replay(machine, streams, policy, temperature, rng).run(order) / of_best)
     return {
         "fixed": {k: round(rate) for k, rate in fixed.items()},
         "best_k": best,
