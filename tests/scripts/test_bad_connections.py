@@ -71,3 +71,10 @@ def test_connections_that_are_held(bodies: list[bytes]) -> None:
     assert row["all ended after s"] < 10
     assert len(bodies) == 2 * 2 * 4 + 1
     assert row["log kB a minute"] > 0
+
+
+def test_every_kind_can_be_sent() -> None:
+    for kind in bad_connections.bad_clients().values():
+        sent, count = (kind.sent, kind.count) if isinstance(kind, Held) else (kind.body, 1)
+        assert isinstance(sent, bytes)
+        assert 0 < count < 10_000 and kind.max_descriptors >= 128

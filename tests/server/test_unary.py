@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 
 import numpy as np
@@ -12,6 +13,7 @@ import tritonclient.http as httpclient
 import tritonclient.http.aio as httpaio
 from tritonclient.utils import InferenceServerException
 
+import try_clients
 from kimi_client import InvalidRequest, KimiClient, ServerUnreachable
 from support.server_process import assert_everything_is_free, cut_short, wait_until_running
 from support.waiting import PATIENCE_S
@@ -132,6 +134,15 @@ def test_our_client_over_http(server, url):
             nobody.generate(text_input="a")
     with pytest.raises(InvalidRequest, match=r"^protocol"):
         KimiClient(protocol="udp")
+
+
+@pytest.mark.parametrize("run", [try_clients.by_tritonclient, try_clients.by_tritonclient_aio])
+def test_a_stream_is_what_other_peoples_clients_count(url, tmp_path, run):
+    """The rows of docs/clients.md that need nothing but tritonclient."""
+    said = run(try_clients.Addresses(grpc=url, openai="", work=tmp_path))
+    num_tokens, num_responses = map(int, re.fullmatch(r"(\d+) tokens in (\d+) responses", said).groups())
+    assert num_tokens == 24
+    assert 2 < num_responses <= 26
 
 
 def test_64_at_once_are_each_answered_once(server, grpc, http, expected):
