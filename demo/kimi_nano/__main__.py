@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     card.add_argument("--probes", type=Path, nargs="+", default=[], help="reports of `probes`")
     for command in (prepare, train, unloop, drafts, sharpen):
         command.add_argument("--recipe", choices=RECIPES, default="nano")
+    for command in (train, unloop, drafts, sharpen):
         command.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -2,10 +2,13 @@
 
 import argparse
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import kimi_nano.__main__ as kimi_nano_main
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for folder in ("scripts", "demo/kimi_nano") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -50,6 +53,16 @@ def test_options_that_are_read_or_named_are_declared(path: Path) -> None:
     assert read(tree) - names - NAMESPACE == set()
     usage = "".join(re.findall(rf"python \S*{path.stem}\.py (.*)", ast.get_docstring(tree) or ""))
     assert {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z-]*)", usage)} - names == set()
+
+
+@pytest.mark.parametrize("name", kimi_nano_main._COMMANDS)
+def test_each_command_of_kimi_nano_reads_the_options_that_it_has(name: str) -> None:
+    (commands,) = kimi_nano_main._parser()._subparsers._group_actions  # type: ignore[union-attr]
+    has = {action.dest for action in commands.choices[name]._actions} - {"help"}  # type: ignore[index, call-overload]
+    source = inspect.getsource(kimi_nano_main._COMMANDS[name])
+    if "_held_out_prompts(args)" in source:
+        source += inspect.getsource(kimi_nano_main._held_out_prompts)
+    assert set(re.findall(r"\bargs\.(\w+)", source)) == has
 
 
 def test_an_option_that_nobody_declares_is_found() -> None:
