@@ -69,6 +69,7 @@ def main() -> None:
     for line in report.beside_verdicts(document["cases"]):
         print(line)
     save(options, document)
+    draw(options, document)
 
 
 def print_tables(paths: list[Path], out: Path | None) -> None:
@@ -231,16 +232,20 @@ def settings_that_differ(settings: ServingSettings) -> dict[str, Any]:
 
 def save(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """Write the document after every case, so that an interrupted run leaves what it has."""
-    if options.out is None:
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "slice.json").write_text(json.dumps(document, indent=1))
+
+
+def draw(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Draw the picture of all cases; --tables draws an interrupted run's."""
+    if options.out is None or not any("round_ms" in case for case in document["cases"]):
         return
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "slice.json").write_text(json.dumps(document, indent=1))
-    if any("round_ms" in case for case in document["cases"]):
-        try:
-            title = f"Kimi-K2.5 slice, {document['device']}, {document['date']}; {', '.join(document['pretences'])}"
-            report.plot(document["cases"], options.out / "slice.png", title)
-        except ImportError:
-            print("no picture: matplotlib is not installed", file=sys.stderr)
+    try:
+        title = f"Kimi-K2.5 slice, {document['device']}, {document['date']}; {', '.join(document['pretences'])}"
+        report.plot(document["cases"], options.out / "slice.png", title)
+    except ImportError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One server for all tests that leave it as they found it, and one whose models tests kill.
 
-What shares a server runs in one process (`scheduling.scope_of`).
+What shares a server runs in one process (`scheduling.scope_of`). A server ends with the last test of this folder there.
 """
 
 import importlib.util
@@ -27,13 +27,13 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("models") / "checkpoint")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def steered_target(tmp_path_factory):
     """The target of `server`."""
     return SteeredTarget(tmp_path_factory.mktemp("steered"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(checkpoint, steered_target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     with running_server(serving_settings(checkpoint), folder, steered_target.repository) as running:
@@ -47,18 +47,18 @@ def slow_steps(steered_target):
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def url(server):
     return f"localhost:{server.ports.grpc}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def target_to_break(tmp_path_factory):
     """The target of `server_to_break`."""
     return SteeredTarget(tmp_path_factory.mktemp("steered_to_break"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server_to_break(checkpoint, target_to_break, tmp_path_factory):
     """A server whose models tests kill, unload and reload; each leaves it serving and drafting."""
     folder, settings = tmp_path_factory.mktemp("server_to_break"), serving_settings(checkpoint, drain_timeout_s=2.0)

@@ -28,6 +28,8 @@ from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan
 
 SHAPE = (8, 16)
 NUM_ROUNDS = 300
+WORK = {"cpu": 128, "cuda": 512}
+"""Rows and columns of the product by which a side is late."""
 
 # Plays the target: shows its step as every number of its half, checks that the draft left the step before it.
 TARGET = """
@@ -40,7 +42,7 @@ semaphores = OpenedSemaphores.open(handle).semaphores
 semaphores.set_value(TARGET_PID, os.getpid())
 order = order_of(semaphores, device)
 drawn, proposed = (torch.empty_like(semaphores.drawn, device=device) for _ in range(2))
-num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones((512, 512), device=device)
+num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones([int(sys.argv[5])] * 2, device=device)
 print("open", flush=True)
 for step in range(1, num_rounds + 1):
     semaphores.set_value(PROMISED, step)
@@ -61,7 +63,7 @@ else:
 
 @contextmanager
 def target(handle: bytes, num_rounds: int, behaviour: str, device: str) -> Iterator["subprocess.Popen[str]"]:
-    arguments = [handle.decode(), str(num_rounds), behaviour, device]
+    arguments = [handle.decode(), str(num_rounds), behaviour, device, str(WORK[device])]
     process = subprocess.Popen([sys.executable, "-c", TARGET, *arguments], stdout=-1, text=True)
     assert process.stdout is not None
     try:
@@ -78,7 +80,7 @@ def test_each_reads_what_the_other_has_shown_round_after_round(name: str) -> Non
     own = OwnSemaphores(SHAPE)
     semaphores, order = own.semaphores, order_of(own.semaphores, device)
     drawn, proposed = (torch.empty_like(semaphores.drawn, device=device) for _ in range(2))
-    num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones((512, 512), device=device)
+    num_wrong, work = torch.zeros((), dtype=torch.int64, device=device), torch.ones([WORK[name]] * 2, device=device)
     with target(own.handle, NUM_ROUNDS, "ends", name) as process:
         for step in range(1, NUM_ROUNDS + 1):
             order.wait(VERIFIED, step)
