@@ -36,7 +36,6 @@ models=(kimi_target spec_ensemble)
 [ "${KIMI_UNARY:-}" != true ] || models+=(spec_ensemble_unary)
 region_bytes=${KIMI_SHM_REGION_BYTES:-33554432}
 problem=$(python3 -m kimi_backend.hosting.shared_memory "${#models[@]}" "$region_bytes") || fail "$problem"
-problem=$(python3 -m kimi_backend.cli.preflight) || fail "$problem"
 
 repository=${KIMI_MODEL_REPOSITORY:-$here/model_repository}
 [[ ${KIMI_ADMIN_SECRET:-x} =~ ^[A-Za-z0-9._~-]+$ ]] || fail "KIMI_ADMIN_SECRET: letters, digits and . _ ~ - are allowed"
@@ -46,6 +45,8 @@ for port in "$http_port" "$grpc_port" "$metrics_port"; do
   # Asked before the sweep below: the regions of a server that has the port are in use.
   ! (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || fail "port $port is taken: does another server run here?"
 done
+# Last of the checks, as it takes seconds.
+problem=$(python3 -m kimi_backend.cli.preflight) || fail "$problem"
 
 # Who accepts connections until its descriptors are out accepts none then, nor answers on those that it has.
 descriptors=$(ulimit -n)

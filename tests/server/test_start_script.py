@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.processes import LARGE_BYTES, LARGE_BYTES_VARIABLE
-from kimi_client import KimiClient, RequestCancelled
+from kimi_client import KimiClient, RequestCancelled, ServerBusy
 from kimi_openai import EndpointSettings
 from kimi_openai.app import Endpoint
 from kimi_openai.tracing import RequestTracer
@@ -251,10 +251,29 @@ def _assert_stops_cleanly(server):
 
 
 def test_without_tritonserver_the_same_script_runs_the_embedded_one(checkpoint, tmp_path):
+    """Its drain lets streams end and takes no more, until it is hurried."""
     with started(tmp_path, variables(checkpoint), as_container=False) as server:
         server.wait_until_healthy()
         assert smoke(server.http).returncode == 0
+        settings = EndpointSettings(url=f"localhost:{server.grpc}")
+        with KimiClient(settings.url) as client, running_endpoint(settings, Endpoint(settings)) as endpoint:
+            whole = [client.stream(text_input=f"tell {i}", max_tokens=60, ignore_eos=True) for i in range(6)]
+            cut = client.stream(text_input="tell", **ENDLESS)
+            for stream in (*whole, cut):
+                next(iter(stream))
+            server.process.send_signal(signal.SIGINT)
+            wait_for(lambda: not client.is_ready())
+            with pytest.raises(ServerBusy):
+                client.generate(text_input="x", max_tokens=1)
+            status, headers, _ = endpoint.send("POST", "/v1/completions", {"prompt": "x"})
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert endpoint.send("GET", "/health")[0] == 503
+            assert [stream.result().num_output_tokens for stream in whole] == [60] * 6
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(RequestCancelled, match="shutting down"):
+                cut.result()
         _assert_stops_cleanly(server)
+        assert "draining: no new requests, live ones have 60 s" in server.log.read_text()
 
 
 def test_an_admin_secret_that_would_change_the_rule_is_refused(checkpoint, tmp_path):
@@ -285,7 +304,3 @@ def test_a_removed_setting_is_named(checkpoint, tmp_path):
     )
     assert done.returncode == 2
     assert "start.sh: setting KIMI_MPS was removed: leave it out" in done.stderr
-    done = subprocess.run(
-        [START], env={**environment, "KIMI_MPS": ""}, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 9

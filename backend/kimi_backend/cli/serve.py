@@ -51,8 +51,10 @@ def serve(
     ports = ServerPorts(
         http=http_port or free_port(), grpc=grpc_port or free_port(), metrics=metrics_port or free_port()
     )
-    if openai_port is not None:
-        check_ports({"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics, "OpenAI": openai_port})
+    wanted = {"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics}
+    check_ports(
+        wanted if openai_port is None else {**wanted, "OpenAI": openai_port}
+    )  # in no time; the next takes seconds
     with console.status("checking settings and checkpoints ..."):
         check_quickly(settings)
         check_beside(settings_as_environment(settings))
