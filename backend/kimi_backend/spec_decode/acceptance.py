@@ -22,8 +22,9 @@ POOL_MEMORY = 400.0
 """Rounds, of all sequences of a kind together, after which an old round counts 1/e."""
 SEQUENCE_MEMORY = 150.0
 """Verified tokens of one sequence, likewise."""
-SEQUENCE_WEIGHT = 16.0
-"""Verified tokens that its kind's rate counts for in a sequence's own."""
+SEQUENCE_WEIGHT = 48.0
+"""Verified tokens that its kind's rate counts for in a sequence's own. A text is easy or hard for some tens of tokens
+on end, so few of them tell less of its whole than as many independent ones would."""
 HIGHEST_RATE = 0.99
 DEVIATIONS = 1.5
 """The most that a rate may exceed what was seen, in standard deviations of it: few rounds may have been bad luck."""
