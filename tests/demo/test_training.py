@@ -5,6 +5,7 @@ One file, as what torch loads before an optimizer's first step takes longer than
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,6 +76,23 @@ def test_a_recipe_may_leave_sharpening_out(target: NanoTarget, monkeypatch: pyte
     assert train.sharpen_all(Path(), kinds, target, corpus(), replace(MICRO, sharpen_prompts=0)) == {}
     assert train.sharpen_all(Path(), kinds, target, corpus(), MICRO) == {kind.value: {1.0: 2.5} for kind in kinds}
     assert folders == list(train.DRAFT_FOLDERS.values())
+
+
+@pytest.mark.parametrize("budget", [Budget(), Budget(steps=2), Budget(seconds=3.0)])
+def test_a_run_may_leave_training_against_loops_out(
+    target: NanoTarget, monkeypatch: pytest.MonkeyPatch, budget: Budget
+) -> None:
+    def unloop(target: object, corpus: object, line_ends: torch.Tensor, given: Budget, *rest: object) -> object:
+        assert 0 < int(line_ends.sum()) < len(line_ends) == MICRO.text["vocab_size"]
+        return SimpleNamespace(rows=[{"steps": given.steps, "seconds": given.seconds}])
+
+    monkeypatch.setattr(train, "unloop", unloop)
+    monkeypatch.setattr(
+        train, "load_tokenizer", lambda path: SimpleNamespace(token_bytes=lambda i: b"a\n"[: 1 + i % 2])
+    )
+    run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), unloop=budget)
+    rows = train._unloop(target, corpus(), run, torch.float32, Path())
+    assert rows == ([] if budget == Budget() else [{"steps": budget.steps, "seconds": budget.seconds}])
 
 
 def test_a_recipe_may_leave_the_targets_own_text_out(target: NanoTarget) -> None:

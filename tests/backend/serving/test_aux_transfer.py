@@ -259,6 +259,16 @@ def test_ipc_on_a_cpu_is_an_error_and_auto_is_not() -> None:
         AuxReceiver(torch.device("cpu"), "ipc")
 
 
+@pytest.mark.parametrize(("handle", "problem"), [(None, "the target offers no buffer"), (b"x", "error 17")])
+def test_a_draft_that_must_open_the_buffer_and_cannot_is_an_error(handle: bytes | None, problem: str) -> None:
+    def refuse(handle: bytes, device: torch.device) -> None:
+        raise CudaIpcError("error 17")
+
+    assert AuxReceiver(torch.device("cuda"), "auto", refuse).open(handle) is None
+    with pytest.raises(ConfigError, match=f"aux_transfer: ipc given, but {problem}; auto is allowed"):
+        AuxReceiver(torch.device("cuda"), "ipc", refuse).open(handle)
+
+
 def test_tensor_shares_nothing() -> None:
     buffer = AuxBuffer.allocate(1, 4, 8, torch.float32, torch.device("cpu"))
     assert offer_aux_buffer(buffer, "tensor") is None

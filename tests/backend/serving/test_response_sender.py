@@ -95,6 +95,7 @@ def test_a_delta_that_comes_between_a_turn_and_its_sending(sender: ResponseSende
         put_quick("!", True)
     assert quick.is_done.wait(PATIENCE_S)
     sender.close(PATIENCE_S)
+    assert not sender._thread.is_alive()
     assert quick.text == ("first second" if is_final else "first second!")
     assert [client.num_final for client in (slow, blocker, quick, after)] == [1, 1, 1, 1]
     assert sender.num_live == 0
