@@ -30,6 +30,8 @@ class DraftBatch:
     """R(j) -> [B, L, H] float32."""
     normed: Tensor
     """[B, L, H] float32, for the target's head."""
+    sharpness: Tensor
+    """[B] float32, 1 / the temperature that each window was written at."""
 
 
 class DraftBatches(Protocol):
@@ -39,14 +41,16 @@ class DraftBatches(Protocol):
 
 
 @torch.no_grad()
-def run_target(target: NanoTarget, tokens: Tensor, layers: Sequence[int], dtype: torch.dtype) -> DraftBatch:
-    """tokens: [B, L] int64."""
+def run_target(
+    target: NanoTarget, tokens: Tensor, sharpness: Tensor, layers: Sequence[int], dtype: torch.dtype
+) -> DraftBatch:
+    """tokens: [B, L] int64. sharpness: [B] float32."""
     out = target(tokens, dtype, tuple(layers))
     assert out.aux is not None
     shape = (*tokens.shape, -1)
     chunks = out.aux.view(shape).chunk(len(layers), dim=-1)
     embedded = target.weight("model.embed_tokens.weight")[tokens]
-    return DraftBatch(embedded, dict(zip(layers, chunks, strict=True)), out.normed.view(shape))
+    return DraftBatch(embedded, dict(zip(layers, chunks, strict=True)), out.normed.view(shape), sharpness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class LiveBatches:
     target: NanoTarget
     sources: Sequence[tuple[Windows, int]]
     """The windows' sources, and how many of each a batch has."""
+    sharpness: Tensor
+    """[B] float32, of a batch's windows in the order of `sources`."""
     length: int
     layers: Sequence[int]
     dtype: torch.dtype
@@ -68,7 +74,7 @@ class LiveBatches:
         return torch.cat([windows.batch(count, self.length) for windows, count in self.sources if count])
 
     def run(self, tokens: Tensor) -> DraftBatch:
-        return run_target(self.target, tokens, self.layers, self.dtype)
+        return run_target(self.target, tokens, self.sharpness, self.layers, self.dtype)
 
 
 class KeptBatches:
@@ -98,9 +104,10 @@ class KeptBatches:
             torch.stack([batch.embedded[i] for batch, i in places]).float(),
             {j: torch.stack([batch.aux[j][i] for batch, i in places]).float() for j in self._kept[0].aux},
             torch.stack([batch.normed[i] for batch, i in places]).float(),
+            torch.stack([batch.sharpness[i] for batch, i in places]),
         )
 
 
 def _in_bf16(batch: DraftBatch) -> DraftBatch:
     aux = {j: x.bfloat16() for j, x in batch.aux.items()}
-    return DraftBatch(batch.embedded.bfloat16(), aux, batch.normed.bfloat16())
+    return DraftBatch(batch.embedded.bfloat16(), aux, batch.normed.bfloat16(), batch.sharpness)

@@ -3,9 +3,10 @@
 Two losses, mixed:
 
 - KL(p || q) of the target's p and the draft's q, whose gradient in the logits is q - p;
-- the chance that coupled draws differ. With the same Gumbel noise both draw x with chance
-  1 / sum_y max(p_y / p_x, q_y / q_x) (the noise of y must lose on either side), so, given that the target draws x,
-  the draft does too with chance 1 / sum_y max(p_y, p_x q_y / q_x). One draw of each row is enough.
+- the chance that coupled draws differ, at the temperature of the text. With the same Gumbel noise both draw x with
+  chance 1 / sum_y max(p_y / p_x, q_y / q_x) (the noise of y must lose on either side), so, given that the target draws
+  x, the draft does too with chance 1 / sum_y max(p_y, p_x q_y / q_x). One draw of each row is enough. At temperature t
+  p and q are p^(1/t) and q^(1/t), normalised.
 
 KL wants the draft as unsure as what it cannot know; agreeing draws want it surer. The forward pass finishes the
 gradient and keeps only what is as small as the hidden states: no [rows, vocabulary] tensor waits for the backward pass.
@@ -29,11 +30,13 @@ class Teacher:
     entropy: Tensor
     """[...] float32, in nats."""
     draws: Tensor
-    """[...] int64, one token drawn from it."""
+    """[...] int64, one token drawn from it at the temperature of the text."""
+    sharpness: Tensor
+    """[...] float32, 1 / the temperature of the text."""
 
     def rows(self, start: int, count: int) -> "Teacher":
         """Places `start` to `start + count` of windows [B, L, ...], flattened."""
-        parts = (self.probabilities, self.entropy, self.draws)
+        parts = (self.probabilities, self.entropy, self.draws, self.sharpness)
         return Teacher(*(x[:, start : start + count].flatten(0, 1) for x in parts))
 
 
@@ -46,7 +49,7 @@ class HeadDivergence(torch.autograd.Function):
     ) -> Tensor:
         rows, weight = normed.detach().to(dtype), head.detach().to(dtype)
         function = _compiled(_divergence) if normed.is_cuda else _divergence
-        given = (teacher.probabilities, teacher.entropy, teacher.draws)
+        given = (teacher.probabilities, teacher.entropy, teacher.draws, teacher.sharpness)
         loss, gradient = function(rows @ weight.T, *given, coupled_share)
         head_gradient = (gradient.T @ rows).to(head.dtype) if ctx.needs_input_grad[1] else None
         ctx.save_for_backward((gradient @ weight).to(normed.dtype), head_gradient)
@@ -65,17 +68,20 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _divergence(
-    logits: Tensor, teacher: Tensor, entropy: Tensor, draws: Tensor, share: Tensor
+    logits: Tensor, teacher: Tensor, entropy: Tensor, draws: Tensor, sharpness: Tensor, share: Tensor
 ) -> tuple[Tensor, Tensor]:
     """[R] float32, each row's loss, and the gradient of their mean in the logits [R, V]."""
     wide, p, drawn = logits.float(), teacher.float(), draws[:, None]
     log_q = wide.log_softmax(dim=-1)
     divergence = -(p * log_q).sum(dim=-1) - entropy
+    sharp = sharpness[:, None]
+    powered = p**sharp
+    p_sharp = powered / powered.sum(dim=-1, keepdim=True)
     # What each token weighs in the sum over max(p_y, p_x q_y / q_x), as the draft has it.
-    weighed = p.gather(1, drawn) * (log_q - log_q.gather(1, drawn)).clamp(max=60).exp()
-    total = torch.maximum(weighed, p).sum(dim=-1, keepdim=True)
+    weighed = p_sharp.gather(1, drawn) * (sharp * (log_q - log_q.gather(1, drawn))).clamp(max=60).exp()
+    total = torch.maximum(weighed, p_sharp).sum(dim=-1, keepdim=True)
     agree = 1 / total
-    pull = torch.where(weighed > p, agree * (weighed / total), 0.0)
+    pull = torch.where(weighed > p_sharp, sharp * agree * (weighed / total), 0.0)
     is_drawn = torch.arange(logits.shape[1], device=logits.device) == drawn
     apart = pull - torch.where(is_drawn, pull.sum(dim=-1, keepdim=True), 0.0)
     gradient = (1 - share) * (log_q.exp() - p) + share * apart
@@ -98,19 +104,21 @@ def head_divergence(
 
 
 @torch.no_grad()
-def teacher_of(normed: Tensor, head: Tensor, dtype: torch.dtype) -> Teacher:
+def teacher_of(normed: Tensor, head: Tensor, sharpness: Tensor, dtype: torch.dtype) -> Teacher:
     """The target's distribution over the rows of `head`.
 
     Args:
-        normed: [..., H].
+        normed: [..., H]. sharpness: [...] float32, 1 / the temperature of the text.
     """
     logits = normed.to(dtype) @ head.to(dtype).T
     waits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
-    return Teacher(*(_compiled(_distribution) if normed.is_cuda else _distribution)(logits, waits))
+    function = _compiled(_distribution) if normed.is_cuda else _distribution
+    return Teacher(*function(logits, waits, sharpness), sharpness)
 
 
-def _distribution(logits: Tensor, waits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _distribution(logits: Tensor, waits: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     log_p = logits.float().log_softmax(dim=-1)
     p = log_p.exp()
-    # The first to arrive of exponential clocks with rates p is drawn from p.
-    return p.to(logits.dtype), -(p * log_p).sum(dim=-1), (p / waits).argmax(dim=-1)
+    # The first to arrive of exponential clocks with rates p^sharpness is drawn from it.
+    drawn = (sharpness[..., None] * log_p - waits.log()).argmax(dim=-1)
+    return p.to(logits.dtype), -(p * log_p).sum(dim=-1), drawn

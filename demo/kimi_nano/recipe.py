@@ -80,9 +80,11 @@ class Recipe:
     bias_step: float = 1e-3
     """The step by which the router's correction bias moves towards even load."""
     generated_sequences: int = 8192
-    generated_prompt_tokens: int = 192
-    generated_tokens: int = 320
-    generated_share: float = 0.6
+    generated_prompt_tokens: int = 128
+    generated_tokens: int = 256
+    generated_temperatures: tuple[float, ...] = (0.0, 1.0, 0.0, 0.6)
+    """The temperatures of the sequences that the target writes for its drafts, and of their windows, in turn."""
+    generated_share: float = 0.7
     """Share of the drafts' batches that the target wrote itself."""
     sharpen_prompts: int = 96
     """Windows of the training text that `sharpen` chooses a finished draft's scale on; 0 leaves drafts as trained."""
@@ -92,6 +94,10 @@ class Recipe:
     @property
     def context(self) -> int:
         return int(self.text["max_position_embeddings"])
+
+    def own_temperature(self, place: int) -> float:
+        """The temperature of the sequence or window at a place among those that the target wrote."""
+        return self.generated_temperatures[place % len(self.generated_temperatures)]
 
     def target_json(self) -> Json:
         """The target's config.json, in the spelling of Kimi-K2.5."""
@@ -181,7 +187,7 @@ NANO_DEEP = replace(
     text=NANO.text | {"n_routed_experts": 8, "num_experts_per_tok": 2},
     num_layers=20,
     peak_lr=2e-3,
-    generated_sequences=6144,
+    generated_sequences=14336,
     unloop=UnloopRecipe(peak_lr=1e-3, plain_share=0.0, batch_tokens=32768),
 )
 """A target whose step outweighs its draft's and the calls, to be grown from a trained NANO: it has read the corpus, so

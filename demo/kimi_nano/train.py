@@ -30,7 +30,7 @@ from kimi_nano.pace import write_json
 from kimi_nano.recipe import Recipe, Run
 from kimi_nano.sharpen import sharpen_file
 from kimi_nano.target import NanoTarget
-from kimi_nano.train_drafts import Drafts, draft_batches, make_drafts, train_drafts
+from kimi_nano.train_drafts import Drafts, OwnText, draft_batches, make_drafts, train_drafts
 from kimi_nano.train_target import held_out_loss, train_target
 from kimi_nano.unloop import unloop
 
@@ -40,8 +40,6 @@ ALIGNED_WINDOWS = 32
 WATCHED_FILES = 48
 """Held-out files whose loss is measured while training."""
 GENERATION_BATCH = 2048
-TEMPERATURES = (1.0, 1.0, 0.0, 0.6)
-"""The temperatures of the sequences that the target writes for its drafts, in turn."""
 
 
 def train(
@@ -92,11 +90,11 @@ def train(
     _say(started, f"target written; held-out nats a token: {losses}")
     if pack_to:
         pack(out, pack_to)
-    generated = _own_text(target, corpus, run, dtype, started)
+    own_text = _own_text(target, corpus, run, dtype, started)
     counts = torch.from_numpy(np.bincount(dataset.train, minlength=target.config.vocab_size))
     drafts = make_drafts(run, target, counts)
     _align(drafts, target, corpus, run, dtype)
-    record |= _finish_drafts(drafts, target, corpus, generated, run, dtype, out, compiles)
+    record |= _finish_drafts(drafts, target, corpus, own_text, run, dtype, out, compiles)
     write_json(out / "training.json", record)
     if pack_to:
         pack(out, pack_to)
@@ -174,14 +172,14 @@ def train_drafts_of(
     train = load(data).train
     target = read_target(folder).to(device)
     corpus = Windows(train, device, run.seed)
-    generated = _own_text(target, corpus, run, dtype, started)
+    own_text = _own_text(target, corpus, run, dtype, started)
     counts = torch.from_numpy(np.bincount(train, minlength=target.config.vocab_size))
     drafts = make_drafts(run, target, counts)
     if start_from is None:
         _align(drafts, target, corpus, run, dtype)
     else:
         _start_from(drafts, start_from, target)
-    record = _finish_drafts(drafts, target, corpus, generated, run, dtype, out, compiles)
+    record = _finish_drafts(drafts, target, corpus, own_text, run, dtype, out, compiles)
     write_json(out / "draft_training.json", record)
     _say(started, "drafts written")
 
@@ -190,7 +188,7 @@ def _finish_drafts(
     drafts: Drafts,
     target: NanoTarget,
     corpus: Windows,
-    generated: Windows | None,
+    own_text: OwnText,
     run: Run,
     dtype: torch.dtype,
     out: Path,
@@ -202,7 +200,7 @@ def _finish_drafts(
             target.compile_layers()
         for draft in drafts.values():
             draft.compile_step()
-    batches = draft_batches(drafts, target, corpus, generated, run, dtype)
+    batches = draft_batches(drafts, target, corpus, own_text, run, dtype)
     curves = train_drafts(drafts, target, batches, run, dtype, captures=compiles)
     for kind, draft in drafts.items():
         write_draft(out / TARGET_FOLDER / DRAFT_FOLDERS[kind], draft, kind, run.recipe)
@@ -248,22 +246,23 @@ def _start_from(drafts: Drafts, folder: Path, target: NanoTarget) -> None:
         draft.load_state_dict(trained.state_dict())
 
 
-def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, started: float) -> Windows | None:
+def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, started: float) -> OwnText:
     """Windows of text that the target wrote after prompts of the corpus: what the drafts will meet at serving."""
     recipe = run.recipe
     if not recipe.generated_sequences:
-        return None
+        return {}
     count, device = recipe.generated_sequences, target.device
     prompts = corpus.batch(count, recipe.generated_prompt_tokens)
-    temperature = torch.tensor(TEMPERATURES, device=device).repeat(-(-count // len(TEMPERATURES)))[:count]
+    temperature = torch.tensor([recipe.own_temperature(i) for i in range(count)], device=device)
     seeds = torch.arange(count, device=device) + run.seed
     chunks = zip(*(x.split(GENERATION_BATCH) for x in (prompts, temperature, seeds)), strict=True)
     written = torch.cat(
         [generate(target, prompt.tolist(), recipe.generated_tokens, t, seed, dtype) for prompt, t, seed in chunks]
     )
-    stream = torch.cat((prompts, written), dim=1).flatten().cpu().numpy().astype(np.uint16)
+    texts = torch.cat((prompts, written), dim=1).cpu().numpy().astype(np.uint16)
     _say(started, f"the target wrote {written.numel():,} tokens")
-    return Windows(stream, device, run.seed + 1)
+    places = np.array([recipe.own_temperature(i) for i in range(count)])
+    return {t: Windows(texts[places == t].ravel(), device, run.seed + 1) for t in dict.fromkeys(places.tolist())}
 
 
 def pack(out: Path, to: Path) -> None:

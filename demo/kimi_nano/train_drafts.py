@@ -21,6 +21,10 @@ from kimi_nano.recipe import Run
 from kimi_nano.target import NanoTarget
 
 Drafts = dict[DraftKind, NanoDraft]
+OwnText = dict[float, Windows]
+"""Text that the target wrote itself, by temperature."""
+COLDEST = 0.4
+"""The temperature that draws are made to agree at on text of temperature 0: at 0 itself they have no gradient."""
 ADAMW_SHARE = 0.15
 """AdamW's learning rate relative to Muon's, whose steps are measured otherwise."""
 
@@ -48,19 +52,20 @@ def kept_tokens(token_counts: Tensor, count: int) -> Tensor:
 
 
 def draft_batches(
-    drafts: Drafts, target: NanoTarget, corpus: Windows, generated: Windows | None, run: Run, dtype: torch.dtype
+    drafts: Drafts, target: NanoTarget, corpus: Windows, own_text: OwnText, run: Run, dtype: torch.dtype
 ) -> DraftBatches:
-    """Windows of the corpus and of text that the target wrote itself, if there is any."""
+    """Windows of the corpus, and of text that the target wrote itself, as many as each temperature has places."""
     recipe = run.recipe
     layers = tuple(sorted({j for draft in drafts.values() for j in draft.config.aux_layer_ids}))
     num_windows = recipe.draft_batch_tokens // recipe.draft_window
     is_kept = target.device.type == "cpu"
     fresh = WINDOWS_A_PASS if is_kept else num_windows
-    num_generated = int(fresh * recipe.generated_share) if generated is not None else 0
-    sources = [(corpus, fresh - num_generated)]
-    if generated is not None:
-        sources.append((generated, num_generated))
-    live = LiveBatches(target, sources, recipe.draft_window, layers, dtype)
+    own = [recipe.own_temperature(i) for i in range(int(fresh * recipe.generated_share))] if own_text else []
+    counts = {temperature: own.count(temperature) for temperature in own_text}
+    sources = [(corpus, fresh - len(own)), *((own_text[temperature], count) for temperature, count in counts.items())]
+    temperatures = [1.0] * (fresh - len(own)) + [t for t, count in counts.items() for _ in range(count)]
+    sharpness = torch.tensor([1 / max(t, COLDEST) for t in temperatures], device=target.device)
+    live = LiveBatches(target, sources, sharpness, recipe.draft_window, layers, dtype)
     return KeptBatches(live, num_windows, run.seed) if is_kept else live
 
 
@@ -133,7 +138,8 @@ def unrolled_losses(
     starts = aux.shape[1] - 1 - unroll  # every step of every start has a token to read and one to predict
     head = target.weight("lm_head.weight")
     teacher_head = head if draft.kept_tokens is None else head[draft.kept_tokens]
-    teacher = teacher_of(batch.normed[:, 1:], teacher_head, dtype)
+    sharpness = batch.sharpness[:, None].expand(-1, batch.normed.shape[1] - 1)
+    teacher = teacher_of(batch.normed[:, 1:], teacher_head, sharpness, dtype)
     unrolling = draft.start(starts)
     hidden = draft.combine_aux(aux[:, :starts], dtype)
     losses = []

@@ -19,7 +19,7 @@ def test_it_starts_nearer_to_the_target(kind: DraftKind) -> None:
     target.weight("lm_head.weight").mul_(3)  # so that there is something to predict
     tokens = torch.randint(0, 500, (24, 64))
     draft = NanoDraft(MICRO.draft_config(kind)).requires_grad_(False)
-    batch = run_target(target, tokens[:4], draft.config.aux_layer_ids, torch.float32)
+    batch = run_target(target, tokens[:4], torch.ones(4), draft.config.aux_layer_ids, torch.float32)
     before = unrolled_losses(draft, target, batch, 1, torch.zeros(()), torch.float32)[0]
     align(draft, target, tokens[4:], torch.float32)
     after = unrolled_losses(draft, target, batch, 1, torch.zeros(()), torch.float32)[0]

@@ -54,8 +54,9 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 
 def plain_loss(logits: torch.Tensor, teacher: Teacher, share: float) -> torch.Tensor:
     p, q = teacher.probabilities, logits.softmax(-1)
-    p_drawn, q_drawn = (x.gather(1, teacher.draws[:, None]) for x in (p, q))
-    agree = 1 / torch.maximum(p, p_drawn * q / q_drawn).sum(-1)
+    sharp_p, sharp_q = ((x.log() * teacher.sharpness[:, None]).softmax(-1) for x in (p, q))
+    p_drawn, q_drawn = (x.gather(1, teacher.draws[:, None]) for x in (sharp_p, sharp_q))
+    agree = 1 / torch.maximum(sharp_p, p_drawn * sharp_q / q_drawn).sum(-1)
     divergence = (p * (p.log() - q.log())).sum(-1)
     return ((1 - share) * divergence + share * (1 - agree)).mean()
 
@@ -65,7 +66,8 @@ def test_the_drafts_loss_and_its_gradients_are_autograds(share: float) -> None:
     generator = torch.Generator().manual_seed(2)
     normed = torch.randn(7, 8, generator=generator, requires_grad=True)
     head = torch.randn(20, 8, generator=generator, requires_grad=True)
-    teacher = teacher_of(torch.randn(7, 8, generator=generator), torch.randn(20, 8, generator=generator), torch.float32)
+    rows, columns = torch.randn(7, 8, generator=generator), torch.randn(20, 8, generator=generator)
+    teacher = teacher_of(rows, columns, torch.tensor([1.0, 1.0, 1.0, 1 / 0.6, 1 / 0.6, 2.5, 2.5]), torch.float32)
     loss = head_divergence(normed, head, teacher, torch.tensor(share), torch.float32)
     wanted = plain_loss(normed @ head.T, teacher, share)
     torch.testing.assert_close(loss, wanted)
@@ -73,17 +75,18 @@ def test_the_drafts_loss_and_its_gradients_are_autograds(share: float) -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(3 * wanted, (normed, head)))
 
 
-def test_the_loss_of_coupled_draws_is_how_often_they_differ() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_loss_of_coupled_draws_is_how_often_they_differ(temperature: float) -> None:
     torch.manual_seed(3)
     count, identity = 20_000, torch.eye(6)
     target, draft = torch.randn(6) * 1.5, torch.randn(6) * 1.5
-    teacher = teacher_of(target.expand(count, -1), identity, torch.float32)
+    teacher = teacher_of(target.expand(count, -1), identity, torch.full((count,), 1 / temperature), torch.float32)
     loss = head_divergence(draft.expand(count, -1), identity, teacher, torch.tensor(1.0), torch.float32)
     noise = -torch.log(torch.empty(count, 6).exponential_())
-    differ = ((target + noise).argmax(1) != (draft + noise).argmax(1)).float().mean()
+    differ = ((target / temperature + noise).argmax(1) != (draft / temperature + noise).argmax(1)).float().mean()
     assert 0.1 < differ < 0.9 and abs(float(loss - differ)) < 0.02
     shares = torch.bincount(teacher.draws, minlength=6) / count
-    torch.testing.assert_close(shares, target.softmax(0), atol=0.015, rtol=0)
+    torch.testing.assert_close(shares, (target / temperature).softmax(0), atol=0.015, rtol=0)
 
 
 def test_prompt_lookup_takes_the_longest_and_latest_match() -> None:
