@@ -62,7 +62,7 @@ REFERENCES = {
 }
 """(draft, temperature) -> acceptance length of the very requests, seeds included, that the test sends: the target's
 texts do not depend on the draft, so that a worse draft is measured on the texts of its reference. Over eight first
-seeds the lengths at temperature 1 spread by 1.8 % and 1.5 % (standard deviation)."""
+seeds the lengths at temperature 1 spread by 1.8 % and 1.5 % (standard deviation) with the draft before."""
 NUM_REQUESTS = len(PROMPTS)
 
 
