@@ -113,7 +113,8 @@ def teacher_of(normed: Tensor, head: Tensor, sharpness: Tensor, dtype: torch.dty
     logits = normed.to(dtype) @ head.to(dtype).T
     waits = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
     function = _compiled(_distribution) if normed.is_cuda else _distribution
-    return Teacher(*function(logits, waits, sharpness), sharpness)
+    probabilities, entropy, draws = function(logits, waits, sharpness)
+    return Teacher(probabilities, entropy, draws, sharpness)
 
 
 def _distribution(logits: Tensor, waits: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from kimi_nano.pace import write_json
 from kimi_nano.recipe import Recipe, Run
 from kimi_nano.sharpen import sharpen_file
 from kimi_nano.target import NanoTarget
-from kimi_nano.train_drafts import Drafts, OwnText, draft_batches, make_drafts, train_drafts
+from kimi_nano.train_drafts import Drafts, TextByTemperature, draft_batches, make_drafts, train_drafts
 from kimi_nano.train_target import held_out_loss, train_target
 from kimi_nano.unloop import unloop
 
@@ -188,7 +188,7 @@ def _finish_drafts(
     drafts: Drafts,
     target: NanoTarget,
     corpus: Windows,
-    own_text: OwnText,
+    own_text: TextByTemperature,
     run: Run,
     dtype: torch.dtype,
     out: Path,
@@ -246,7 +246,7 @@ def _start_from(drafts: Drafts, folder: Path, target: NanoTarget) -> None:
         draft.load_state_dict(trained.state_dict())
 
 
-def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, started: float) -> OwnText:
+def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype, started: float) -> TextByTemperature:
     """Windows of text that the target wrote after prompts of the corpus: what the drafts will meet at serving."""
     recipe = run.recipe
     if not recipe.generated_sequences:

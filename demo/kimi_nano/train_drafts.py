@@ -21,7 +21,7 @@ from kimi_nano.recipe import Run
 from kimi_nano.target import NanoTarget
 
 Drafts = dict[DraftKind, NanoDraft]
-OwnText = dict[float, Windows]
+TextByTemperature = dict[float, Windows]
 """Text that the target wrote itself, by temperature."""
 COLDEST = 0.4
 """The temperature that draws are made to agree at on text of temperature 0: at 0 itself they have no gradient."""
@@ -52,7 +52,7 @@ def kept_tokens(token_counts: Tensor, count: int) -> Tensor:
 
 
 def draft_batches(
-    drafts: Drafts, target: NanoTarget, corpus: Windows, own_text: OwnText, run: Run, dtype: torch.dtype
+    drafts: Drafts, target: NanoTarget, corpus: Windows, own_text: TextByTemperature, run: Run, dtype: torch.dtype
 ) -> DraftBatches:
     """Windows of the corpus, and of text that the target wrote itself, as many as each temperature has places."""
     recipe = run.recipe

@@ -53,7 +53,7 @@ def test_steps_lower_every_drafts_losses_and_leave_the_target_alone(target: Nano
     run = Run(recipe=recipe, target=Budget(), drafts=Budget(steps=6), kinds=(DraftKind.MLA, DraftKind.MHA))
     drafts = make_drafts(run, target, torch.arange(768))
     layers = sorted({j for draft in drafts.values() for j in draft.config.aux_layer_ids})
-    batch = run_target(target, torch.randint(0, 500, (4, 24)), layers, torch.float32)
+    batch = run_target(target, torch.randint(0, 500, (4, 24)), torch.ones(4), layers, torch.float32)
     before = [weight.clone() for weight in target.state_dict().values()]
     curves = train_drafts(drafts, target, SameBatch(batch), run, torch.float32)
     for kind in run.kinds:
@@ -97,11 +97,12 @@ def test_a_run_may_leave_training_against_loops_out(
 
 def test_a_recipe_may_leave_the_targets_own_text_out(target: NanoTarget) -> None:
     run = Run(recipe=replace(MICRO, generated_sequences=0), target=Budget(), drafts=Budget(steps=1))
-    assert train._own_text(target, corpus(), run, torch.float32, 0.0) is None
+    assert train._own_text(target, corpus(), run, torch.float32, 0.0) == {}
     short = replace(MICRO, generated_sequences=3, generated_prompt_tokens=4, generated_tokens=5)
     written = train._own_text(target, corpus(), replace(run, recipe=short), torch.float32, 0.0)
-    assert written is not None
-    assert written.batch(2, 3).shape == (2, 3)
+    assert {temperature: len(text._stream) for temperature, text in written.items()} == {0.0: 18, 1.0: 9}
+    greedy, zeros = written[0.0]._stream.view(2, 9).long(), torch.zeros(2)
+    assert torch.equal(generate(target, greedy[:, :4].tolist(), 5, zeros, zeros.long(), torch.float32), greedy[:, 4:])
 
 
 def test_a_token_repeats_when_it_completes_an_earlier_4gram_of_its_row() -> None:
