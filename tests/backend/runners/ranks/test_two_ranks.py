@@ -28,7 +28,7 @@ from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.scoring import ScoringPlan
 from support import tiny_ranks
 from support.engine_runs import generate
-from support.forked_processes import start_forked
+from support.forked_processes import ForkedWorker, start_forked
 from support.random_requests import random_requests
 from support.tiny_ranks import make_tiny, run_rank_0, tiny_settings
 from support.waiting import PATIENCE_S, wait_for
@@ -52,7 +52,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def two(tiny: Path) -> Iterator[Pair]:
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks begin with torch imported, where how they start and end is not asked."""
+    monkeypatch.setattr(worker_processes.subprocess, "Popen", ForkedWorker)
+
+
+@pytest.fixture
+def two(tiny: Path, forked: None) -> Iterator[Pair]:
     target, draft = load_pair(tiny_settings(tiny, tensor_parallel_size=2))
     assert draft is not None
     yield target, draft
@@ -79,6 +85,7 @@ def test_two_ranks_write_what_one_writes(tiny: Path, two: Pair) -> None:
     assert np.allclose(ours.scores.logprobs, theirs.scores.logprobs, atol=1e-5)
 
 
+@pytest.mark.usefixtures("forked")
 def test_closing_ends_the_ranks_and_another_pair_may_come(tiny: Path) -> None:
     for _ in range(2):
         target = load_target_runner(tiny_settings(tiny, draft="", tensor_parallel_size=2))
@@ -192,6 +199,7 @@ def test_a_rank_that_does_not_start_ends_those_before_it(tiny: Path, monkeypatch
     assert not problems
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_is_waited_for_goes_with_its_semaphores(tiny: Path) -> None:
     """A step that is refused leaves a value to wait for behind, which the next semaphores may never reach."""
     target = load_target_runner(tiny_settings(tiny, draft="", tensor_parallel_size=2))
@@ -211,6 +219,7 @@ def test_what_is_waited_for_goes_with_its_semaphores(tiny: Path) -> None:
         target.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_every_answer_is_read_though_one_is_a_problem(tiny: Path) -> None:
     draft = load_draft_runner(tiny_settings(tiny, tensor_parallel_size=4))
     try:
