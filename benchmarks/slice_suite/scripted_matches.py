@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_backend.scheduler.sequence import Sequence
-from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
+from kimi_backend.spec_decode.lookup import MatchAcceptance
 from kimi_backend.spec_decode.lookup_index import Match, continuation
 from kimi_backend.types.plan import Int32Array
 
 SURELY = 1e9
-"""Verified tokens, all of them kept: a scripted match is always taken."""
+"""Tokens that came as a match foretold, though none was expected to: a scripted match is always taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class ScriptedLookup:
 
     def __init__(self, script: MatchScript, seed: int) -> None:
         self._script, self._rng = script, random.Random(seed)
-        self._pool, self.acceptance = AcceptancePool(), SequenceAcceptance()
-        self.acceptance.tried = self.acceptance.kept = SURELY
-        self._is_match, self._num_left = False, 0
+        self.acceptance = MatchAcceptance()
+        self.acceptance.kept = SURELY
+        self._is_match, self._num_left, self.num_found = False, 0, 0
         self._turn()
 
     @property
@@ -49,6 +49,7 @@ class ScriptedLookup:
         return self._is_match
 
     def extend(self, token_ids: list[int], text: Int32Array) -> None:
+        self.num_found = len(token_ids) if self._is_match else 0
         self._num_left -= len(token_ids)
         if self._num_left <= 0:
             self._turn()

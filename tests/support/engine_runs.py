@@ -93,9 +93,8 @@ class EngineHarness:
             proposer=request.proposer or geometry.settings.proposer,
         )
         if sequence.proposer.uses_lookup:
-            sequence.lookup = SequenceLookup.of(
-                sequence.token_ids, geometry.settings.lookup_min_match, self.lookup_memory
-            )
+            min_match = geometry.settings.lookup_min_match
+            sequence.look_up_in(SequenceLookup.of(sequence.token_ids, min_match, self.lookup_memory))
         grammar = request.sampling.grammar
         if grammar is not None:
             assert self._compile_grammar is not None

@@ -118,8 +118,9 @@ def _append(
     num_proposed, sequence.num_draft_tokens = sequence.num_draft_tokens, 0
     num_drafted = num_proposed if window is None else window.num_drafted
     origin = sequence.draft_origin
-    if sequence.lookup is not None:
-        sequence.speculation.looked_up.end_verify()
+    if sequence.lookup is not None and token_ids:
+        num_checked = num_drafted if origin is TokenOrigin.LOOKUP else 0
+        sequence.speculation.looked_up.end_verify(len(token_ids), sequence.lookup.num_found, num_checked)
     if num_drafted and origin is TokenOrigin.DRAFT:
         sequence.speculation.record(num_drafted, num_accepted)
     return StepOutput(sequence, time_s, token_ids, num_proposed, num_accepted, origin, finish=sequence.finish)

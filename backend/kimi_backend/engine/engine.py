@@ -230,7 +230,7 @@ class Engine:
         )
         if sequence.proposer.uses_lookup and sequence.most_draft_tokens:
             min_match = self._settings.lookup_min_match
-            sequence.lookup = SequenceLookup.of(sequence.token_ids, min_match, self._lookup_memory)
+            sequence.look_up_in(SequenceLookup.of(sequence.token_ids, min_match, self._lookup_memory))
         if self._settings.enable_prefix_cache:
             sequence.chain = HashChain(geometry.block_size, request.cache_salt)
             sequence.chain.extend(sequence.token_ids, (num_prompt - 1) // geometry.block_size)

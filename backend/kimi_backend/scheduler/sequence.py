@@ -256,6 +256,12 @@ class Sequence:
         """Tokens that the host may propose for the next verify: no more than the request allows a draft."""
         return max(0, min(self.speculation.num_speculative_tokens, self.num_remaining_tokens - 1))
 
+    def look_up_in(self, lookup: SequenceLookup | None) -> None:
+        """Let the host propose what stood in its text before; None where there is no memory for that."""
+        self.lookup = lookup
+        if lookup is not None:
+            self.speculation.repetition = lookup.repetition
+
     def append(self, token_ids: list[int]) -> int:
         """Add what a step emitted, up to and including the first stop token; sets `finish` when that ends it.
 

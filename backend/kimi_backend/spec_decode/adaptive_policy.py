@@ -12,6 +12,7 @@ import numpy as np
 from kimi_backend.spec_decode.acceptance import AcceptancePool, chances
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.looked_up import KIND_MEMORY, Expected, LookedUp
+from kimi_backend.spec_decode.lookup import NUM_REPETITIONS
 from kimi_backend.spec_decode.round_times import Round, RoundTimes
 from kimi_backend.spec_decode.row_choice import Batch, RowChoice, choose_more_rows, choose_rows
 from kimi_backend.spec_decode.step_times import Floats, Ints
@@ -39,7 +40,8 @@ class AdaptivePolicy:
         self.step_costs = {"target": target, **({} if draft is None else {"draft": draft})}
         self.times = RoundTimes(target, draft)
         self._pools = {kind: AcceptancePool() for kind in range(3)}
-        self._looked_up = {kind: LookedUp(KIND_MEMORY) for kind in range(3)}
+        repetitions = range(NUM_REPETITIONS)
+        self._looked_up = {(kind, part): LookedUp(KIND_MEMORY) for kind in range(3) for part in repetitions}
         self._chosen_for: tuple[int, ...] = ()
         self._prepared: tuple[tuple[int, ...], RowChoice] | None = None
         """The choice that `prepare_round` made, and for whom."""
@@ -57,7 +59,7 @@ class AdaptivePolicy:
     ) -> None:
         """See `SpeculationPolicy`. Those that are expected are taken for ones like it."""
         pool = controller.pool = self._pools[controller.kind]
-        controller.looked_up.kind = self._looked_up[controller.kind]
+        controller.looked_up.kind = self._looked_up[controller.kind, controller.repetition]
         controller.uses_draft = True
         num_alike = max(num_sequences - len(running), 1)
         everyone = [*running, *[controller] * num_alike]

@@ -23,6 +23,7 @@ class SpeculationController:
         "num_speculative_tokens",
         "num_unsettled_rounds",
         "pool",
+        "repetition",
         "uses_draft",
     )
 
@@ -34,6 +35,8 @@ class SpeculationController:
         """True if the draft's KV shall follow this sequence. With 0 chosen tokens the draft only extends it."""
         self.kind = (temperature >= GREEDY_TEMPERATURE) + (temperature > COOL_TEMPERATURE)
         """Requests of one kind are expected to be accepted alike: greedy, cool or warm ones."""
+        self.repetition = 0
+        """`SequenceLookup.repetition`: of a kind, those are expected to find alike whose prompts repeat alike."""
         self.acceptance = SequenceAcceptance()
         self.pool: AcceptancePool | None = None
         """The pool of its kind; given by the policy, if that learns."""

@@ -4,7 +4,7 @@ import threading
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance
+from kimi_backend.spec_decode.acceptance import PRIOR_RATE, SEQUENCE_MEMORY, SEQUENCE_WEIGHT, AcceptancePool
 from kimi_backend.spec_decode.lookup_index import LookupIndex, Match, continuation
 from kimi_backend.spec_decode.lookup_pool import LookupPool, PooledMatch
 from kimi_backend.types.plan import Int32Array
@@ -12,6 +12,10 @@ from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 NUM_LENGTH_CLASSES = 6
 """Matches of 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, and of more tokens are counted apart."""
+ENDING = 64
+"""Tokens of a prompt's end that tell how much a text repeats."""
+NUM_REPETITIONS = 3
+"""Requests are alike of whose prompts' ends less than a third would have been looked up, less than two, or more."""
 
 
 class LookupMemory:
@@ -57,10 +61,48 @@ class LookupPools:
 
     def __init__(self) -> None:
         self._pools = [AcceptancePool() for _ in range(NUM_LENGTH_CLASSES)]
+        self._are_checked = [True] * NUM_LENGTH_CLASSES
 
     def of(self, match: Match) -> AcceptancePool:
         """The pool of matches of about this length."""
-        return self._pools[min(match.length.bit_length(), NUM_LENGTH_CLASSES) - 1]
+        return self._pools[_length_class(match)]
+
+    def note(self, match: Match, is_checked: bool) -> None:
+        """Tokens of such a match are worth their rows where nobody drafts, or none are."""
+        self._are_checked[_length_class(match)] = is_checked
+
+    def are_checked(self, match: Match) -> bool:
+        """Tell what was noted of the last match of about this length."""
+        return self._are_checked[_length_class(match)]
+
+
+def _length_class(match: Match) -> int:
+    return min(match.length.bit_length(), NUM_LENGTH_CLASSES) - 1
+
+
+class MatchAcceptance:
+    """The difference of one text's matches from those of their lengths in other texts: one factor on all positions."""
+
+    __slots__ = ("expected", "expected_rate", "kept")
+
+    def __init__(self) -> None:
+        self.kept = self.expected = 0.0
+        """Tokens that came as a match foretold, and how many were expected to; older ones count less."""
+        self.expected_rate = PRIOR_RATE
+        """The mean rate of matches of about the last one's length."""
+
+    def record(self, num_tokens: int, num_foretold: int) -> None:
+        """Count the tokens that came behind the last match, the first ones as it foretold."""
+        compared = min(num_foretold + 1, num_tokens)
+        fading = 1 - compared / SEQUENCE_MEMORY
+        self.kept = fading * self.kept + num_foretold
+        self.expected = fading * self.expected + compared * self.expected_rate
+
+    @property
+    def factor(self) -> float:
+        """The factor on the rates of a match's length; 1 while nothing is known."""
+        weight = SEQUENCE_WEIGHT * self.expected_rate
+        return (self.kept + weight) / (self.expected + weight)
 
 
 class SequenceLookup:
@@ -69,14 +111,29 @@ class SequenceLookup:
     A match is judged by what came, whether it was proposed or not: so its use is never tried out.
     """
 
-    __slots__ = ("_elsewhere", "_held_bytes", "_index", "_judged", "_memory", "acceptance")
+    __slots__ = (
+        "_elsewhere",
+        "_held_bytes",
+        "_index",
+        "_judged",
+        "_memory",
+        "_pools",
+        "acceptance",
+        "num_found",
+        "repetition",
+    )
 
     def __init__(self, index: LookupIndex, memory: LookupMemory, held_bytes: int) -> None:
         self._index: LookupIndex | None = index
         self._memory, self._held_bytes = memory, held_bytes
-        self._judged: AcceptancePool | None = None
+        self._judged: Match | None = None
         self._elsewhere: PooledMatch | None = None
-        self.acceptance = SequenceAcceptance()
+        self._pools: LookupPools | None = None
+        self.acceptance = MatchAcceptance()
+        self.num_found = 0
+        """Tokens, of those that came last, that would have come in verifies of a match if there were no draft."""
+        self.repetition = 0
+        """The part of its prompt's end that would have been looked up, in NUM_REPETITIONS parts."""
 
     @classmethod
     def of(cls, token_ids: Int32Array, min_match: int, memory: LookupMemory) -> "SequenceLookup | None":
@@ -84,7 +141,13 @@ class SequenceLookup:
         num_bytes = LookupIndex.bytes_of(len(token_ids))
         if not memory.take(num_bytes):
             return None
-        return cls(LookupIndex(token_ids, min_match), memory, num_bytes)
+        index = LookupIndex(token_ids, min_match)
+        lookup = cls(index, memory, num_bytes)
+        count = min(ENDING, len(token_ids) - 1)
+        if count > 0:
+            num_found = lookup._count_found(index, token_ids, count, None)
+            lookup.repetition = min(NUM_REPETITIONS * num_found // count, NUM_REPETITIONS - 1)
+        return lookup
 
     def __del__(self) -> None:
         self._drop()
@@ -101,14 +164,17 @@ class SequenceLookup:
 
     def extend(self, token_ids: list[int], text: Int32Array) -> None:
         """Go on behind tokens that count: `text` ends in them."""
-        index = self._index
+        index, self.num_found = self._index, 0
         if index is None:
             return
         num_foretold = index.extend(token_ids, text)
         if self._elsewhere is not None:
             num_foretold, self._elsewhere = self._elsewhere.foretells(token_ids)
-        if self._judged is not None:
-            self._judge(self._judged, len(token_ids), num_foretold)
+        match = self._judged
+        is_checked = match is not None and self._is_checked(match)
+        self.num_found = self._count_found(index, text, len(token_ids), num_foretold if is_checked else None)
+        if match is not None:
+            self._judge(match, len(token_ids), num_foretold)
         self._count_bytes(index)
 
     @property
@@ -138,7 +204,7 @@ class SequenceLookup:
         if texts is not None and not is_following:
             self._elsewhere = texts.find(salt, index, text, 1 if match is None else match.length + 1)
         match = match if self._elsewhere is None else self._elsewhere.match
-        self._judged = None if match is None else pools.of(match)
+        self._pools, self._judged = pools, match
         return match
 
     def continuation(self, text: Int32Array, match: Match, count: int) -> list[int]:
@@ -155,10 +221,34 @@ class SequenceLookup:
         self._drop()
         return index
 
-    def _judge(self, pool: AcceptancePool, num_tokens: int, num_foretold: int) -> None:
+    def _count_found(self, index: LookupIndex, text: Int32Array, num_tokens: int, num_foretold: int | None) -> int:
+        """Go through the last tokens as if nobody had drafted: a draft's tokens reach into matches that would have been
+        found. Searches only where a draft was right.
+
+        Args:
+            num_foretold: those that the match before them foretold; None: none was checked.
+        """
+        num_found = 0 if num_foretold is None else min(num_foretold + 1, num_tokens)
+        place, start = max(num_found, 1), len(text) - num_tokens
+        while place < num_tokens:
+            match = index.find_at(text, start + place)
+            if match is None or not self._is_checked(match):
+                place += 1
+                continue
+            came = text[start + place :]
+            differs = text[match.end : match.end + len(came)] != came
+            count = int(differs.argmax()) + 1 if differs.any() else len(came)
+            num_found, place = num_found + count, place + count
+        return num_found
+
+    def _is_checked(self, match: Match) -> bool:
+        return self._pools is None or self._pools.are_checked(match)
+
+    def _judge(self, match: Match, num_tokens: int, num_foretold: int) -> None:
+        assert self._pools is not None
         num_tokens = min(num_tokens, MAX_SPECULATIVE_TOKENS)
         num_foretold = min(num_foretold, num_tokens)
-        pool.record(num_tokens, num_foretold)
+        self._pools.of(match).record(num_tokens, num_foretold)
         self.acceptance.record(num_tokens, num_foretold)
         self._judged = None
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kimi_backend.spec_decode.acceptance import AcceptancePool, SequenceAcceptance, kept_chances
+from kimi_backend.spec_decode.acceptance import AcceptancePool, kept_chances
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.lookup import LookupPools, SequenceLookup
 from kimi_backend.spec_decode.lookup_index import Match
@@ -40,16 +40,15 @@ class LookupChooser:
         Args:
             candidates: one at least.
         """
-        found = _chances([self.pools.of(c.match) for c in candidates], [c.lookup.acceptance for c in candidates])
+        found = self._found(candidates)
         found[_BEYOND[[c.most for c in candidates]]] = 0.0
         if batch.is_drafting:
             alone = replace(batch, num_proposed=0, is_drafting=False)
-            _note_alone(candidates, found, policy.choose_looked_up(found, alone).tolist())
+            self._note_alone(candidates, found, policy.choose_looked_up(found, alone).tolist())
         num_proposed = [c.num_proposed for c in candidates]
         proposed = np.zeros_like(found)
         if any(num_proposed):
-            pools = [c.speculation.pool or self._untried for c in candidates]
-            proposed = _chances(pools, [c.speculation.acceptance for c in candidates])
+            proposed = self._proposed(candidates)
             proposed[_BEYOND[num_proposed]] = 0.0
         is_better = found.sum(axis=1) > proposed.sum(axis=1)
         found[~is_better] = 0.0
@@ -57,22 +56,38 @@ class LookupChooser:
         others = replace(batch, num_proposed=batch.num_proposed - num_replaced)
         counts: list[int] = policy.choose_looked_up(found, others).tolist()
         if not batch.is_drafting:
-            _note_alone(candidates, found, counts)
+            self._note_alone(candidates, found, counts)
         return counts
+
+    def _found(self, candidates: list[Candidate]) -> Floats:
+        """[C, MAX_SPECULATIVE_TOKENS] chances of what follows each one's match."""
+        pools = [self.pools.of(c.match) for c in candidates]
+        rates = _rates(pools)
+        factors = []
+        for candidate, pool in zip(candidates, pools, strict=True):
+            acceptance = candidate.lookup.acceptance
+            acceptance.expected_rate = rates[id(pool)][1]
+            factors.append(acceptance.factor)
+        return kept_chances(np.array([rates[id(pool)][0] for pool in pools]), factors)
+
+    def _proposed(self, candidates: list[Candidate]) -> Floats:
+        """[C, MAX_SPECULATIVE_TOKENS] chances of what the draft proposes."""
+        pools = [c.speculation.pool or self._untried for c in candidates]
+        rates = _rates(pools)
+        own = [c.speculation.acceptance for c in candidates]
+        factors = [acceptance.factor(rates[id(pool)][1]) for acceptance, pool in zip(own, pools, strict=True)]
+        return kept_chances(np.array([rates[id(pool)][0] for pool in pools]), factors)
+
+    def _note_alone(self, candidates: list[Candidate], found: Floats, counts: list[int]) -> None:
+        for candidate, chances, count in zip(candidates, found, counts, strict=True):
+            candidate.speculation.looked_up.next = count, float(chances[:count].sum())
+            self.pools.note(candidate.match, count > 0)
 
 
 _BEYOND = np.arange(MAX_SPECULATIVE_TOKENS) >= np.arange(MAX_SPECULATIVE_TOKENS + 1)[:, None]
 """[count] the positions behind so many tokens."""
 
 
-def _note_alone(candidates: list[Candidate], found: Floats, counts: list[int]) -> None:
-    for candidate, chances, count in zip(candidates, found, counts, strict=True):
-        candidate.speculation.looked_up.next = count, float(chances[:count].sum())
-
-
-def _chances(pools: list[AcceptancePool], own: list[SequenceAcceptance]) -> Floats:
-    """[C, MAX_SPECULATIVE_TOKENS] chances that the first tokens of each are kept."""
-    distinct = {id(pool): (pool.rates(), pool.mean_rate) for pool in pools}
-    found = [distinct[id(pool)] for pool in pools]
-    factors = [acceptance.factor(mean) for acceptance, (_, mean) in zip(own, found, strict=True)]
-    return kept_chances(np.array([rates for rates, _ in found]), factors)
+def _rates(pools: list[AcceptancePool]) -> dict[int, tuple[list[float], float]]:
+    """The conditional rates of each pool, and their mean, by its id."""
+    return {id(pool): (pool.rates(), pool.mean_rate) for pool in {id(pool): pool for pool in pools}.values()}

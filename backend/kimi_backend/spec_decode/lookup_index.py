@@ -146,6 +146,10 @@ class LookupIndex:
         bucket = (other._hash * _SPREAD & _MASK) >> (32 - self._bits)
         return self._longest(self._heads[bucket], source, text)
 
+    def find_at(self, text: Int32Array, place: int) -> Match | None:
+        """Find what `find` would have found when the text had so many tokens."""
+        return self._longest(self._links[place - 1], text, text[:place])
+
     def _search(self, text: Int32Array) -> Match | None:
         return self._longest(self._links[len(text) - 1], text, text)
 

@@ -85,13 +85,13 @@ def choose_rows(
             tells how good the draft is, loses the fewest tokens beside a round without.
     """
     num_candidates, most = chances.shape
-    num_kept = float(num_seqs)
     if looked_up is None:
-        plain_s = times.plain(num_seqs, num_context_tokens)
+        plain = num_seqs / times.plain(num_seqs, num_context_tokens)
     else:
-        num_kept += looked_up.num_kept
-        plain_s = times.plain(num_seqs, num_context_tokens, looked_up.num_tokens, looked_up.share)
-    plain = num_kept / plain_s
+        shares = looked_up.shares
+        share, num_tokens = 1 - float(np.prod(1 - shares)), float(shares @ looked_up.num_tokens)
+        plain_s = times.plain(num_seqs, num_context_tokens, num_tokens, share)
+        plain = (num_seqs + float(shares @ looked_up.num_kept)) / plain_s
     nothing = RowChoice(np.zeros(num_candidates, np.int64), plain, plain)
     flat = chances.ravel()
     order = (-flat).argsort(kind="stable")[: np.count_nonzero(flat)]
@@ -101,23 +101,23 @@ def choose_rows(
     is_first = position == 0
     # Row by row of [K, N], a depth of the draft and what it may take, in order: what is behind its depth adds nothing.
     depth = np.arange(1, int(position[position.argmax()]) + 2)[:, None]
-    taken = is_within = position < depth
-    resting = None
-    if looked_up is not None:
-        # A sequence that has a match in some rounds needs its draft tokens in the others.
-        shares = looked_up.shares[sequence]
-        taken, resting = is_within * (1 - shares), np.where(is_first, shares, 1.0).cumprod()
-    emitted = (taken * flat[order]).cumsum(axis=1) + num_kept
-    num_rows = taken.cumsum(axis=1)
-    if looked_up is not None:
-        num_rows = num_rows + looked_up.num_tokens
+    is_within = position < depth
+    if looked_up is None:
+        beside, more, more_rows, resting = (float(num_seqs), 0.0), flat[order], 1.0, None
+    else:
+        kept, rows, shares = looked_up.beside(chances)
+        beside = num_seqs + float(kept[:, 0].sum()), float(rows[:, 0].sum())
+        more, more_rows = (np.diff(found, axis=1).ravel()[order] for found in (kept, rows))
+        resting = np.where(is_first, shares[sequence], 1.0).cumprod()
+    emitted = (is_within * more).cumsum(axis=1) + beside[0]
+    num_rows = (is_within * more_rows).cumsum(axis=1) + beside[1]
     seconds = times.drafting(
         num_seqs, is_first.cumsum(), depth, num_rows, emitted - num_seqs, num_context_tokens, resting
     )
     rates = emitted / seconds
     if finds_out:
         reached = np.concatenate([np.ones((num_candidates, 1)), chances[:, :-1]], axis=1).ravel()
-        verified = (taken * reached[order]).cumsum(axis=1)
+        verified = (is_within * reached[order]).cumsum(axis=1)
         best = divmod(int(((emitted - plain * seconds) / verified).argmax()), len(order))
     else:
         best = divmod(int(rates.argmax()), len(order))

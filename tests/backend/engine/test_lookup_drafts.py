@@ -86,17 +86,27 @@ def test_every_proposer_gives_the_tokens_of_plain_decoding(proposer: Proposer, a
 
 
 def test_what_each_verify_would_have_looked_up_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    record = LookedUp.record
+    told: list[tuple[int, int, int]] = []
+    end_verify = LookedUp.end_verify
 
-    def tell(one: LookedUp, num_tokens: int, num_kept: float) -> None:
-        told.append(num_tokens)
-        record(one, num_tokens, num_kept)
+    def tell(one: LookedUp, num_tokens: int, num_found: int, num_checked: int) -> None:
+        told.append((num_tokens, num_found, num_checked))
+        end_verify(one, num_tokens, num_found, num_checked)
 
-    monkeypatch.setattr(LookedUp, "record", tell)
+    monkeypatch.setattr(LookedUp, "end_verify", tell)
     harness = run(some_requests(24))
-    assert len(told) == sum(len(outcome.steps) for outcome in harness.outcomes)
-    assert sum(num_tokens > 0 for num_tokens in told) > 20
+    steps = [step for outcome in harness.outcomes for step in outcome.steps]
+    checked = [step.num_draft_tokens for step in steps if step.draft_origin is TokenOrigin.LOOKUP]
+    assert sum(num_tokens for num_tokens, _, _ in told) == sum(len(step.token_ids) for step in steps)
+    assert sorted(count for _, _, count in told if count) == sorted(count for count in checked if count)
+    assert sum(found > 0 for _, found, _ in told) > 20
+    assert all(found <= num_tokens for num_tokens, found, _ in told)
+
+
+def test_requests_are_told_apart_by_how_their_prompts_end() -> None:
+    span = tuple(range(20))
+    harness = run([replace(r, prompt_token_ids=p) for r, p in zip(some_requests(2), (span, 3 * span), strict=True)])
+    assert [outcome.sequence.speculation.repetition for outcome in harness.outcomes] == [0, 1]
 
 
 def test_a_request_may_ask_for_less_than_the_server_has() -> None:

@@ -50,6 +50,28 @@ def test_matches_are_judged_by_their_length() -> None:
     assert chooser.choose(both, FixedPolicy(), replace(ALONE, num_sequences=2, num_proposed=6)) == [0, 7]
 
 
+def test_a_text_whose_short_matches_are_like_others_has_long_ones_like_others() -> None:
+    """One token of short matches is kept, all of long ones: what a text kept of one says nothing of the other."""
+    chooser = taught(LONG, 7)
+    for _ in range(40):
+        chooser.pools.of(SHORT).record(7, 1)
+    short, other = a_candidate(SHORT), a_candidate(LONG)
+    for _ in range(20):
+        chooser.choose([short], FixedPolicy(), ALONE)
+        short.lookup.acceptance.record(7, 1)
+    expected = chooser._found([other])
+    assert chooser._found([short._replace(match=LONG)]) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_match_is_noted_as_worth_its_rows_by_what_would_be_checked_without_a_draft() -> None:
+    policy = AdaptivePolicy(linear_costs(3000, 900), linear_costs(300, 10, 10))
+    for num_kept, is_checked in ((7, True), (0, False)):
+        chooser, candidate = taught(LONG, num_kept), a_candidate(LONG, num_proposed=0)
+        chooser.choose([candidate], policy, replace(ALONE, num_proposed=0))
+        assert chooser.pools.are_checked(LONG) is is_checked
+        assert bool(candidate.speculation.looked_up.next[0]) is is_checked
+
+
 def test_a_bad_match_is_better_than_no_draft() -> None:
     undrafted = replace(ALONE, num_proposed=0)
     assert taught(SHORT, 0).choose([a_candidate(SHORT, num_proposed=0)], FixedPolicy(), undrafted) == [7]

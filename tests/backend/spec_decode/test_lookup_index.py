@@ -43,6 +43,10 @@ def test_finds_what_the_definition_finds(seed: int, min_match: int) -> None:
                 assert text[found.end - found.length : found.end] == text[num_known - found.length : num_known]
         end = min(num_known + rng.randrange(1, 9), len(text))
         index.extend(text[num_known:end], tokens[:end])
+        place = rng.randrange(num_known, end)  # what stood behind it then says nothing
+        expected = plain_match(text[:place], min_match)
+        if expected is None or plain_match(text[:place], min_match, MOST_CANDIDATES) == expected:
+            assert index.find_at(tokens[:end], place) == expected
         num_known = end
 
 
