@@ -2,9 +2,12 @@
 
 import argparse
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from lookup_by_table import PROPOSERS, bounds, of_the_better, serve
 from lookup_suite.recorded import RecordedText
 from replayed_policy import COSTS, Machine

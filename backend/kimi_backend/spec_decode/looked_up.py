@@ -76,9 +76,8 @@ class Expected(NamedTuple):
     """[C] those of them that are kept."""
 
     def beside(self, chances: Floats) -> tuple[Floats, Floats, Floats]:
-        """Count what rounds have beside the target's own tokens if a sequence drafts none, one, … tokens where it
-        has no match. Rounds without one become fewer by what the draft has right in them, and those with one as many more of
-        all.
+        """Count what rounds have beside the target's own tokens if a sequence drafts none, one, … tokens where it has
+        no match. Rounds without one become fewer by what the draft has right in them.
 
         Args:
             chances: [C, K] of the draft's tokens to be kept, all before them being kept too.
