@@ -2,6 +2,8 @@
 
 import random
 
+import numpy as np
+
 from kimi_backend.types.request import GenerateRequest, SamplingParams
 
 
@@ -53,3 +55,22 @@ def random_requests(
             )
         )
     return requests
+
+
+def requests_of_every_k(count: int, fewest_tokens: int) -> list[GenerateRequest]:
+    """k of 0 to 7, some near their limit, some that stop; greedy and not. Token ids from 8 to 95."""
+    generator = np.random.default_rng(11)
+    return [
+        GenerateRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(generator.integers(8, 96, int(generator.integers(3, 40))).tolist()),
+            sampling=SamplingParams(
+                max_tokens=int(generator.integers(fewest_tokens, 50)),
+                temperature=float(index % 2),
+                seed=index,
+                ignore_eos=index < 5,
+            ),
+            num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
+        )
+        for index in range(count)
+    ]

@@ -35,7 +35,7 @@ from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
 from kimi_backend.serving.draft_server import DraftServer
 from kimi_backend.serving.target_server import TargetServer
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
-from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.sampling_inputs import PLACEHOLDER_TOKEN_ID
 from kimi_kernels.synthetic_sets import with_synthetic_acceptance
@@ -44,6 +44,7 @@ from support.engine_runs import EngineHarness
 from support.loopback_server import SECRET, LoopbackServer
 from support.loopback_workers import LoopbackWorkers
 from support.plain_recorder import PlainRecorder
+from support.random_requests import requests_of_every_k
 from support.waiting import PATIENCE_S, wait_for
 
 SETTING = Setting(kernels=KernelSet.plain())
@@ -130,28 +131,9 @@ class Pair:
             SchedulerSettings(max_num_seqs=6, max_num_batched_tokens=64, async_scheduling=async_scheduling),
             eos_token_ids={3},
         )
-        for request in requests or requests_of(8):
+        for request in requests or requests_of_every_k(8, fewest_tokens=12):
             harness.add(request)
         return harness
-
-
-def requests_of(count: int) -> list[GenerateRequest]:
-    """k of 0 to 7, some near their limit, some that stop; greedy and not."""
-    generator = np.random.default_rng(11)
-    return [
-        GenerateRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(generator.integers(8, 96, int(generator.integers(3, 40))).tolist()),
-            sampling=SamplingParams(
-                max_tokens=int(generator.integers(12, 50)),
-                temperature=float(index % 2),
-                seed=index,
-                ignore_eos=index < 5,
-            ),
-            num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
-        )
-        for index in range(count)
-    ]
 
 
 @pytest.fixture

@@ -21,13 +21,14 @@ from kimi_backend.runners.row_arrays import RowArrays
 from kimi_backend.runners.step_runner import Launched
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import DraftPlan, DraftReply, RowPlan, TargetPlan
-from kimi_backend.types.request import GenerateRequest, SamplingParams
+from kimi_backend.types.request import GenerateRequest
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.synthetic_sets import with_synthetic_acceptance
 from kimi_kernels.token_table import plain
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.plain_recorder import PlainRecorder
+from support.random_requests import requests_of_every_k
 from support.speculative_loop import SpeculativeLoop, Step
 
 SETTING = Setting(kernels=KernelSet.plain())
@@ -283,30 +284,11 @@ def run_engine(kind: str, async_scheduling: bool, requests: list[GenerateRequest
     return harness, overlapped
 
 
-def engine_requests(count: int) -> list[GenerateRequest]:
-    """k of 0 to 7, some near their limit, some that stop; greedy and not."""
-    generator = np.random.default_rng(11)
-    return [
-        GenerateRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(generator.integers(8, 96, int(generator.integers(3, 40))).tolist()),
-            sampling=SamplingParams(
-                max_tokens=int(generator.integers(2, 50)),
-                temperature=float(index % 2),
-                seed=index,
-                ignore_eos=index < 5,
-            ),
-            num_speculative_tokens=(3, 7, 1, 0, 5, 3)[index % 6],
-        )
-        for index in range(count)
-    ]
-
-
 @pytest.mark.parametrize("kind", ["mla31", "mha"])
 def test_an_overlapped_draft_proposes_what_one_that_waits_does(kind: str) -> None:
     """Its accepted tokens, lengths, slots and noise are worked out on the device; the text is made of what it proposes,
     so one wrong number shows."""
-    requests = engine_requests(12)
+    requests = requests_of_every_k(12, fewest_tokens=2)
     lockstep, never = run_engine(kind, False, requests)
     early, overlapped = run_engine(kind, True, requests)
     assert not any(never)
@@ -385,7 +367,7 @@ def test_one_wrong_number_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
         elif fault == "slots":
             step["slots"].fill_(-1)
 
-    requests = engine_requests(8)
+    requests = requests_of_every_k(8, fewest_tokens=2)
     lockstep, _ = run_engine("mla31", False, requests)
     monkeypatch.setattr(plain, "read_drawn", read_wrongly)
     monkeypatch.setattr(plain, "plan_steps", plan_wrongly)
