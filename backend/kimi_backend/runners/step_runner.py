@@ -23,7 +23,7 @@ from kimi_backend.runners.metadata_builder import MetadataBuilder
 from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
 from kimi_backend.runners.ranks.workers import NO_WORKERS, Workers
 from kimi_backend.runners.sampling_tensors import SamplingUpload
-from kimi_backend.runners.step_timing import FEWEST_PASSES, Sequences, shapes_of, time_steps
+from kimi_backend.runners.step_timing import Sequences, fewest_passes, shapes_of, time_steps
 from kimi_backend.runners.warm_up import prefill_lengths
 from kimi_backend.spec_decode.protocols import Pending
 from kimi_backend.types.plan import RowPlan, RunnerDescription
@@ -200,7 +200,7 @@ class StepRunner:
             pool=self._pool, limits=self._limits, vocab_size=self._vocab_size, is_draft=role == "draft"
         )
         num_shapes = len(shapes_of(self._limits, is_captured=is_captured, is_draft=sequences.is_draft))
-        with count_progress(f"timing steps of the {role}", FEWEST_PASSES * num_shapes) as advance:
+        with count_progress(f"timing steps of the {role}", fewest_passes(self.device) * num_shapes) as advance:
             return time_steps(sequences, self._launch_timed, self.device, advance, is_captured=is_captured)
 
     def _launch_timed(self, rows: RowPlan, num_proposals: int) -> Pending[Any]:

@@ -32,9 +32,10 @@ SHORT_CONTEXT, LONG_CONTEXT = 64, 4096
 CPU_SIZES, CPU_QUERY_LENS = (1, 4, 16), (1, 2, 4, 8)
 CPU_LONG_ROWS = 16
 """The most rows of a step over long contexts on a CPU: a key costs a row there as much with more of them."""
-FEWEST_PASSES, MOST_PASSES = 4, 6
+GPU_PASSES = 2
 """Passes from the smallest shape to the largest and back: a card's clock lags behind what its power limit allows, once
-from above and once from below."""
+from above and once from below. More of them tell nothing that longer bursts do not."""
+CPU_PASSES, MOST_CPU_PASSES = 4, 6
 CPU_BUDGET_S = 1.0
 """Passes go on until they took so long, if there were enough."""
 GPU_BUDGET_S = 6.0
@@ -201,22 +202,23 @@ def time_steps(
     """Time every shape. Returns the costs, and of a CPU the share of its time that the process waited for a processor.
 
     Args:
-        advance: called with 1 after each shape in each of the first `FEWEST_PASSES` passes.
+        advance: called with 1 after each shape in each of the first `fewest_passes` passes.
     """
     shapes = shapes_of(sequences.limits, is_captured=is_captured, is_draft=sequences.is_draft)
     launches = {shape: partial(launch, sequences.rows(shape), shape.num_proposals) for shape in shapes}
     for start in launches.values():  # the first run of a captured step takes longer
         start().wait()
     found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
-    burst_s, is_cpu = GPU_BUDGET_S / (FEWEST_PASSES * len(shapes)), device.type == "cpu"
+    fewest, is_cpu = fewest_passes(device), device.type == "cpu"
+    burst_s = GPU_BUDGET_S / (fewest * len(shapes))
     started, before = time.perf_counter(), scheduled_seconds()
-    for number in range(MOST_PASSES):
+    for number in range(MOST_CPU_PASSES):
         is_late = (time.perf_counter() - started) * (number + 1) / max(number, 1) > CPU_BUDGET_S
-        if number >= FEWEST_PASSES and (is_late or not is_cpu):
+        if number >= fewest and (is_late or not is_cpu):
             break
         for shape in shapes if number % 2 else reversed(shapes):
             found[shape].append(step_seconds(launches[shape], device, burst_s))
-            if number < FEWEST_PASSES:
+            if number < fewest:
                 advance(1)
     # On a CPU other programs only ever make a step longer.
     best = min if is_cpu else median
@@ -224,6 +226,11 @@ def time_steps(
     ran_s, waited_s = (after - first for after, first in zip(scheduled_seconds(), before, strict=True))
     share = waited_s / max(ran_s + waited_s, 1e-9) if is_cpu else 0.0
     return _costs(sequences, us, is_captured=is_captured), share
+
+
+def fewest_passes(device: torch.device) -> int:
+    """Return how often each shape is timed, at least."""
+    return CPU_PASSES if device.type == "cpu" else GPU_PASSES
 
 
 def scheduled_seconds() -> tuple[float, float]:

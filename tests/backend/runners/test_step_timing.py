@@ -12,7 +12,7 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.cost_file import CostFile, costs_folder
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.step_timing import FEWEST_PASSES, scheduled_seconds, shapes_of
+from kimi_backend.runners.step_timing import CPU_PASSES, Sequences, scheduled_seconds, shapes_of, time_steps
 from kimi_backend.spec_decode.step_times import StepTimes
 from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.kernel_set import KernelSet
@@ -48,12 +48,25 @@ def test_both_runners_time_every_shape_in_every_pass(kind: str, is_captured: boo
         limits, is_draft = runner._limits, runner.describe().role == "draft"
         shapes = shapes_of(limits, is_captured=is_captured, is_draft=is_draft)
         assert len(set(shapes)) == len(shapes)
-        assert len(counted) == FEWEST_PASSES * len(shapes)
+        assert len(counted) == CPU_PASSES * len(shapes)
         assert costs.is_captured == is_captured
         assert max(counted) == costs.num_seqs[-1] * costs.query_lens[-1]
         assert {len(row) for row in costs.proposals_us} == ({limits.max_speculative_tokens} if is_draft else set())
         assert (costs.padded_us == costs.step_us) == (not is_captured)
         assert runner.measure_costs() is costs
+
+
+def test_a_gpu_is_timed_from_the_smallest_shape_to_the_largest_and_back(counted: list[int]) -> None:
+    """Its clock falls under load and recovers: a shape's time is the mean of one from either side."""
+    target, _ = runner_pair(SETTING, "mla", PlainRecorder())
+    sequences = Sequences(pool=target._pool, limits=LIMITS, vocab_size=target._vocab_size, is_draft=False)
+    advanced: list[int] = []
+    launch = target._launch_timed
+    costs, _ = time_steps(sequences, launch, torch.device("cuda"), advanced.append, is_captured=True)
+    num_shapes = len(shapes_of(LIMITS, is_captured=True, is_draft=False))
+    assert counted == counted[::-1] and len(counted) == sum(advanced) == 2 * num_shapes
+    timed_us = [us for grid in (costs.step_us, costs.padded_us[1:]) for row in grid for us in row]
+    assert timed_us == pytest.approx([num_shapes + 0.5] * len(timed_us))
 
 
 def test_on_a_cpu_a_step_takes_no_longer_than_a_larger_one_did(counted: list[int]) -> None:
