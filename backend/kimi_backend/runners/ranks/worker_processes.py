@@ -39,11 +39,14 @@ from kimi_backend.types.plan import DraftPlan, TargetPlan
 _LOADING_GRACE_S = 2.0
 """The time that rank 0 gets to say itself what is wrong while models load: it is mostly wrong on every rank."""
 _END_S = 10.0
+_ENDING = threading.Lock()
+"""Taken once and kept: a worker's death is noticed by its watch and by the step that failed, and told once."""
 
 
 def end_process(problem: str) -> None:
     """This process is of no use without its workers, and a collective that one of them left never ends. Its server or
     its user starts it again."""
+    _ENDING.acquire()
     sys.stderr.write(f"tensor parallel: {problem}; this process ends\n")
     sys.stderr.flush()
     os._exit(1)

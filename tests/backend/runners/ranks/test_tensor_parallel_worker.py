@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import weakref
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.runners.draft_runner import DraftRunner
+from kimi_backend.runners.ranks import worker_processes
 from kimi_backend.runners.ranks.worker_processes import _collect_captures
 from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.settings import SchedulerSettings
@@ -20,6 +22,7 @@ from support.engine_runs import EngineHarness
 from support.loopback_workers import LoopbackWorkers
 from support.plain_recorder import PlainRecorder
 from support.random_requests import random_requests
+from support.waiting import PATIENCE_S
 
 SETTING = Setting(kernels=KernelSet.plain())
 
@@ -105,3 +108,23 @@ def test_dropped_captures_are_gone_before_a_rank_leaves() -> None:
         runner.drop_captures()
     _collect_captures()
     assert [reference() for reference in captured] == [None, None]
+
+
+def test_a_lost_worker_is_told_once_by_whoever_notices_first(monkeypatch, capsys):
+    """Its watch and the step that failed both end the process."""
+    has_exited, may_go_on = threading.Event(), threading.Event()
+
+    def exit_slowly(code: int) -> None:
+        has_exited.set()
+        may_go_on.wait()
+
+    monkeypatch.setattr(worker_processes, "_ENDING", threading.Lock())
+    monkeypatch.setattr(worker_processes.os, "_exit", exit_slowly)
+    first, second = (threading.Thread(target=worker_processes.end_process, args=(name,), daemon=True) for name in "ab")
+    first.start()
+    assert has_exited.wait(PATIENCE_S)
+    second.start()
+    second.join(0.1)
+    may_go_on.set()
+    first.join(PATIENCE_S)
+    assert capsys.readouterr().err == "tensor parallel: a; this process ends\n"
