@@ -1,25 +1,22 @@
 """`mha_attention` and `store_kv` in Triton-language: scratch and launches around the kernels."""
 
-import functools
 import math
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from kimi_kernels.argument_checks import require, require_dtype
 from kimi_kernels.attention_batch import AttentionBatch, check_block_table
 from kimi_kernels.dependent_launch import pdl_options
+from kimi_kernels.kernel_interpreter import INTERPRETED, math_dtype, num_processors
 from kimi_kernels.mha_attention.kernel_attend import attend_kernel, merge_kernel, store_kv_kernel
 from kimi_kernels.mha_attention.op import check_mha, check_store_kv
 from kimi_kernels.quantization.plain import FP8_MAX
 
 FLOAT8 = torch.float8_e4m3fn
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 TILE_KEYS = 64
 MAX_SPLITS = 64
-INTERPRETER_PROCESSORS = 4
 
 
 def store_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: float = 1.0) -> None:
@@ -72,7 +69,7 @@ def mha_attention(
         q, kv_cache[0], kv_cache[1], batch.block_table, batch.cu_seqlens_q, batch.seq_lens, out, part_out, part_lse,
         q.stride(0), q.stride(1), batch.block_table.stride(0), num_tokens, num_heads, num_kv_heads, num_tiles,
         sliding_window or 1 << 30, softmax_scale * kv_scale * math.log2(math.e), kv_scale, D=head_dim,
-        PAGE=block_size, R=tile_rows, K=TILE_KEYS, SPLITS=splits, MATH=_math_dtype(q.dtype), STAGES=3,
+        PAGE=block_size, R=tile_rows, K=TILE_KEYS, SPLITS=splits, MATH=math_dtype(q.dtype), STAGES=3,
         num_warps=8 if tile_rows == 128 else 4, num_stages=3, **early,
     )  # fmt: skip
     if splits > 1:
@@ -83,25 +80,11 @@ def mha_attention(
     return out
 
 
-@functools.lru_cache(maxsize=16)
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETER_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _num_splits(num_programs: int, max_seq_len: int, sliding_window: int | None, device: torch.device) -> int:
     """Shares of a sequence's keys: enough programs for two on each multiprocessor, each with a few tiles."""
     keys = max_seq_len if sliding_window is None else min(max_seq_len, sliding_window)
-    wanted = min(2 * _num_processors(device) // max(1, num_programs), keys // (2 * TILE_KEYS), MAX_SPLITS)
+    wanted = min(2 * num_processors(device) // max(1, num_programs), keys // (2 * TILE_KEYS), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1) if wanted > 1 else 1
-
-
-def _math_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Operands of the products; the interpreter cannot multiply bf16."""
-    if dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16):
-        return tl.float32
-    return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
 def _check_limits(q: Tensor, kv_cache: Tensor) -> None:

@@ -1,16 +1,15 @@
 """`plan_mla_decode` and `mla_decode` in Triton-language: scratch and launches around the kernels."""
 
-import functools
 import math
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from kimi_kernels.argument_checks import refuse, require, require_dtype
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan, check_block_table
 from kimi_kernels.dependent_launch import has_dependent_launch
+from kimi_kernels.kernel_interpreter import INTERPRETED, math_dtype, num_processors
 from kimi_kernels.mla_decode.attend_call import AttendCall
 from kimi_kernels.mla_decode.geometry import TILE_KEYS, TritonDecodePlan, decode_geometry
 from kimi_kernels.mla_decode.kernel_attend import attend_kernel, merge_kernel
@@ -28,28 +27,7 @@ MOST_MERGED = 128
 """Pieces that a merging program reads at a time."""
 MERGE_PROGRAMS = 4
 """Merging programs that a multiprocessor holds beside the attending ones."""
-INTERPRETER_PROCESSORS = 5
-"""Thread blocks on a CPU: few, so that tests cut sequences in the middle."""
-
-
 FLOAT8 = torch.float8_e4m3fn
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-@functools.lru_cache(maxsize=16)
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETER_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _math_dtype(q_dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
-    """Operands of the products. Float8 widens to float16, which holds it exactly; the interpreter cannot do bf16."""
-    if q_dtype == torch.float32 or (INTERPRETED and q_dtype == torch.bfloat16):
-        return tl.float32
-    if q_dtype == torch.float16 or cache_dtype == FLOAT8:
-        return tl.float16
-    return tl.bfloat16
 
 
 def plan_mla_decode(batch: AttentionBatch, num_heads: int, block_size: int, split_tokens: int = 0) -> DecodePlan | None:
@@ -72,7 +50,7 @@ def plan_mla_decode(batch: AttentionBatch, num_heads: int, block_size: int, spli
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         split_tokens=split_tokens,
-        num_processors=_num_processors(device),
+        num_processors=num_processors(device),
     )
     records = torch.empty(geometry.num_records, RECORD.value, dtype=torch.int32, device=device)
     entries = torch.empty(1 + geometry.max_items, ENTRY.value, dtype=torch.int32, device=device)
@@ -169,13 +147,14 @@ def _launch_attend(call: AttendCall) -> None:
     q, geometry, block_table = call.q, call.geometry, call.batch.block_table
     block_size, latent_dim = call.latent_cache.shape[1:]
     swapped = geometry.tile_rows < 64
+    dtype = math_dtype(q.dtype, reads_float8=call.latent_cache.dtype == FLOAT8)
     attend_kernel[(geometry.num_teams * geometry.team_size,)](
         q, call.latent_cache, block_table, call.row_keys, call.records, call.out, call.lse, call.part_out,
         call.part_lse, q.stride(0), q.stride(1), block_table.stride(0), geometry.num_heads, geometry.num_teams,
         geometry.team_size, call.scale, call.kv_scale,
         L=call.kv_lora_rank, P=latent_dim - call.kv_lora_rank, PAGE=block_size, R=geometry.tile_rows, K=TILE_KEYS,
         SWAP=swapped, LSE=call.lse is not None,
-        MATH=_math_dtype(q.dtype, call.latent_cache.dtype), STAGES=2, num_warps=4 if swapped else 8, num_stages=2,
+        MATH=dtype, STAGES=2, num_warps=4 if swapped else 8, num_stages=2,
     )  # fmt: skip
 
 
@@ -192,7 +171,7 @@ def merge_pieces(call: AttendCall) -> None:
         # are cut into few or none: no more programs than run at once, or they would wait for each other only to end.
         pieces = min(MOST_MERGED, triton.next_power_of_2(max(2, geometry.num_teams // geometry.max_items)))
         columns = min(kv_lora_rank, MERGE_ELEMENTS // pieces)
-        most_programs = MERGE_PROGRAMS * _num_processors(out.device)
+        most_programs = MERGE_PROGRAMS * num_processors(out.device)
         fair = geometry.max_items * tile_rows * (kv_lora_rank // columns) // most_programs
         rows = max(1, min(triton.next_power_of_2(max(1, fair)), 2 * MERGE_ELEMENTS // (pieces * columns), tile_rows))
     early = has_dependent_launch(out.device)

@@ -4,19 +4,18 @@ import math
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kimi_kernels.argument_checks import require, require_dtype
 from kimi_kernels.attention_batch import AttentionBatch
 from kimi_kernels.dependent_launch import pdl_options
+from kimi_kernels.kernel_interpreter import INTERPRETED, math_dtype
 from kimi_kernels.mla_prefill.kernel_attend import attend_kernel
 from kimi_kernels.mla_prefill.kernel_gather import gather_latents_kernel
 from kimi_kernels.mla_prefill.kernel_hopper_launch import Part, attend_hopper, fits_hopper
 from kimi_kernels.mla_prefill.op import check_prefill
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_ROWS = 1 << 19 if not INTERPRETED else 1024
 """Rows of all heads and sequences up-projected at a time: 0.27 GB of keys and values."""
 TILE_ROWS = 128
@@ -126,16 +125,9 @@ def _attend(
         batch.cu_seqlens_q, batch.seq_lens, part.state_out, part.state_lse, out, q.stride(0), q.stride(1), part.start,
         part.chunk, num_seqs, num_heads, num_tiles, softmax_scale * math.log2(math.e),
         P=nope_dim, Q=rope_dim, V=v_dim, R=TILE_ROWS, K=TILE_KEYS, FIRST=part.is_first, LAST=part.is_last,
-        MATH=_math_dtype(q.dtype), STAGES=ATTEND_STAGES, num_warps=ATTEND_WARPS, num_stages=ATTEND_STAGES,
+        MATH=math_dtype(q.dtype), STAGES=ATTEND_STAGES, num_warps=ATTEND_WARPS, num_stages=ATTEND_STAGES,
         **pdl_options(q.device),
     )  # fmt: skip
-
-
-def _math_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Operands of the products; the interpreter cannot multiply bf16."""
-    if dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16):
-        return tl.float32
-    return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
 def _check_limits(q: Tensor, latent_cache: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import triton
 
+from kimi_kernels.kernel_interpreter import INTERPRETED
 from kimi_kernels.sampling.kernel_check import MAX_TILES
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,18 @@
 """The kernels that run on each device."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from kimi_backend.checkpoint.presets import DraftKind
+from kimi_backend.config.memory_plan import GIB
+from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
+from kimi_backend.runners.load.opened_checkpoints import Checkpoints, memory_plan
 from kimi_backend.runners.load.placement import place
+from support.checkpoint_folders import make_tiny
 
 
 @pytest.mark.parametrize("setting", ["auto", "plain"])
@@ -34,3 +41,13 @@ def test_each_rank_has_a_gpu_of_its_own_and_there_must_be_enough(monkeypatch: py
     place(ServingSettings(device="cuda", tensor_parallel_size=3))
     with pytest.raises(ConfigError, match="the first 4 GPUs are one, one, one, two; GPUs of one kind are allowed"):
         place(settings)
+
+
+def test_pools_on_a_cpu_take_a_quarter_of_a_gib_where_nothing_is_said(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "tiny", QuantizationMethod.NONE, DraftKind.MLA)
+    settings = ServingSettings(checkpoint=str(folder), draft=str(folder / "draft"), device="cpu", max_num_seqs=16)
+    placement = place(settings)
+    plan = memory_plan(settings, Checkpoints.open(settings, placement), placement)
+    kv_bytes = plan.target_kv_bytes + plan.draft_kv_bytes
+    assert plan.num_target_blocks == plan.num_draft_blocks
+    assert 0 <= GIB // 4 - kv_bytes < kv_bytes // plan.num_target_blocks

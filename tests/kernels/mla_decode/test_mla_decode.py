@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kimi_kernels import KernelSet
 from kimi_kernels.attention_batch import AttentionBatch, DecodePlan
+from kimi_kernels.kernel_interpreter import INTERPRETER_PROCESSORS
 from kimi_kernels.mla_decode import kernel, kernel_values, naive, plain, plain_on_cuda
 from kimi_kernels.mla_decode.geometry import TritonDecodePlan
 from kimi_kernels.paged_rows import seeing_rows
@@ -295,7 +296,7 @@ def test_an_earlier_row_has_the_same_bits_when_later_rows_open_another_split(ops
 def test_more_pieces_than_are_merged_at_once(ops: Ops, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One long sequence is cut into as many pieces as there are processors, five here."""
     monkeypatch.setattr(kernel, "MOST_MERGED", at_once)
-    check(ops, paged_case([1], [64 * kernel.INTERPRETER_PROCESSORS], 64), 8)
+    check(ops, paged_case([1], [64 * INTERPRETER_PROCESSORS], 64), 8)
     check(ops, paged_case([2, 1], [700, 9], 64), 8)
 
 
@@ -371,7 +372,7 @@ def test_merging_and_w_uv_in_one_launch(
     case = paged_case(query_lens, seq_lens, 64, padding_rows=padding)
     q, cache = inputs(case, 8, dtype)
     w_uv = (torch.randn(8, LORA_RANK, 40) / LORA_RANK**0.5).to(dtype)
-    monkeypatch.setattr(kernel, "_num_processors", lambda device: 18)
+    monkeypatch.setattr(kernel, "num_processors", lambda device: 18)
     launched = []
     merge = kernel_values._merge_values
     monkeypatch.setattr(kernel_values, "_merge_values", lambda *given: launched.append(1) or merge(*given))
