@@ -39,8 +39,8 @@ CPU_PASSES, MOST_CPU_PASSES = 4, 6
 CPU_BUDGET_S = 1.0
 """Passes go on until they took so long, if there were enough."""
 GPU_BUDGET_S = 6.0
-"""All bursts of steps together. The second half of a burst counts: the power limit moves the clock in tens of
-milliseconds."""
+"""All bursts of steps together; the second half of each counts. The power limit acts 0.7 s after a rest and settles
+half a second later: no burst is as long, and what lasts is left to `spec_decode.round_times`."""
 FEWEST_STEPS = 4
 """A burst of steps of one shape on a GPU."""
 CYCLES_A_SECOND = 2e9
