@@ -28,6 +28,8 @@ WGMMA = (
     "gate_up tall 64",
     "gate_up tall mxfp4 64",
     "down tall 128",
+    "gate_up persistent int4",
+    "down persistent mxfp4",
 )
 
 

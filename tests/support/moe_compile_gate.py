@@ -11,6 +11,7 @@ from kimi_kernels.linear.kernel_dequantize import dequantize_kernel
 from kimi_kernels.moe_experts.kernel_align import place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_sorted_kernel, gate_up_unsorted_kernel
+from kimi_kernels.moe_experts.kernel_persistent import multiply_persistent_kernel
 from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
 from kimi_kernels.moe_route.kernel import route_kernel
 from kimi_kernels.moe_route.kernel_choose import sigmoid_scores
@@ -70,6 +71,9 @@ def main() -> None:
     for kind, name in (("int4", "gate_up tall 64"), ("mxfp4", "gate_up tall mxfp4 64")):
         results[name] = compile_case(gate_up_tall_kernel, kind, 8, COLUMNS=64, ROWS=128, **tall)
     results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, **tall)
+    for kind, activates in (("int4", True), ("mxfp4", False)):
+        name = f"{'gate_up' if activates else 'down'} persistent {kind}"
+        results[name] = compile_case(multiply_persistent_kernel, kind, 8, ACTIVATE=activates, STAGES=3)
     for kind in ("int4", "fp8"):
         results[f"dequantize {kind}"] = compile_case(dequantize_kernel, kind, 4)
     answer(results)

@@ -52,7 +52,7 @@ def moe_experts(
     if is_few(layer.num_assignments, layer.down_steps):
         few = few_launch(layer.num_assignments, layer.gate_up_row_tiles, layer.gate_up_steps, layer.down_row_tiles)
         return expert_outputs(layer, down_few(layer, few, gate_up_few(layer, few)))
-    many = sorted_launch(layer.num_assignments, experts.num_experts, layer.down_steps, layer.tall_shapes())
+    many = sorted_launch(layer.num_assignments, experts.num_experts, layer.down_steps, layer.hopper_shapes())
     order = sort_assignments(layer, many.columns)
     hidden = gate_up_sorted(layer, many, order)
     return expert_outputs(layer, down_sorted(layer, many, order, hidden))

@@ -7,16 +7,19 @@ import triton
 from torch import Tensor
 
 from kimi_kernels.dependent_launch import pdl_options
+from kimi_kernels.hopper import is_hopper
+from kimi_kernels.kernel_interpreter import num_processors
 from kimi_kernels.moe_experts.kernel_align import count_kernel, place_kernel
 from kimi_kernels.moe_experts.kernel_down import down_sorted_kernel
 from kimi_kernels.moe_experts.kernel_gate_up import gate_up_sorted_kernel, gate_up_unsorted_kernel
+from kimi_kernels.moe_experts.kernel_persistent import MULTIPLYING_WARPS, multiply_persistent_kernel
 from kimi_kernels.moe_experts.kernel_tall import down_tall_kernel, gate_up_tall_kernel
 from kimi_kernels.moe_experts.launch import (
     MAX_CHUNK,
     RESIDENT_STEPS,
     FewLaunch,
+    HopperShapes,
     SortedLaunch,
-    TallShapes,
     max_tiles,
     may_start_early,
 )
@@ -28,6 +31,7 @@ PACKED_KINDS = {f"triton.{kind}": kind for kind in ("int4", "mxfp4", "fp8", "flo
 FEW_COLUMNS = 8
 TALL_STAGES = 4
 TALL_WARPS = 8
+PERSISTENT_STAGES = 3
 
 
 class Layer:
@@ -59,6 +63,7 @@ class Layer:
             "PORTABLE": is_portable,
         }
         self.down_flags = self.gate_up_flags | {"EVEN": self.intermediate_size % step == 0}
+        self.persistent_flags = {"KIND": kind, "STAGES": PERSISTENT_STAGES, "num_warps": MULTIPLYING_WARPS.value}
         self.tall_flags = {"KIND": kind, "STAGES": TALL_STAGES, "WARPS": TALL_WARPS, "num_warps": TALL_WARPS}
         self.gate_up_sizes = self.intermediate_size, self.gate_up_row_tiles, self.gate_up_steps
         self.down_sizes = self.intermediate_size, self.hidden_size, self.down_row_tiles, self.down_steps
@@ -66,14 +71,19 @@ class Layer:
         # crowd onto the multiprocessors that are free first.
         self.early = pdl_options(x.device) if may_start_early(self.down_steps) else {"PDL": False}
 
-    def tall_shapes(self) -> TallShapes:
-        """The products with weights of four bits, bf16 arithmetic, and whole groups of rows and of steps."""
-        has_four_bits = self.gate_up_flags["KIND"] in ("int4", "mxfp4") and not self.gate_up_flags["PORTABLE"]
+    def hopper_shapes(self) -> HopperShapes:
+        """The products with weights of four bits, bf16 arithmetic and whole steps; tall ones have groups of these and
+        of rows."""
+        if self.gate_up_flags["KIND"] not in ("int4", "mxfp4") or self.gate_up_flags["PORTABLE"]:
+            return HopperShapes()
         has_groups = [
             bool(flags["EVEN"]) and tiles.shape[1] % 2 == 0 and tiles.shape[2] % TALL_STAGES == 0
             for tiles, flags in ((self.gate_up, self.gate_up_flags), (self.down, self.down_flags))
         ]
-        return TallShapes(gate_up=has_four_bits and has_groups[0], down=has_four_bits and has_groups[1])
+        is_even = bool(self.gate_up_flags["EVEN"] and self.down_flags["EVEN"])
+        # Its products of mxfp4 have been compiled, not yet run.
+        is_persistent = is_even and self.gate_up_flags["KIND"] == "int4" and is_hopper(self.x.device)
+        return HopperShapes(gate_up_tall=has_groups[0], down_tall=has_groups[1], persistent=is_persistent)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.x.dtype, device=self.x.device)
@@ -138,7 +148,11 @@ def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
     """[assignments, intermediate_size] activations; rows of experts held elsewhere are not written."""
     hidden = layer.empty(layer.num_assignments, layer.intermediate_size)
     tensors = (layer.x, layer.gate_up, layer.gate_up_scales, hidden, *order.tensors, layer.x.stride(0), layer.top_k)
-    if launch.gate_up_tall_rows:
+    if launch.is_persistent:
+        multiply_persistent_kernel[(_num_persistent(layer, order, layer.gate_up_row_tiles),)](
+            *tensors, *layer.gate_up_sizes, ACTIVATE=True, **layer.persistent_flags
+        )
+    elif launch.gate_up_tall_rows:
         num_groups = layer.gate_up_row_tiles * TILE_ROWS // launch.gate_up_tall_rows
         gate_up_tall_kernel[(order.entries.numel() * num_groups,)](
             *tensors, *layer.gate_up_sizes, COLUMNS=launch.columns, ROWS=launch.gate_up_tall_rows, **layer.tall_flags
@@ -153,7 +167,12 @@ def gate_up_sorted(layer: Layer, launch: SortedLaunch, order: Order) -> Tensor:
 def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor) -> Tensor:
     """[assignments, hidden_size] products; rows of experts held elsewhere are not written."""
     products = layer.empty(layer.num_assignments, layer.hidden_size)
-    if launch.down_tall_rows:
+    if launch.is_persistent:
+        multiply_persistent_kernel[(_num_persistent(layer, order, layer.down_row_tiles),)](
+            hidden, layer.down, layer.down_scales, products, *order.tensors, hidden.stride(0), 1,
+            *layer.down_sizes[1:], ACTIVATE=False, **layer.persistent_flags,
+        )  # fmt: skip
+    elif launch.down_tall_rows:
         num_groups = layer.down_row_tiles * TILE_ROWS // launch.down_tall_rows
         down_tall_kernel[(order.entries.numel() * num_groups,)](
             hidden, layer.down, layer.down_scales, products, *order.tensors, *layer.down_sizes,
@@ -163,6 +182,11 @@ def down_sorted(layer: Layer, launch: SortedLaunch, order: Order, hidden: Tensor
         resident_steps = layer.down_steps if launch.resident else 0
         _down(layer, order, launch.tiles_a_group, resident_steps, hidden, products, launch.constants)
     return products
+
+
+def _num_persistent(layer: Layer, order: Order, num_row_tiles: int) -> int:
+    """The programs of a persistent kernel: one a multiprocessor, which holds no second one, or fewer."""
+    return min(num_processors(layer.x.device), order.entries.numel() * num_row_tiles)
 
 
 def _down(

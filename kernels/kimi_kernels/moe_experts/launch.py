@@ -21,6 +21,10 @@ WIDE_COLUMNS = ((8, 4.0), (16, 12.0), (32, 24.0), (64, 64.0))
 """Assignments a tile, and the mean number of assignments an expert up to which it is taken."""
 NARROW_COLUMNS = ((8, 7.0), (32, 24.0), (64, 64.0))
 """The same where the second product's activations stay on the multiprocessor: registers hold those of eight."""
+PERSISTENT_COLUMNS = 192
+"""Assignments a tile of `kernel_persistent`, most of which hold an expert's share of 8,192 tokens."""
+MOST_FOR_PLAIN = 64.0
+"""The mean number of assignments an expert up to which tiles of 64 are faster than the persistent kernel's."""
 PROCESSORS = 132
 """Multiprocessors of an H100: a split of the few-token products aims at several programs on each."""
 
@@ -54,6 +58,8 @@ class SortedLaunch:
     gate_up_tall_rows: int
     """Rows of the weight a program of `kernel_tall` takes, 128 or 256; 0: the plain kernel runs."""
     down_tall_rows: int
+    is_persistent: bool
+    """`kernel_persistent` runs both products, in tiles of `PERSISTENT_COLUMNS`, which no other kernel takes."""
 
     @property
     def constants(self) -> dict[str, int]:
@@ -61,11 +67,12 @@ class SortedLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TallShapes:
-    """The products that the tall kernels can run for."""
+class HopperShapes:
+    """The products that the kernels for Hopper can run for."""
 
-    gate_up: bool
-    down: bool
+    gate_up_tall: bool = False
+    down_tall: bool = False
+    persistent: bool = False
 
 
 def is_few(num_assignments: int, down_steps: int) -> bool:
@@ -92,15 +99,18 @@ def few_launch(num_assignments: int, gate_up_row_tiles: int, gate_up_steps: int,
     return FewLaunch(splits=splits, gate_up_stages=4, down_tiles_a_group=tiles_a_group, down_stages=3)
 
 
-def sorted_launch(num_assignments: int, num_experts: int, down_steps: int, tall: TallShapes) -> SortedLaunch:
+def sorted_launch(num_assignments: int, num_experts: int, down_steps: int, shapes: HopperShapes) -> SortedLaunch:
     """A launch for any number of assignments."""
     mean = num_assignments / num_experts
     resident = down_steps <= RESIDENT_STEPS
     columns_by_mean = NARROW_COLUMNS if resident else WIDE_COLUMNS
-    columns = next((size for size, most in columns_by_mean if mean <= most), 128 if tall.down else 64)
+    columns = next((size for size, most in columns_by_mean if mean <= most), 128 if shapes.down_tall else 64)
     tall_rows = 0 if columns < 64 else 128 if columns == 64 else 256
     # Up to a mean of 64 a narrow layer reads for longer than it computes: the plain kernel is as fast.
-    gate_up_is_tall = tall.gate_up and (tall.down or mean > 64)
+    gate_up_is_tall = shapes.gate_up_tall and (shapes.down_tall or mean > MOST_FOR_PLAIN)
+    is_persistent = shapes.persistent and mean > MOST_FOR_PLAIN
+    if is_persistent:
+        columns = PERSISTENT_COLUMNS
     return SortedLaunch(
         columns=columns,
         scale_weights=columns >= 32,
@@ -108,7 +118,8 @@ def sorted_launch(num_assignments: int, num_experts: int, down_steps: int, tall:
         tiles_a_group=MAX_TILES_A_GROUP if resident else 1,
         resident=resident,
         gate_up_tall_rows=tall_rows if gate_up_is_tall else 0,
-        down_tall_rows=tall_rows if tall.down else 0,
+        down_tall_rows=tall_rows if shapes.down_tall else 0,
+        is_persistent=is_persistent,
     )
 
 

@@ -1,13 +1,20 @@
 """The device memory that a call of the experts takes, its result included: a plain function, for memory plans."""
 
-from kimi_kernels.moe_experts.launch import FEW_ASSIGNMENTS, MAX_CHUNK, MAX_SPLITS, WIDE_COLUMNS, max_tiles
+from kimi_kernels.moe_experts.launch import (
+    FEW_ASSIGNMENTS,
+    MAX_CHUNK,
+    MAX_SPLITS,
+    PERSISTENT_COLUMNS,
+    WIDE_COLUMNS,
+    max_tiles,
+)
 from kimi_kernels.quantization.tiles import TILE_ROWS
 
 ALLOCATION_BYTES = 512
 """The allocator rounds every tensor up to this."""
 GATE_UP_ROWS = TILE_ROWS // 2
 """Gate rows a row tile of the first product."""
-SORTED_COLUMNS = (*(columns for columns, _ in WIDE_COLUMNS), 128)
+SORTED_COLUMNS = (*(columns for columns, _ in WIDE_COLUMNS), 128, PERSISTENT_COLUMNS)
 
 
 def moe_scratch_bytes(

@@ -7,12 +7,13 @@ import torch
 
 from kimi_kernels.moe_experts import kernel, kernel_layer, naive
 from kimi_kernels.moe_experts.kernel_sum import sum_terms
-from kimi_kernels.moe_experts.launch import sorted_launch
+from kimi_kernels.moe_experts.launch import PERSISTENT_COLUMNS, HopperShapes, sorted_launch
 from kimi_kernels.weights import ExpertWeights, Mxfp4Weight
 from support.expert_layers import random_assignments, random_experts
 from support.row_errors import worst_row_error
 
 pytestmark = pytest.mark.gpu
+ASSIGNMENTS = (1500, 0, 1, 32, 33, 64, 65, 96, 97, 128, 129, 160, 161, 192, 193, 400)
 MXFP4_TOLERANCE = 7e-3
 """bf16 activations between the products, bf16 products and result."""
 TOLERANCE = 6e-3
@@ -44,10 +45,11 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(kind: str, columns:
     ids, weights = random_assignments(700, 6, 3, "cuda")
     layer = kernel_layer.Layer(x, ids, weights, packed, 0)
     plain = dataclasses.replace(
-        sorted_launch(layer.num_assignments, 6, layer.down_steps, layer.tall_shapes()),
+        sorted_launch(layer.num_assignments, 6, layer.down_steps, layer.hopper_shapes()),
         columns=columns,
         gate_up_tall_rows=0,
         down_tall_rows=0,
+        is_persistent=False,
         stages=2,
     )
     tall = dataclasses.replace(plain, gate_up_tall_rows=rows, down_tall_rows=rows)
@@ -59,6 +61,26 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(kind: str, columns:
     )
 
 
+@pytest.mark.parametrize("kind", ["int4", "mxfp4"])
+@pytest.mark.parametrize("width", [512, 256])
+def test_persistent_products_have_the_bits_of_the_plain_ones(kind: str, width: int) -> None:
+    """Experts with 0 to 1,500 assignments: tiles of every width, several of an expert, more of them than blocks."""
+    torch.manual_seed(0)
+    num_experts = len(ASSIGNMENTS)
+    packed = kernel.pack_experts(random_experts(kind, num_experts, 1024, width, "cuda"))
+    experts = torch.repeat_interleave(torch.arange(num_experts), torch.tensor(ASSIGNMENTS))
+    ids = experts[torch.randperm(len(experts))].view(-1, 1).to("cuda", torch.int32)
+    x = torch.randn(len(ids), 1024, device="cuda", dtype=torch.bfloat16)
+    layer = kernel_layer.Layer(x, ids, torch.ones(len(ids), 1, device="cuda"), packed, 0)
+    plain = sorted_launch(layer.num_assignments, num_experts, layer.down_steps, HopperShapes())
+    persistent = dataclasses.replace(plain, columns=PERSISTENT_COLUMNS, is_persistent=True)
+    orders = [kernel_layer.sort_assignments(layer, launch.columns) for launch in (plain, persistent)]
+    hidden = kernel_layer.gate_up_sorted(layer, plain, orders[0])
+    assert torch.equal(kernel_layer.gate_up_sorted(layer, persistent, orders[1]), hidden)
+    products = kernel_layer.down_sorted(layer, plain, orders[0], hidden)
+    assert torch.equal(kernel_layer.down_sorted(layer, persistent, orders[1], hidden), products)
+
+
 @pytest.mark.parametrize("kind", ["int4", "mxfp4", "fp8", "float"])
 def test_pairs_of_halves_have_the_bits_of_tiles_of_eight(kind: str) -> None:
     torch.manual_seed(0)
@@ -66,7 +88,7 @@ def test_pairs_of_halves_have_the_bits_of_tiles_of_eight(kind: str) -> None:
     x = torch.randn(48, 1024, device="cuda", dtype=torch.bfloat16)
     ids, weights = random_assignments(48, 12, 2, "cuda")
     layer = kernel_layer.Layer(x, ids, weights, packed, 0)
-    pairs = sorted_launch(layer.num_assignments, 12, layer.down_steps, layer.tall_shapes())
+    pairs = sorted_launch(layer.num_assignments, 12, layer.down_steps, layer.hopper_shapes())
     assert pairs.columns == 16
     found = []
     for launch in (pairs, dataclasses.replace(pairs, columns=8)):

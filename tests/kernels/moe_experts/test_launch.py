@@ -2,7 +2,9 @@
 
 import random
 
-from kimi_kernels.moe_experts.launch import TallShapes, few_launch, max_tiles, sorted_launch
+import pytest
+
+from kimi_kernels.moe_experts.launch import HopperShapes, few_launch, max_tiles, sorted_launch
 
 
 def test_max_tiles_is_reached_and_never_passed() -> None:
@@ -24,15 +26,26 @@ def test_tiles_by_the_mean_that_was_measured() -> None:
     """384 experts, 8 a token, of 2,048 columns and of a rank's 256."""
     tokens = (64, 192, 256, 320, 512, 576, 768, 1024, 2048)
     found = [
-        [
-            sorted_launch(8 * count, 384, down_steps, TallShapes(gate_up=True, down=down_steps % 4 == 0))
-            for count in tokens
-        ]
+        [sorted_launch(8 * count, 384, down_steps, hopper_shapes(down_steps)) for count in tokens]
         for down_steps in (16, 2)
     ]
     assert [launch.columns for launch in found[0]] == [8, 8, 16, 16, 16, 16, 32, 32, 64]
     assert [launch.columns for launch in found[1]] == [8, 8, 8, 8, 32, 32, 32, 32, 64]
     assert {(launch.columns, launch.stages) for launch in (*found[0], *found[1])} == {(8, 4), (16, 4), (32, 3), (64, 3)}
+
+
+def hopper_shapes(down_steps: int) -> HopperShapes:
+    return HopperShapes(gate_up_tall=True, down_tall=down_steps % 4 == 0, persistent=True)
+
+
+@pytest.mark.parametrize("down_steps", [16, 2])
+def test_the_persistent_kernel_from_a_mean_of_more_than_64(down_steps: int) -> None:
+    most = 64 * 384
+    before, after = (sorted_launch(count, 384, down_steps, hopper_shapes(down_steps)) for count in (most, most + 1))
+    assert (before.columns, before.is_persistent) == (64, False)
+    assert (after.columns, after.is_persistent) == (192, True)
+    plain = sorted_launch(most + 1, 384, down_steps, HopperShapes())
+    assert (plain.columns, plain.gate_up_tall_rows, plain.is_persistent) == (64, 0, False)
 
 
 def test_few_tokens_take_as_many_programs_as_keep_the_memory_busy() -> None:

@@ -11,9 +11,11 @@ from torch import Tensor
 from kimi_kernels import half_products
 from kimi_kernels.linear.plain import FLOAT_KIND, HALF_KIND, TILED_KIND
 from kimi_kernels.moe_experts import kernel, kernel_layer, kernel_sum, naive, plain
-from kimi_kernels.moe_experts.launch import MAX_CHUNK, FewLaunch, sorted_launch
+from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
+from kimi_kernels.moe_experts.launch import MAX_CHUNK, PERSISTENT_COLUMNS, FewLaunch, HopperShapes, sorted_launch
 from kimi_kernels.moe_experts.op import ExpertOutputs
 from kimi_kernels.moe_experts.scratch import moe_scratch_bytes
+from kimi_kernels.quantization.tiles import GATE_UP_STRIPE
 from kimi_kernels.rms_norm import kernel as kernel_norm
 from kimi_kernels.rms_norm import plain as plain_norm
 from kimi_kernels.weights import ExpertWeights
@@ -304,13 +306,64 @@ def test_more_assignments_than_one_program_sorts(ops: ModuleType) -> None:
     check(ops, weights, torch.randn(num_tokens, 64), *random_assignments(num_tokens, 6, 4))
 
 
+class PersistentProducts:
+    """Writes in torch what `multiply_persistent_kernel` would, from the arguments that it is launched with."""
+
+    def __getitem__(self, grid: tuple[int]) -> "PersistentProducts":
+        assert grid[0] >= 1
+        return self
+
+    def __call__(
+        self, x: Tensor, tiles: Tensor, scales: Tensor, out: Tensor, entries: Tensor, assignments: Tensor,
+        num_tiles: Tensor, x_stride: int, top_k: int, out_features: int, num_row_tiles: int, num_steps: int,
+        *, ACTIVATE: bool, **_: object,
+    ) -> None:  # fmt: skip
+        assert (x_stride, out_features) == (x.stride(0), out.shape[1])
+        assert tiles.shape[1:3] == (num_row_tiles, num_steps)
+        codes = torch.stack([(tiles.to(torch.int32) >> 4 * plane) & 15 for plane in range(4)], dim=-2) - 8
+        factors = scales.unsqueeze(-1).view(torch.bfloat16).float().unsqueeze(-1) * 2.0**-7
+        weights = (codes * factors).flatten(-2).transpose(2, 3).flatten(3).flatten(1, 2)
+        slots = assignments.view(-1, PERSISTENT_COLUMNS)
+        for entry, places in zip(entries[: int(num_tiles)].tolist(), slots, strict=False):
+            rows = places[: entry >> TILE_COUNT_SHIFT.value].long()
+            product = x[rows // top_k] @ weights[entry & 0xFFFF].T
+            if ACTIVATE:
+                gate, up = product.unflatten(1, (-1, 2, GATE_UP_STRIPE)).unbind(2)
+                product = (torch.nn.functional.silu(gate) * up).flatten(1)
+            out[rows] = product[:, :out_features]
+
+
+@kernel_alone
+def test_the_persistent_kernel_is_told_what_it_needs(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch for both products; experts held elsewhere add nothing."""
+    monkeypatch.setattr(kernel_layer, "multiply_persistent_kernel", PersistentProducts())
+    monkeypatch.setattr(kernel_layer.Layer, "hopper_shapes", lambda layer: HopperShapes(persistent=True))
+    x = torch.randn(150, 512)[:, :256]
+    check(ops, random_experts("int4", 3, 256, 128), x, *random_assignments(150, 4, 2), first_expert=1)
+
+
+@kernel_alone
+def test_each_assignment_has_one_place_in_the_persistent_kernels_tiles(ops: ModuleType) -> None:
+    """Tiles are of 192, which no kernel that the interpreter runs takes; an expert of three fills two."""
+    num_tokens = 300
+    packed = ops.pack_experts(random_experts("float", 3, 64, 16))
+    ids = torch.randint(0, 2, (num_tokens, 2), dtype=torch.int32) + torch.tensor([0, 1], dtype=torch.int32)
+    layer = kernel_layer.Layer(torch.randn(num_tokens, 64), ids, torch.ones(num_tokens, 2), packed, 0)
+    order = kernel_layer.sort_assignments(layer, PERSISTENT_COLUMNS)
+    entries = order.entries[: int(order.num_tiles)].tolist()
+    found: list[list[int]] = [[] for _ in range(3)]
+    for entry, slots in zip(entries, order.assignments.view(-1, PERSISTENT_COLUMNS).tolist(), strict=False):
+        found[entry & 0xFFFF] += slots[: entry >> TILE_COUNT_SHIFT.value]
+    assert found == [torch.nonzero(ids.flatten() == expert).flatten().tolist() for expert in range(3)]
+
+
 @kernel_alone
 def test_few_and_many_assignments_agree(ops: ModuleType) -> None:
     """The unsorted kernels, split or not, and the sorted ones, on the same tokens."""
     experts = ops.pack_experts(random_experts("int4", 4, 512, 64))
     x, (ids, weights) = torch.randn(3, 512), random_assignments(3, 4, 2)
     layer = kernel_layer.Layer(x, ids, weights, experts, 0)
-    many = sorted_launch(layer.num_assignments, 4, layer.down_steps, layer.tall_shapes())
+    many = sorted_launch(layer.num_assignments, 4, layer.down_steps, layer.hopper_shapes())
     order = kernel_layer.sort_assignments(layer, many.columns)
     hidden = kernel_layer.gate_up_sorted(layer, many, order)
     products = kernel_layer.down_sorted(layer, many, order, hidden)
