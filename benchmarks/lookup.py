@@ -66,8 +66,8 @@ def main() -> None:
                 for cell in bench.measure(name, prompts, temperature) if prompts else ():
                     report["cells"].append(cell)
                     print(json.dumps(cell), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+                if args.json:  # a run that is cut off keeps what it has
+                    args.json.write_text(json.dumps(report, indent=1))
 
 
 class Bench:

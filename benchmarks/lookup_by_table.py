@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -152,6 +153,13 @@ class ClockedEngine:
         self.engine.start()
         self.engine.wait_until_ready(60)
         assert self.engine._loop.core is not None
+        self._rested, rest = threading.Event(), self.engine._loop.core.times.rest
+
+        def note_rest() -> None:
+            rest()
+            self._rested.set()
+
+        self.engine._loop.core.times.rest = note_rest  # type: ignore[method-assign]
         policy = self.engine._loop.core.scheduler.policy
         self._learn = policy.end_round
         policy.end_round = self._end_round  # type: ignore[method-assign]
@@ -172,6 +180,8 @@ class ClockedEngine:
         self._seconds, self._tokens, self._verifies = 0.0, 0, 0
         self._texts[:] = texts
         assert run_all(self.engine, texts, max_tokens) == [text.tokens for text in texts]
+        self._rested.clear()
+        assert self._rested.wait(60), "the last round is told of when there is nothing to do"
         return {
             "tokens_per_s": round(self._tokens / self._seconds, 1),
             "tokens_a_verify": round(self._tokens / self._verifies, 2),

@@ -4,7 +4,7 @@ import threading
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from kimi_backend.spec_decode.acceptance import PRIOR_RATE, SEQUENCE_MEMORY, SEQUENCE_WEIGHT, AcceptancePool
+from kimi_backend.spec_decode.acceptance import PRIOR_RATE, AcceptancePool
 from kimi_backend.spec_decode.lookup_index import LookupIndex, Match, continuation
 from kimi_backend.spec_decode.lookup_pool import LookupPool, PooledMatch
 from kimi_backend.types.plan import Int32Array
@@ -12,6 +12,10 @@ from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 
 NUM_LENGTH_CLASSES = 6
 """Matches of 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31, and of more tokens are counted apart."""
+TEXT_MEMORY = 150.0
+"""Compared tokens of one text after which an old one counts 1/e."""
+TEXT_WEIGHT = 16.0
+"""Compared tokens that those of other texts count for in what is expected of one's matches."""
 ENDING = 64
 """Tokens of a prompt's end that tell how much a text repeats."""
 NUM_REPETITIONS = 3
@@ -94,14 +98,14 @@ class MatchAcceptance:
     def record(self, num_tokens: int, num_foretold: int) -> None:
         """Count the tokens that came behind the last match, the first ones as it foretold."""
         compared = min(num_foretold + 1, num_tokens)
-        fading = 1 - compared / SEQUENCE_MEMORY
+        fading = 1 - compared / TEXT_MEMORY
         self.kept = fading * self.kept + num_foretold
         self.expected = fading * self.expected + compared * self.expected_rate
 
     @property
     def factor(self) -> float:
         """The factor on the rates of a match's length; 1 while nothing is known."""
-        weight = SEQUENCE_WEIGHT * self.expected_rate
+        weight = TEXT_WEIGHT * self.expected_rate
         return (self.kept + weight) / (self.expected + weight)
 
 
@@ -172,7 +176,8 @@ class SequenceLookup:
             num_foretold, self._elsewhere = self._elsewhere.foretells(token_ids)
         match = self._judged
         is_checked = match is not None and self._is_checked(match)
-        self.num_found = self._count_found(index, text, len(token_ids), num_foretold if is_checked else None)
+        if is_checked or len(token_ids) > 1:
+            self.num_found = self._count_found(index, text, len(token_ids), num_foretold if is_checked else None)
         if match is not None:
             self._judge(match, len(token_ids), num_foretold)
         self._count_bytes(index)

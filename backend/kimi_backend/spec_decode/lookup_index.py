@@ -148,10 +148,12 @@ class LookupIndex:
 
     def find_at(self, text: Int32Array, place: int) -> Match | None:
         """Find what `find` would have found when the text had so many tokens."""
-        return self._longest(self._links[place - 1], text, text[:place])
+        before = self._links[place - 1]
+        return None if before < self._min_match - 1 else self._longest(before, text, text[:place])
 
     def _search(self, text: Int32Array) -> Match | None:
-        return self._longest(self._links[len(text) - 1], text, text)
+        before = self._links[len(text) - 1]
+        return None if before < self._min_match - 1 else self._longest(before, text, text)
 
     def _longest(self, place: int, source: Int32Array, text: Int32Array) -> Match | None:
         """The place, of those from one on along the links, up to which `source` has most of what `text` ends in."""
