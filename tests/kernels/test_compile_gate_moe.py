@@ -52,6 +52,13 @@ def test_tensor_cores_do_the_products(compiled: dict[str, dict[str, Any]]) -> No
         assert "HMMA" not in compiled[name]["instructions"], name
 
 
+@pytest.mark.parametrize(("name", "num_products"), [("gate_up tall 64", 32), ("down tall 128", 64)])
+def test_a_tile_at_most_half_full_has_a_body_of_its_own(
+    compiled: dict[str, dict[str, Any]], name: str, num_products: int
+) -> None:
+    assert compiled[name]["instructions"]["HGMMA"] == 2 * num_products
+
+
 def test_weights_are_copied_asynchronously(compiled: dict[str, dict[str, Any]]) -> None:
     for name in (*MMA_SYNC, *WGMMA):
         assert compiled[name]["instructions"].get("LDGSTS", 0) >= 10, name
