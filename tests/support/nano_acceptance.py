@@ -5,19 +5,20 @@
 Prompts are Python, as the model was trained on, written for this test: none stands in its training text.
 """
 
-import json
+import itertools
 import statistics
 import sys
-import tempfile
-from dataclasses import replace
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kimi_backend.cli.bench_in_process import BenchLoad, run_bench
+from kimi_backend.cli.local_engine import local_engine
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.types.request import SamplingParams
+from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.types.request import GenerateRequest, SamplingParams, SpeculationStats, TokenDelta
 from support.nano_runs import NANO
 
 K = 3
@@ -66,32 +67,67 @@ seeds the lengths at temperature 1 spread by 1.8 % and 1.5 % (standard deviation
 NUM_REQUESTS = len(PROMPTS)
 
 
-def acceptance_length(
+def acceptance_lengths(
     draft: dict[str, Any],
-    temperature: float,
+    temperatures: Sequence[float] = (0.0, 1.0),
     seed: int = 0,
     folder: Path = NANO / "draft",
     num_requests: int = NUM_REQUESTS,
-) -> float:
-    """1 + draft tokens accepted a round, over all rounds of all requests."""
+) -> list[float]:
+    """1 + draft tokens accepted a round, over all rounds of all requests of each temperature. All run together, which
+    changes none of them."""
     settings = ServingSettings(
-        checkpoint=str(NANO), draft=str(folder), device="cpu", speculation_policy="fixed", max_num_seqs=36
+        checkpoint=str(NANO),
+        draft=str(folder),
+        device="cpu",
+        speculation_policy="fixed",
+        max_num_seqs=2 * NUM_REQUESTS,
+        max_model_len=256,
+        **draft,
     )
-    sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS, ignore_eos=True)
-    with tempfile.TemporaryDirectory() as name:
-        prompts = Path(name) / "prompts.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-        load = BenchLoad(sampling=sampling, num_speculative_tokens=K, num_requests=num_requests)
-        report = run_bench(replace(settings, max_model_len=256, **draft), prompts, load)
-    length: float = report["acceptance_length"]
-    return length
+    tokenizer = load_tokenizer(NANO)
+    clients = [[_Client() for _ in range(num_requests)] for _ in temperatures]
+    with local_engine(settings, tokenizer) as engine:
+        for temperature, group in zip(temperatures, clients, strict=True):
+            for index, client in enumerate(group):
+                request = GenerateRequest(
+                    request_id=f"{temperature}-{index}",
+                    prompt_token_ids=tuple(tokenizer.encode(PROMPTS[index])),
+                    sampling=SamplingParams(
+                        temperature=temperature, seed=seed + index, max_tokens=MAX_TOKENS, ignore_eos=True
+                    ),
+                    num_speculative_tokens=K,
+                )
+                engine.submit(request, client)
+        for client in itertools.chain(*clients):
+            client.done.wait()
+    return [_mean_length(group) for group in clients]
+
+
+class _Client:
+    """Keeps what speculation did for a request."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.speculation: SpeculationStats | None = None
+
+    def __call__(self, delta: TokenDelta) -> None:
+        if delta.stats is not None:
+            self.speculation = delta.stats.speculation
+            self.done.set()
+
+
+def _mean_length(clients: list[_Client]) -> float:
+    rounds = [client.speculation for client in clients]
+    accepted = sum(found.num_accepted_draft_tokens for found in rounds if found)
+    return 1 + accepted / sum(found.num_spec_steps for found in rounds if found)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     for name, draft in DRAFTS.items():
-        greedy = acceptance_length(draft, 0.0)
-        sampled = [acceptance_length(draft, 1.0, seed=1000 * seed) for seed in range(8)]
+        (greedy,) = acceptance_lengths(draft, [0.0])
+        sampled = [acceptance_lengths(draft, [1.0], seed=1000 * seed)[0] for seed in range(8)]
         spread = statistics.stdev(sampled) / statistics.mean(sampled)
         shown = f"{sampled[0]:.3f} at 1, eight first seeds {statistics.mean(sampled):.3f} with a spread of {spread:.1%}"
         sys.stdout.write(f"{name}: {greedy:.3f} at 0; {shown}\n")
