@@ -9,13 +9,13 @@ from pathlib import Path, PurePosixPath
 TESTS = Path(__file__).parents[1]
 BREAKING = {"test_recovery", "test_storm"}
 """Files of tests/server that share `server_to_break`."""
-ALONE = ("test_start_script", "test_watchdog", "test_shutdown", "test_documented_commands", "test_shared_semaphores")
+ALONE = ("test_documented_commands", "test_start_script", "test_watchdog", "test_shared_semaphores", "test_shutdown")
 """Files of tests/server that start what they need themselves, the longest first; the others share `server`."""
 LONG = (
-    "backend/runners/ranks/test_two_ranks.py",
-    "kernels/test_compile_gate.py",
     "demo/test_acceptance.py",
+    "kernels/test_compile_gate.py",
     "backend/serving/test_hand_over.py",
+    "backend/runners/ranks/test_two_ranks.py",
     "backend/models/test_sharded_kernels.py",
     "backend/engine/test_overlap.py",
     "kernels/sampling/test_kernel.py",
