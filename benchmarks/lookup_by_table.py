@@ -179,12 +179,15 @@ class ClockedEngine:
         """Requests one after another over the streams; rounds with a prompt in them are left out."""
         self._seconds, self._tokens, self._verifies = 0.0, 0, 0
         self._texts[:] = texts
+        target = self._target
+        target.num_checks = target.num_kept = 0
         assert run_all(self.engine, texts, max_tokens) == [text.tokens for text in texts]
         self._rested.clear()
         assert self._rested.wait(60), "the last round is told of when there is nothing to do"
         return {
             "tokens_per_s": round(self._tokens / self._seconds, 1),
             "tokens_a_verify": round(self._tokens / self._verifies, 2),
+            "acceptance_length": round(1 + target.num_kept / max(target.num_checks, 1), 2),
         }
 
 

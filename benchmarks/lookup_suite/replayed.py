@@ -34,6 +34,8 @@ class ReplayedTarget:
         self._texts, self._costs = texts, costs
         self.last_num_tokens = 0
         """Tokens that the last step emitted whose reply was waited for."""
+        self.num_checks = self.num_kept = 0
+        """Verifies with draft tokens, and those of the tokens that were kept."""
 
     def describe(self) -> RunnerDescription:
         return _described("target")
@@ -51,6 +53,7 @@ class ReplayedTarget:
             true, guesses = text.tokens[place : place + count], plan.rows.token_ids[end - count + 1 : end].tolist()
             kept = next((i for i, guess in enumerate(guesses) if guess != true[i]), len(guesses))
             drawn.append(true[: kept + 1])
+            self.num_checks, self.num_kept = self.num_checks + (count > 1), self.num_kept + kept
         tokens = np.full((len(drawn), int(plan.num_sampled_rows.max(initial=1))), -1, np.int64)
         for row, of_row in enumerate(drawn):
             tokens[row, : len(of_row)] = of_row
