@@ -250,3 +250,14 @@ def test_what_moves_one_step_moves_the_others_nearly_as_much() -> None:
         plain_round(times, 0.0012)
     moved = np.array(times.factors) - 1
     assert 0.8 < moved[2] / moved[0] < 0.93
+
+
+def test_those_look_up_alike_whose_prompts_repeat_alike() -> None:
+    policy = AdaptivePolicy(linear_costs(1000, 0), linear_costs(100, 0, 10))
+    controllers = [SpeculationController(4, temperature) for temperature in (0.0, 0.0, 0.0, 1.0)]
+    for controller, repetition in zip(controllers, (0, 2, 2, 2), strict=True):
+        controller.repetition = repetition
+        policy.admit(controller, [], 1, 64)
+    kinds = [controller.looked_up.kind for controller in controllers]
+    assert len(set(map(id, kinds))) == 3
+    assert kinds[1] is kinds[2] is not None
