@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
 
+from kimi_backend.cli import plots
+from kimi_backend.cli.bench_server import write_plot
 from kimi_backend.cli.main import app
 from kimi_backend.cli.prompt_file import read_prompt_token_ids, read_prompts
 from kimi_backend.errors import InvalidRequestError
@@ -117,3 +120,23 @@ def test_messages_go_to_a_server_only(folder: Path) -> None:
 
 def test_without_a_file_there_are_prompts() -> None:
     assert read_prompts(None) == [{"text_input": prompt} for prompt in SAMPLE_PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "heights"), [(None, []), ({"acceptance_per_position": [0.75, 0.5, None]}, [0.75, 0.5, 0])]
+)
+def test_a_plot_has_a_bar_a_draft_position(
+    monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any] | None, heights: list[float]
+) -> None:
+    """The figure is replaced, as importing matplotlib takes longer than all of this file."""
+    left, right = MagicMock(), MagicMock()
+    figure = MagicMock()
+    figure.subplots.return_value = left, right
+    monkeypatch.setattr(plots, "new_figure", lambda **_: figure)
+    run = {"first_token_ms": {"p50": 8.0}, "inter_token_ms": {"p50": 2.0}, "inter_chunk_ms": None}
+    path = Path("plot.png")
+    write_plot({"speculative": {**run, "speculation": speculation}}, path)
+    (places, bars), _ = right.bar.call_args
+    assert (list(places), bars) == (list(range(1, len(heights) + 1)), heights)
+    assert left.bar.call_args.args[1] == [8.0, 2.0, 0]
+    assert figure.savefig.call_args.args == (path,)

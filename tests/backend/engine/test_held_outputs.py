@@ -39,6 +39,19 @@ def test_an_overlapped_rounds_outputs_come_when_the_next_step_is_on_its_way() ->
     assert outcome.sequence.num_tokens == 3 + len(outcome.token_ids), "what was held is emitted before the end"
 
 
+def test_what_is_held_comes_while_the_target_is_away() -> None:
+    one = harness()
+    outcome = one.add(request("a"))
+    for _ in range(4):
+        one.step()
+    one.core._target.unavailable = True  # type: ignore[attr-defined]
+    one.step()  # loses it
+    assert not one.core.runners.target.is_up
+    assert outcome.sequence.num_tokens > 3 + len(outcome.token_ids)
+    assert not one.step()
+    assert outcome.sequence.num_tokens == 3 + len(outcome.token_ids)
+
+
 def test_an_end_is_told_at_once() -> None:
     one = harness()
     outcome = one.add(request("a"))

@@ -127,7 +127,12 @@ def test_stop_tokens_may_be_all_there_is_once_they_are_not_banned() -> None:
     [
         ({"max_num_seqs": 0}, "max_num_seqs: 0 given, at least 1 is allowed"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens: 8 given, at least 9"),
+        ({"max_prompt_tokens_beside_decode": -1}, "max_prompt_tokens_beside_decode: -1 given, at least 0 is allowed"),
         ({"max_queue_size": 0}, "max_queue_size: 0 given"),
+        ({"lookup_min_match": 0}, "lookup_min_match: 0 given, at least 1 is allowed"),
+        ({"lookup_memory_bytes": -1}, "lookup_memory_bytes: -1 given, at least 0 is allowed"),
+        ({"lookup_pool_bytes": -1}, "lookup_pool_bytes: -1 given, at least 0 is allowed"),
+        ({"draft_max_positions": -1}, "draft_max_positions: -1 given, at least 0 is allowed"),
         ({"max_speculative_tokens": 8}, "max_speculative_tokens: 8 given, 0 to 7 is allowed"),
         ({"max_speculative_tokens": 2}, "num_speculative_tokens: 3 given, 0 to 2 is allowed"),
     ],
