@@ -214,12 +214,14 @@ def test_overrides_win_over_the_file() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rope_theta", 0.0),
+        ("rope_theta", 1.0),
         ("rope_theta", math.nan),
+        ("rope_theta", math.inf),
         ("rope_theta", "1e6"),
         ("rope_theta", True),
-        ("beta_fast", -1.0),
+        ("beta_fast", 0.0),
         ("beta_fast", math.inf),
+        ("beta_fast", "32"),
         ("interleaved", 1),
         ("fc_norm", "true"),
         ("norm_output", 0),

@@ -322,6 +322,28 @@ def test_what_cannot_be_planned_is_named(
         plan()
 
 
+LEAST = dict.fromkeys(
+    ("gpu_bytes", "tp_size", "block_size", "max_num_batched_tokens", "max_num_sampled_rows", "max_num_seqs"), 1
+)
+LEAST |= {"max_model_len": 0, "overhead_bytes": 0, "ranks_bytes": 0, "num_target_blocks": 1, "num_draft_blocks": 1}
+
+
+@pytest.mark.parametrize(("field", "least"), LEAST.items())
+def test_every_number_has_a_least(field: str, least: int) -> None:
+    def settings(value: object) -> MemorySettings:
+        return MemorySettings(**{"gpu_bytes": GIB, field: value})  # type: ignore[arg-type]
+
+    assert getattr(settings(least), field) == least
+    for value in (
+        least - 1,
+        True,
+        float(least),
+        None if field not in ("num_target_blocks", "num_draft_blocks") else "",
+    ):
+        with pytest.raises(ConfigError, match=f"^{field} is {value!r}, expected an integer of at least {least}$"):
+            settings(value)
+
+
 def test_dense_layers_may_be_of_any_number() -> None:
     config = KimiModelConfig.from_hf_json(text_config(first_k_dense_replace=61))
     one_less = KimiModelConfig.from_hf_json(text_config(first_k_dense_replace=60))

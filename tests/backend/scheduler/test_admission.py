@@ -1,10 +1,12 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.scheduler.admission import AdmissionLimits, check_request
 from kimi_backend.scheduler.settings import SchedulerSettings
+from kimi_backend.spec_decode.policy import PolicyName
 from kimi_backend.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 
 LIMITS = AdmissionLimits(vocab_size=100, max_model_len=50, max_sequence_slots=64, eos_token_ids=frozenset({6}))
@@ -25,6 +27,7 @@ def check(**sampling: object) -> None:
         ("temperature", NAN, "a finite number of at least 0"),
         ("temperature", INFINITY, "a finite number of at least 0"),
         ("top_k", -1, "0 to 2147483647"),
+        ("top_k", 2**31, "0 to 2147483647"),
         ("top_p", 0.0, "above 0, up to 1"),
         ("top_p", 1.01, "above 0, up to 1"),
         ("top_p", NAN, "above 0, up to 1"),
@@ -36,10 +39,14 @@ def check(**sampling: object) -> None:
         ("repetition_penalty", 0.009, "0.01 to 100"),
         ("repetition_penalty", 101.0, "0.01 to 100"),
         ("repetition_penalty", NAN, "0.01 to 100"),
+        ("frequency_penalty", -2.1, "-2 to 2"),
         ("frequency_penalty", 2.1, "-2 to 2"),
         ("presence_penalty", -2.1, "-2 to 2"),
+        ("presence_penalty", 2.1, "-2 to 2"),
         ("min_tokens", -1, "0 to 2147483647"),
+        ("min_tokens", 2**31, "0 to 2147483647"),
         ("max_tokens", -1, "0 to 2147483647"),
+        ("max_tokens", 2**31, "0 to 2147483647"),
         ("logprobs", -1, "0 to 20"),
         ("logprobs", 21, "0 to 20"),
         ("prompt_logprobs", -1, "0 to 20"),
@@ -57,8 +64,11 @@ def test_a_number_out_of_range_is_refused(field: str, value: float, allowed: str
     [
         ({"logit_bias": {100: 1.0}}, "logit_bias: token id 100 given, 0 to 99 is allowed"),
         ({"logit_bias": {5: 101.0}}, r"logit_bias\[5\]: 101.0 given, -100 to 100 is allowed"),
+        ({"logit_bias": {5: -101.0}}, r"logit_bias\[5\]: -101.0 given"),
         ({"logit_bias": {5: NAN}}, r"logit_bias\[5\]: nan given"),
+        ({"logit_bias": dict.fromkeys(range(4097), 0.0)}, "logit_bias: 4097 entries given, at most 4096 are allowed"),
         ({"bad_words": ((),)}, r"bad_words\[0\]: 0 tokens given, 1 to 64 are allowed"),
+        ({"bad_words": ((1,), (1,) * 65)}, r"bad_words\[1\]: 65 tokens given, 1 to 64 are allowed"),
         ({"bad_words": ((1,), (2, -1))}, r"bad_words\[1\]: token id -1 given, 0 to 99 is allowed"),
         ({"bad_words": ((1,),) * 1025}, "bad_words: 1025 words given, at most 1024 are allowed"),
         ({"stop_token_ids": (100,)}, "stop_token_ids: token id 100 given"),
@@ -91,7 +101,9 @@ def test_a_wrong_list_is_refused(sampling: dict[str, object], message: str) -> N
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: -1 given"),
         ({"timeout_s": 0.0}, "timeout_s: 0.0 given, more than 0 seconds is allowed"),
         ({"timeout_s": NAN}, "timeout_s: nan given"),
+        ({"timeout_s": -1.0}, "timeout_s: -1.0 given"),
         ({"priority": 2**31}, "priority: 2147483648 given"),
+        ({"priority": -(2**31)}, "priority: -2147483648 given"),
         ({"return_round_times": 65}, "return_round_times: 65 given, 0 to 64 is allowed"),
         ({"return_round_times": -1}, "return_round_times: -1 given"),
     ],
@@ -110,6 +122,9 @@ def test_the_pool_bounds_the_prompt_too() -> None:
 
 def test_the_borders_are_allowed() -> None:
     check(temperature=0, top_p=1.0, min_p=1.0, seed=2**64 - 1, logprobs=20, min_tokens=8, max_tokens=8)
+    check(frequency_penalty=-2, presence_penalty=-2, repetition_penalty=0.01, min_p=0, seed=0, top_k=2**31 - 1)
+    check(frequency_penalty=2, presence_penalty=2, repetition_penalty=100, logprobs=0, prompt_logprobs=0, max_tokens=0)
+    check(min_tokens=2**31 - 1, prompt_logprobs=20, stop=("a",) * 16)
     check(logit_bias={0: -100.0, 99: 100.0}, bad_words=((1,) * 64,), stop_token_ids=(0, 99))
     check_request(
         replace(REQUEST, prompt_token_ids=(1,) * 49, num_speculative_tokens=5, timeout_s=1e-9), LIMITS, SETTINGS
@@ -134,12 +149,46 @@ def test_stop_tokens_may_be_all_there_is_once_they_are_not_banned() -> None:
         ({"lookup_pool_bytes": -1}, "lookup_pool_bytes: -1 given, at least 0 is allowed"),
         ({"draft_max_positions": -1}, "draft_max_positions: -1 given, at least 0 is allowed"),
         ({"max_speculative_tokens": 8}, "max_speculative_tokens: 8 given, 0 to 7 is allowed"),
+        ({"max_speculative_tokens": -1}, "max_speculative_tokens: -1 given, 0 to 7 is allowed"),
         ({"max_speculative_tokens": 2}, "num_speculative_tokens: 3 given, 0 to 2 is allowed"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: -1 given, 0 to 7 is allowed"),
     ],
 )
 def test_settings_out_of_range_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SchedulerSettings(**values)  # type: ignore[arg-type]
+
+
+def test_logprobs_are_at_most_the_vocabulary() -> None:
+    limits = replace(LIMITS, vocab_size=12)
+    for name in ("logprobs", "prompt_logprobs"):
+        check_request(replace(REQUEST, sampling=SamplingParams(**{name: 12})), limits, SETTINGS)
+        with pytest.raises(InvalidRequestError, match=f"^{name}: 13 given, 0 to 12 is allowed"):
+            check_request(replace(REQUEST, sampling=SamplingParams(**{name: 13})), limits, SETTINGS)
+
+
+def test_settings_at_their_borders_are_allowed() -> None:
+    least = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_queue_size": 1, "lookup_min_match": 1}
+    least |= dict.fromkeys(("max_prompt_tokens_beside_decode", "lookup_memory_bytes", "lookup_pool_bytes"), 0)
+    least |= dict.fromkeys(("draft_max_positions", "max_speculative_tokens", "num_speculative_tokens"), 0)
+    settings = SchedulerSettings(**least)  # type: ignore[arg-type]
+    assert {name: getattr(settings, name) for name in least} == least
+    assert SchedulerSettings(num_speculative_tokens=7).max_speculative_tokens == 7
+
+
+def test_defaults_are_those_of_a_server_but_for_the_policy() -> None:
+    """So an engine that is made in a program does what a server does, with k as it is asked for."""
+    served = ServingSettings(draft="a folder")
+    own = SchedulerSettings()
+    names = {field.name for field in fields(SchedulerSettings)} & {field.name for field in fields(ServingSettings)}
+    changed = {"speculation_policy", "proposer", "async_scheduling"}
+    assert {name: getattr(own, name) for name in names - changed} == {
+        name: getattr(served, name) for name in names - changed
+    }
+    assert (own.proposer, own.async_scheduling) == (served.chosen_proposer, served.async_scheduling == "true")
+    assert own.lookup_memory_bytes == served.lookup_memory_mib << 20
+    assert own.lookup_pool_bytes == served.lookup_pool_mib << 20
+    assert (own.speculation_policy, own.enable_prefix_cache) == (PolicyName.FIXED, True)
 
 
 def test_the_end_of_thoughts_must_be_free_to_come() -> None:

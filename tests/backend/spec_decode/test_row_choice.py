@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,6 +184,37 @@ def test_costs_cross_a_border_whole_or_not_at_all() -> None:
     for text in ("[]", "{}", "null", costs.to_json().replace("[1, 4, 16, 64]", "[1, 4]"), costs.to_json()[:-9]):
         with pytest.raises(InvalidRequestError):
             StepCosts.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_seqs": SIZES[:-1]},
+        {"query_lens": QUERY_LENS[:-1]},
+        {"step_us": ((1.0,) * 4,) * 3},
+        {"padded_us": ((1.0,) * 4,) * 3},
+        {"padded_us": ((1.0,) * 3,) * 4},
+        {"context_us": (0.0,) * 3},
+        {"row_context_us": (0.0,) * 5},
+        {"proposals_us": ((1.0,),) * 3},
+        {"proposals_us": ((1.0,), (1.0,), (1.0,), (1.0, 2.0))},
+        {"proposals_us": ((),) * 4},
+        {"step_us": ((1.0, 1.0, 1.0, -1.0),) * 4},
+        {"context_us": (0.0, 0.0, 0.0, -1.0)},
+        {"row_context_us": (0.0, 0.0, -1.0, 0.0)},
+        {"proposals_us": ((1.0,), (1.0,), (-1.0,), (1.0,))},
+        {"query_lens": (1,), "step_us": ((1.0,),) * 4, "padded_us": ((1.0,),) * 4},
+        dict.fromkeys(("num_seqs", "step_us", "padded_us", "context_us", "row_context_us", "proposals_us"), ()),
+    ],
+)
+def test_costs_that_do_not_fit_together_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="do not fit together, or a time is below 0"):
+        replace(linear_costs(10, 1, 3), **changes)
+
+
+def test_the_least_costs_that_fit() -> None:
+    two = {"query_lens": (1, 2), "step_us": ((0.0, 1.0),) * 4, "padded_us": ((0.0, 1.0),) * 4}
+    assert replace(linear_costs(10, 1), **two).proposals_us == ()  # type: ignore[arg-type]
 
 
 def test_a_shape_is_its_plans() -> None:
