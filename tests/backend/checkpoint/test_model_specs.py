@@ -9,7 +9,7 @@ from kimi_backend.checkpoint.canonical_tensors import CanonicalTensors, canonica
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.random_tensors import RandomTensors
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
-from kimi_backend.checkpoint.tensor_spec import Specs
+from kimi_backend.checkpoint.tensor_spec import Specs, TensorRole, TensorSpec
 from kimi_backend.config.draft_config import DraftOverrides, Eagle3DraftConfig
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.errors import CheckpointError
@@ -153,6 +153,28 @@ def test_fused_tensors_become_their_parts() -> None:
     short = {name: tensor[:-1] for name, tensor in fused.items()}
     with pytest.raises(CheckpointError, match=r"expected the rows \[1536, 576\] of .*, found 2111 rows"):
         CanonicalTensors.of_draft(InMemoryTensors(short), specs, "draft")
+
+
+@pytest.mark.parametrize(("q_rows", "is_cut"), [(256, False), (255, True), (129, True)])
+def test_fused_scales_of_rows_are_cut_between_blocks_only(q_rows: int, is_cut: bool) -> None:
+    """Blocks of 128 rows: the first part has two of them, and the last part may end inside one."""
+
+    def scales(num_rows: int) -> TensorSpec:
+        shape, matrix = (-(-num_rows // 128), 1), (num_rows, 128)
+        dtypes = (torch.float32,)
+        return TensorSpec(role=TensorRole.FP8_SCALES, shape=shape, dtypes=dtypes, matrix_shape=matrix, rows_each=128)
+
+    specs = {
+        f"layers.0.self_attn.{part}.weight_scale_inv": scales(num_rows)
+        for part, num_rows in (("q_a_proj", q_rows), ("kv_a_proj_with_mqa", 200))
+    }
+    fused = {"midlayer.self_attn.fused_qkv_a_proj_with_mqa.weight_scale_inv": torch.arange(4.0).reshape(4, 1)}
+    if is_cut:
+        with pytest.raises(CheckpointError, match=r"expected the rows \[2, 2\] of .*, found 4 rows"):
+            CanonicalTensors.of_draft(InMemoryTensors(fused), specs, "draft")
+        return
+    source = CanonicalTensors.of_draft(InMemoryTensors(fused), specs, "draft")
+    assert [source.read(name).flatten().tolist() for name in specs] == [[0, 1], [2, 3]]
 
 
 def test_later_names_of_several_draft_layers() -> None:

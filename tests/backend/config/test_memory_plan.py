@@ -14,6 +14,7 @@ from kimi_backend.checkpoint.loading import DraftCheckpoint, TargetCheckpoint
 from kimi_backend.checkpoint.model_specs import draft_tensor_specs, target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, DraftKind, Preset, draft_config_json, target_config_json
 from kimi_backend.checkpoint.random_tensors import RandomTensors
+from kimi_backend.config import memory_plan
 from kimi_backend.config.draft_config import Eagle3DraftConfig, Eagle3MhaDraftConfig, Eagle3MlaDraftConfig
 from kimi_backend.config.linear_format import LinearFormat
 from kimi_backend.config.memory_plan import GIB, RANKS_BYTES, MemoryPlan, MemorySettings, plan_memory
@@ -320,6 +321,31 @@ def test_what_cannot_be_planned_is_named(
         return
     with pytest.raises(ConfigError, match=message):
         plan()
+
+
+@pytest.mark.parametrize(
+    ("of_draft", "field", "unit"),
+    [
+        *((False, name, 1) for name in ("num_attention_heads", "intermediate_size", "vocab_size")),
+        (False, "moe_intermediate_size", 32),
+        *((True, name, 1) for name in ("num_attention_heads", "intermediate_size", "draft_vocab_size", "hidden_size")),
+        (True, "num_key_value_heads", 1),
+    ],
+)
+def test_whatever_ranks_share_must_divide(of_draft: bool, field: str, unit: int) -> None:
+    """Into whole units, an odd number of them included, and no more; one rank takes anything."""
+
+    def check(value: int, size: int) -> None:
+        changed = {field: value}
+        target, draft = (K25, replace(MHA_DRAFT, **changed)) if of_draft else (replace(K25, **changed), MHA_DRAFT)  # type: ignore[arg-type]
+        memory_plan._check_divisible(target, draft, MemorySettings(gpu_bytes=GIB, tp_size=size))
+
+    check(2 * 3 * unit, 2)
+    check(2 * 3 * unit + 1, 1)
+    name = f"draft {field}" if of_draft else field
+    for value in {2 * 3 * unit + 1, 2 * 3 * unit + unit}:
+        with pytest.raises(ConfigError, match=rf"^tp_size is 2, expected a divisor of {name} \({value}\)"):
+            check(value, 2)
 
 
 LEAST = dict.fromkeys(

@@ -1,6 +1,9 @@
 """The kernels that run on each device."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from kimi_backend.config.memory_plan import GIB
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
-from kimi_backend.runners.load.opened_checkpoints import Checkpoints, memory_plan
+from kimi_backend.runners.load.opened_checkpoints import Checkpoints, _memory_bytes, memory_plan
 from kimi_backend.runners.load.placement import place
 from support.checkpoint_folders import make_tiny
 
@@ -41,6 +44,28 @@ def test_each_rank_has_a_gpu_of_its_own_and_there_must_be_enough(monkeypatch: py
     place(ServingSettings(device="cuda", tensor_parallel_size=3))
     with pytest.raises(ConfigError, match="the first 4 GPUs are one, one, one, two; GPUs of one kind are allowed"):
         place(settings)
+
+
+def test_memory_is_what_a_setting_says_or_a_ranks_part_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1001}.__getitem__)
+
+    def found(**changes: Any) -> int:
+        settings = ServingSettings(device="cpu", **changes)
+        return _memory_bytes(settings, place(settings))
+
+    assert found() == 4096 * 1001
+    assert found(tensor_parallel_size=2) == 4096 * 1001 // 2
+    assert found(gpu_memory_gib=1.5, tensor_parallel_size=2) == 3 * GIB // 2
+
+
+def test_memory_of_gpus_is_a_share_of_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [100, 300, 200]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    for num_ranks, least in ((1, 300), (2, 100), (3, 100), (4, 100)):
+        assert _memory_bytes(ServingSettings(tensor_parallel_size=num_ranks), gpu) == int(least * 0.92)
 
 
 def test_pools_on_a_cpu_take_a_quarter_of_a_gib_where_nothing_is_said(tmp_path: Path) -> None:

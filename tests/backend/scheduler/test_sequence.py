@@ -23,8 +23,9 @@ def test_ignore_eos_ignores_the_end_of_sequence_only(ignore_eos: bool) -> None:
 def test_the_longest_length_ends_it() -> None:
     sequence = make_sequence(max_num_tokens=5)
     sequence.append([4])
-    assert sequence.num_remaining_tokens == 1
+    assert (sequence.num_remaining_tokens, sequence.most_draft_tokens) == (1, 0)
     sequence.append([5])
+    assert (sequence.num_remaining_tokens, sequence.most_draft_tokens) == (0, 0)
     assert sequence.finish is not None
     assert sequence.finish.reason is FinishReason.LENGTH
 

@@ -232,6 +232,13 @@ def test_a_budget_of_thoughts_holds_where_the_prompt_thinks(parser):
         parse([5, 1001], -1)
 
 
+def test_a_grammar_begins_behind_the_thoughts_of_a_prompt_that_thinks(parser):
+    for prompt, begins_after in (([5, 1001], 1002), ([5, 1001, 1002], None), ([5], None)):
+        ids = {"input_ids": np.array([prompt], dtype=np.int32)}
+        grammar = parser.parse("r", ids, {"structured_outputs": '{"regex": "a+"}'}).generate.sampling.grammar
+        assert grammar is not None and grammar.begins_after == begins_after
+
+
 def test_control_tokens_that_end_the_output(parser):
     parameters = {"stop_token_ids": [5], "stop_control_tokens": ["</think>"]}
     assert parser.parse("r", {"text_input": strings("a")}, parameters).generate.sampling.stop_token_ids == (5, 1002)

@@ -21,7 +21,15 @@ from kimi_backend.serving.responses import (
     prompt_logprobs_json,
     statistics_json,
 )
-from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, RequestStats, TokenDelta, TokenLogprobs
+from kimi_backend.types.request import (
+    EndCause,
+    FinishReason,
+    GenerateRequest,
+    RequestStats,
+    TokenDelta,
+    TokenLogprobs,
+    TokenOrigin,
+)
 from kimi_backend.types.scoring import TokenScores
 from support import fake_pb_utils as pb
 from support.waiting import PATIENCE_S, wait_for
@@ -189,6 +197,30 @@ def test_merging_loses_nothing(pieces):
     merged = merge_deltas(deltas)
     assert merged.text == "".join(text for _, text in pieces)
     assert list(merged.token_ids) == [i for ids, _ in pieces for i in ids]
+
+
+def test_merged_lists_are_in_order_and_the_rest_is_the_lasts_but_for_the_prompts_scores():
+    none = np.zeros((1, 0))
+    scores = TokenScores(logprobs=np.zeros(1), ranks=np.ones(1, np.int64), top_ids=none, top_logprobs=none)
+    first, last = (
+        TokenDelta(
+            request_id="r",
+            token_ids=(i, i + 1),
+            text=f"<{i}>",
+            logprobs=(TokenLogprobs(token_id=i, logprob=-1.0),),
+            token_origins=(TokenOrigin(i), TokenOrigin.TARGET),
+            token_offsets=(i, i + 3),
+            control_offsets=(i + 5,),
+        )
+        for i in (1, 2)
+    )
+    last = dataclasses.replace(last, finish_reason=FinishReason.STOP, matched_stop=7, cause=EndCause.CLIENT, error="e")
+    merged = merge_deltas([dataclasses.replace(first, prompt_scores=scores), last])
+    for name in ("token_ids", "text", "logprobs", "token_origins", "token_offsets", "control_offsets"):
+        assert getattr(merged, name) == getattr(first, name) + getattr(last, name)
+    assert merged.prompt_scores is scores
+    for name in ("finish_reason", "matched_stop", "cause", "error"):
+        assert getattr(merged, name) == getattr(last, name)
 
 
 def test_what_responses_have_in_common_is_made_once_and_what_differs_is_not():

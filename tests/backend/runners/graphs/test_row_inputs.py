@@ -9,6 +9,7 @@ from kimi_backend.runners.graphs.buckets import Bucket
 from kimi_backend.runners.graphs.chunk_parts import ChunkParts
 from kimi_backend.runners.graphs.draft_inputs import extension_layout, fill_extension, fill_proposals, proposal_layout
 from kimi_backend.runners.graphs.draws import Draws
+from kimi_backend.runners.graphs.row_inputs import pad_rows, row_specs
 from kimi_backend.runners.graphs.static_arrays import Array, ArrayLayout
 from kimi_backend.runners.graphs.target_inputs import draw_layout, fill_draws, fill_forward, forward_layout
 from kimi_backend.runners.row_arrays import RowArrays
@@ -71,3 +72,31 @@ def test_nothing_of_the_step_before_stays(
         found.append(arrays)
     differing = [name for name in found[0] if not np.array_equal(found[0][name], found[1][name])]
     assert set(differing) == (WORKED_OUT if fill is proposals else set())
+
+
+def test_padding_begins_behind_the_last_of_each() -> None:
+    """3 rows, 2 sequences and 1 part where 8, 4 and 4 fit; then as many as fit, which nothing is written over."""
+    bucket = Bucket.of(4, 2)
+    arrays = {name: np.full(shape, 77, kind) for name, (shape, kind) in row_specs(bucket).items()}
+    arrays |= {name: np.full(size, 77, np.int64) for name, size in (("more", 8), ("kept", 8), ("of_sequence", 4))}
+    parts = bucket.num_parts
+    pad_rows(arrays, 3, 2, 1, PADDING_ROW, by_row=("more",), by_sequence=("of_sequence",))
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "token_ids": [77] * 3 + [0] * 5,
+        "positions": [77] * 3 + [0] * 5,
+        "slots": [77] * 3 + [-1] * 5,
+        "sequence": [77] * 3 + [3] * 5,
+        "aux_rows": [77] * 8,
+        "more": [77] * 3 + [0] * 5,
+        "kept": [77] * 8,
+        "cu_seqlens": [0, 77, 77, 3, 3],
+        "table_rows": [77, 77, PADDING_ROW, PADDING_ROW],
+        "of_sequence": [77, 77, 0, 0],
+        "part_cu_seqlens": [0, 77] + [3] * (parts - 1),
+        "seq_lens": [77] + [0] * (parts - 1),
+    }
+    full = {name: np.full(shape, 77, kind) for name, (shape, kind) in row_specs(bucket).items()}
+    pad_rows(full, 8, 4, parts, PADDING_ROW)
+    starts = {name for name, array in full.items() if not (array == 77).all()}
+    assert starts == {"cu_seqlens", "part_cu_seqlens"}
+    assert all(full[name].tolist() == [0] + [77] * (len(full[name]) - 1) for name in starts)
