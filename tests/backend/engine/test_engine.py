@@ -348,7 +348,7 @@ def test_requests_end_while_the_engine_waits_for_a_dead_target(start: Callable[.
     target.gate = threading.Event()
     stuck = [Client() for _ in range(3)]
     for i, client in enumerate(stuck):
-        engine.submit(request((i, 1), f"stuck{i}"), client)
+        engine.submit(request((i, 1), f"stuck{i}", max_tokens=100), client)
     assert target.is_held.wait(PATIENCE_S)
     engine.fail_live("its process has died")
     for client in stuck:
@@ -356,6 +356,7 @@ def test_requests_end_while_the_engine_waits_for_a_dead_target(start: Callable[.
         assert (final.finish_reason, final.error) == (FinishReason.ERROR, "its process has died")
     target.gate.set()
     later = Client()
-    engine.submit(request(), later)
+    engine.submit(request(max_tokens=1), later)
     assert later.wait().finish_reason is FinishReason.LENGTH
-    assert engine.statistics().num_running == 0
+    wait_for(lambda: engine.statistics().num_running == 0)
+    assert engine.statistics().num_steps < 10, "those that ended went on"

@@ -5,7 +5,7 @@ import pytest
 
 from kimi_backend.cache.kv_manager import KvManager
 from kimi_backend.scheduler.scheduler import Scheduler, StepBatch
-from kimi_backend.scheduler.sequence import Finish, Sequence
+from kimi_backend.scheduler.sequence import DraftState, Finish, Sequence
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.lookup import LookupMemory, SequenceLookup
 from kimi_backend.types.request import FinishReason
@@ -322,3 +322,18 @@ def test_nobody_waits_for_a_draft_that_does_not_come() -> None:
     publish(scheduler)
     scheduler.waiting.push(make_sequence(prompt(30), uid=1))
     assert rows_of(scheduler.schedule()) == {0: 14, 1: 2}
+
+
+@pytest.mark.parametrize(
+    ("num_draft_blocks", "k", "state"),
+    [(None, 3, DraftState.AWAY), (None, 0, DraftState.AWAY), (64, 0, DraftState.OUT), (64, 3, DraftState.ON)],
+)
+def test_a_start_says_whether_the_draft_is_there(num_draft_blocks: int | None, k: int, state: DraftState) -> None:
+    """Whatever it was at the start before; one for which the draft failed goes on without."""
+    for before in DraftState:
+        scheduler = make_scheduler(num_draft_blocks=num_draft_blocks)
+        sequence = make_sequence(prompt(4), k=k)
+        sequence.draft = before
+        scheduler.waiting.push(sequence)
+        scheduler.schedule()
+        assert sequence.draft is (before if before is DraftState.NEVER else state)

@@ -147,6 +147,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
     yield make
     for server in itertools.chain(*(pair.loopback.servers.values() for pair in pairs)):
         server.close()
+    assert "kimi-semaphores" not in {thread.name for thread in threading.enumerate()}, "a closed server watches on"
 
 
 @pytest.fixture(scope="module")
