@@ -2,13 +2,17 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-from kimi_backend.checkpoint import progress
-from kimi_backend.checkpoint.progress import WatchedTensors, byte_progress
+from kimi_backend.checkpoint import progress, random_checkpoint
+from kimi_backend.checkpoint.progress import Advance, WatchedTensors, byte_progress
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
+from support.checkpoint_folders import make_tiny
 
 
 class Clock:
@@ -56,3 +60,22 @@ def test_reads_are_counted_in_bytes() -> None:
     assert (source.names(), source.shape("a"), source.dtype("a")) == ({"a"}, (4, 8), torch.bfloat16)
     source.read("a")
     assert seen == [24, 64]
+
+
+def test_what_is_written_adds_up_to_what_was_announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    announced: dict[str, int] = {}
+    done: dict[str, int] = {}
+
+    @contextmanager
+    def kept(description: str, total_bytes: int) -> Iterator[Advance]:
+        announced[description], done[description] = total_bytes, 0
+
+        def advance(num_bytes: int) -> None:
+            done[description] += num_bytes
+
+        yield advance
+
+    monkeypatch.setattr(random_checkpoint, "byte_progress", kept)
+    make_tiny(tmp_path / "tiny")
+    assert list(announced) == ["writing target", "writing draft"]
+    assert announced == done
