@@ -177,7 +177,7 @@ def test_settings_at_their_borders_are_allowed() -> None:
 
 
 def test_defaults_are_those_of_a_server_but_for_the_policy() -> None:
-    """So an engine that is made in a program does what a server does, with k as it is asked for."""
+    """An engine that is made in a program does what a server does, with k as it is asked for."""
     served = ServingSettings(draft="a folder")
     own = SchedulerSettings()
     names = {field.name for field in fields(SchedulerSettings)} & {field.name for field in fields(ServingSettings)}
