@@ -1,5 +1,6 @@
 """The list of tensors against the published tables of the real checkpoints."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -153,6 +154,19 @@ def test_fused_tensors_become_their_parts() -> None:
     short = {name: tensor[:-1] for name, tensor in fused.items()}
     with pytest.raises(CheckpointError, match=r"expected the rows \[1536, 576\] of .*, found 2111 rows"):
         CanonicalTensors.of_draft(InMemoryTensors(short), specs, "draft")
+
+
+def test_a_norm_before_the_fc_is_as_wide_as_what_it_reads() -> None:
+    config = Eagle3DraftConfig.from_hf_json(mla_draft([2, 30, 58]), TARGET)
+    specs = draft_tensor_specs(replace(config, norm_before_fc=True))
+    width = 3 * TARGET.hidden_size
+    norm = (specs["input_norm.weight"], specs["input_norm.bias"])
+    assert [(spec.shape, spec.is_required) for spec in norm] == [((width,), True), ((width,), False)]
+    assert specs["fc.weight"].shape == (config.hidden_size, width)
+    assert set(specs) - set(draft_tensor_specs(replace(config, norm_before_fc=False))) == {
+        "input_norm.weight",
+        "input_norm.bias",
+    }
 
 
 @pytest.mark.parametrize(("q_rows", "is_cut"), [(256, False), (255, True), (129, True)])

@@ -50,7 +50,9 @@ def test_all_ranks_share_memory_or_none_does(failing: str, monkeypatch: pytest.M
         assert all(isinstance(memory, receive_buffers.SharedMemory) for memory in shared.values())
         assert not closed
         for memory in shared.values():
-            assert memory.addresses == shared[0].addresses
+            for name, addresses in memory.addresses.items():
+                assert addresses == [shared[rank].own[name].data_ptr() for rank in range(2)]
+            assert len(memory.addresses) == 5
             memory.close()
     else:
         assert shared == {0: None, 1: None}

@@ -115,6 +115,31 @@ def test_foreign_bytes_are_refused():
         codec.decode(DraftReply, buffer)
 
 
+@pytest.mark.parametrize("cls", MESSAGES)
+def test_only_what_may_be_none_may_be_missing(cls):
+    """Each field's header says in turn that it is absent, or has a dimension too many, or a negative size."""
+    message, hints = random_message(cls, np.random.default_rng(1)), typing.get_type_hints(cls)
+    whole, num_fields = codec.encode(message), len(codec._leaves(cls))
+    changes = ((0, -1, "is missing"), (0, 4, "has another number"), (1, -1, "has a negative size"))
+    for index, (path, field) in enumerate(codec._leaves(cls)):
+        if field.nested is None and "." not in path:
+            assert field.is_optional == (type(None) in typing.get_args(hints[path])), path
+        for word, value, problem in (
+            (0, -1, "is missing"),
+            (0, 4, "has another number"),
+            (1, -1, "has a negative size"),
+        ):
+            buffer = whole.copy()
+            words = buffer[: 8 * (2 + 4 * num_fields)].view(np.int64)
+            if (word, value) == (0, -1) and field.is_optional:
+                continue
+            if word == 1 and words[2 + 4 * index] < 1:
+                continue
+            words[2 + 4 * index + word] = value
+            with pytest.raises(InvalidRequestError, match=f"do not hold a {cls.__name__}: {field.name} {problem}"):
+                codec.decode(cls, buffer)
+
+
 def test_array_fields_are_found_under_both_forms_of_numpys_alias(monkeypatch):
     """numpy 2.5 made NDArray an alias of its own, with the scalar as its one argument."""
 
