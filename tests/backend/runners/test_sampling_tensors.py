@@ -19,7 +19,7 @@ def test_another_object_is_uploaded_again() -> None:
 
 
 MOVING = [
-    *({name: value} for name in ("repetition_penalty",) for value in (0.5, 2.0)),
+    *({"repetition_penalty": value} for value in (0.5, 2.0)),
     *({name: value} for name in ("frequency_penalty", "presence_penalty") for value in (-1.0, 1.0)),
     *({name: np.zeros(1, np.int32)} for name in ("bias_ids", "ban_ids", "bad_word_tokens")),
 ]
