@@ -3,9 +3,11 @@
 One file, as what torch loads before an optimizer's first step takes longer than all of it.
 """
 
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,3 +174,210 @@ def test_own_text_follows_prompts_of_many_lengths() -> None:
         assert torch.equal(written[0], tokens[length : length + recipe.own_tokens])
         assert torch.equal(repeats, repeated_tokens(written, recipe.gram)[0])
         assert not tokens[length + recipe.own_tokens :].any()
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of a training's stages, none of which does anything: each returns its own name, or what its caller uses."""
+    calls: list[tuple[Any, ...]] = []
+
+    def replace_stage(name: str, result: object = None) -> None:
+        def stage(*given: Any, **named: Any) -> Any:
+            calls.append((name, *given, *named.items()))
+            return name if result is None else result
+
+        monkeypatch.setattr(train, name, stage)
+
+    rows = [{"seconds": 1.5}, {"seconds": 2.5}]
+    losses = iter(range(9))
+    curve = SimpleNamespace(rows=rows)
+    held_out = {str(i): [i] for i in range(60)}
+    made = {DraftKind.MLA: "made"}
+    results: dict[str, Any] = {
+        "load": SimpleNamespace(train=np.array([1, 1, 2]), held_out=held_out),
+        "train_target": (curve, {"read": 4.0}),
+        "_finish_drafts": {"drafts": {}},
+        "_unloop": rows,
+        "make_drafts": made,
+    }
+    names = "load Windows grow train_target write_target pack _unloop bake unbake _own_text make_drafts _align"
+    for name in [*names.split(), "_start_from", "_finish_drafts", "write_json"]:
+        replace_stage(name, results.get(name))
+    monkeypatch.setattr(train, "held_out_loss", lambda target, watched, dtype: (next(losses), len(watched)))
+    monkeypatch.setattr(train, "_say", lambda started, text: None)
+    return calls
+
+
+class TargetOfStages(torch.nn.Linear):
+    """A target of six parameters."""
+
+    def __init__(self, config: object = None) -> None:
+        super().__init__(2, 2)
+        self.config = SimpleNamespace(vocab_size=4)
+        self.quantizes = self.compiled = False
+
+    def compile_layers(self) -> None:
+        self.compiled = True
+
+
+def told(calls: list[tuple[Any, ...]], known: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The calls with objects by name, tensors and arrays as lists."""
+
+    def short(x: Any) -> Any:
+        name = next((name for name, value in known.items() if value is x), None)
+        return name or (x.tolist() if isinstance(x, torch.Tensor | np.ndarray) else len(x) if x == WATCHED else x)
+
+    return [tuple(map(short, call)) for call in calls]
+
+
+WATCHED = [[i] for i in range(train.WATCHED_FILES)]
+
+
+@pytest.mark.parametrize(("packs", "grows", "compiles"), [(True, True, True), (False, False, False)])
+def test_a_training_runs_its_stages_in_order(
+    stages: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    packs: bool,
+    grows: bool,
+    compiles: bool,
+) -> None:
+    target, data, out, to = TargetOfStages(), Path("data"), tmp_path / "a" / "b", Path("packed")
+    monkeypatch.setattr(train, "NanoTarget", lambda config: target)
+    monkeypatch.setattr(train, "read_target", lambda folder: f"read {folder}")
+    run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), seed=7)
+    train.train(
+        data, out, run, device=CPU, compiles=compiles, grow_from=Path("old") if grows else None,
+        pack_to=to if packs else None,
+    )  # fmt: skip
+    assert out.is_dir() and target.compiled is compiles
+    packed = [("pack", "out", to)] if packs else []
+    rows = [{"seconds": 1.5}, {"seconds": 2.5}]
+    calls = told(stages, {"target": target, "run": run, "recipe": MICRO, "out": out})
+    record = calls[-2 if packs else -1][2]
+    shortened = [call[:-1] if call[0] == "_own_text" else call for call in calls]  # without when it started
+    names = data / "tokenizer"
+    made = {DraftKind.MLA: "made"}
+    assert shortened == [
+        ("load", data),
+        ("Windows", [1, 1, 2], CPU, 7),
+        *([("grow", "target", "read old")] if grows else []),
+        ("train_target", "target", "Windows", "run", torch.float32, train.WATCHED_FILES),
+        ("write_target", out / train.READ_FOLDER, "target", "recipe", names),
+        *packed,
+        ("_unloop", "target", "Windows", "run", torch.float32, names),
+        ("write_target", out / train.TARGET_FOLDER, "target", "recipe", names),
+        ("bake", "target"),
+        ("write_json", out / "training.json", record),
+        *packed,
+        ("_own_text", "target", "Windows", "run", torch.float32),
+        ("make_drafts", "run", "target", [0, 2, 1, 0]),
+        ("_align", made, "target", "Windows", "run", torch.float32),
+        ("_finish_drafts", made, "target", "Windows", "_own_text", "run", torch.float32, "out", compiles),
+        ("write_json", out / "training.json", record),
+        *packed,
+    ]
+    assert (record["target"], record["unloop"], record["drafts"]) == (rows, rows, {})
+    facts = record["facts"]
+    assert [facts[name] for name in ("device", "seed", "compiled")] == ["cpu", 7, compiles]
+    assert [facts[name] for name in ("target_parameters", "target_steps", "target_seconds")] == [6, 3, 2.5]
+    assert facts["losses"] == {"read": 4.0, "int4_after_unloop": (0, train.WATCHED_FILES)}
+
+
+@pytest.mark.parametrize("start_from", [None, Path("earlier")])
+def test_drafts_start_aligned_or_from_earlier_ones(
+    stages: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, start_from: Path | None
+) -> None:
+    target, data, out, made = TargetOfStages(), Path("data"), Path("out"), {DraftKind.MLA: "made"}
+    monkeypatch.setattr(train, "read_target", lambda folder: target)
+    run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), seed=7)
+    train.train_drafts_of(Path("folder"), data, out, run, device=CPU, compiles=True, start_from=start_from)
+    calls = told(stages, {"target": target, "run": run})
+    starts: Any = ("_align", made, "target", "Windows", "run", torch.bfloat16)
+    assert [call[:-1] if call[0] == "_own_text" else call for call in calls] == [
+        ("load", data),
+        ("Windows", [1, 1, 2], CPU, 7),
+        ("_own_text", "target", "Windows", "run", torch.bfloat16),
+        ("make_drafts", "run", "target", [0, 2, 1, 0]),
+        ("_start_from", made, start_from, "target") if start_from else starts,
+        ("_finish_drafts", made, "target", "Windows", "_own_text", "run", torch.bfloat16, out, True),
+        ("write_json", out / "draft_training.json", {"drafts": {}}),
+    ]
+
+
+@pytest.mark.parametrize("teacher", [None, Path("teacher")])
+def test_a_finished_target_trains_on_against_its_loops(
+    stages: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, teacher: Path | None
+) -> None:
+    target, taught_by, data, out = TargetOfStages(), TargetOfStages(), Path("data"), Path("out")
+    monkeypatch.setattr(train, "read_target", lambda folder: taught_by if folder == teacher else target)
+    monkeypatch.setattr(
+        train, "held_out_loss", lambda given, watched, dtype: (given is target, target.quantizes, len(watched), dtype)
+    )
+    run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), seed=7)
+    target.quantizes = True
+    train.unloop_of(Path("folder"), data, out, run, device=CPU, teacher=teacher)
+    names, watched = data / "tokenizer", (train.WATCHED_FILES, torch.float32)
+    losses = {"before": (True, True, *watched), "float_after": (True, False, *watched)}
+    record = {
+        "unloop": [{"seconds": 1.5}, {"seconds": 2.5}],
+        "unloop_losses": losses | {"int4_after": (True, True, *watched)},
+    }
+    assert not target.compiled
+    assert told(stages, {"target": target, "teacher": taught_by, "run": run, "recipe": MICRO}) == [
+        ("load", data),
+        ("unbake", "target"),
+        ("Windows", [1, 1, 2], CPU, 7),
+        ("_unloop", "target", "Windows", "run", torch.float32, names, "teacher" if teacher else None),
+        ("write_target", out / train.TARGET_FOLDER, "target", "recipe", names),
+        ("bake", "target"),
+        ("write_json", out / "unloop_training.json", record),
+    ]
+
+
+def test_only_drafts_of_one_attention_kind_are_aligned(target: NanoTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), kinds=(DraftKind.MLA, DraftKind.MHA))
+    drafts = make_drafts(run, target, torch.arange(768))
+    aligned = []
+
+    def align(draft: object, given: object, batch: torch.Tensor, dtype: torch.dtype) -> None:
+        assert given is target and dtype == torch.float32
+        aligned.append((draft, tuple(batch.shape)))
+
+    monkeypatch.setattr(train, "align", align)
+    train._align(drafts, target, corpus(), run, torch.float32)
+    assert aligned == [(drafts[DraftKind.MLA], (train.ALIGNED_WINDOWS, MICRO.draft_window))]
+    others = make_drafts(run, target, torch.arange(768))
+    kinds = {train.DRAFT_FOLDERS[kind]: kind for kind in others}
+    monkeypatch.setattr(train, "read_draft", lambda folder, config: others[kinds[folder.name]])
+    for weight in (weight for draft in others.values() for weight in draft.parameters()):
+        weight.data.add_(1)
+    train._start_from(drafts, Path("earlier"), target)
+    for kind, draft in drafts.items():
+        assert all(map(torch.equal, draft.parameters(), others[kind].parameters()))
+
+
+def test_what_is_written_is_packed(tmp_path: Path) -> None:
+    out, folder, name = (
+        tmp_path / "out",
+        tmp_path / "out" / train.TARGET_FOLDER,
+        next(iter(train.DRAFT_FOLDERS.values())),
+    )
+    for file in (out / train.READ_FOLDER / "config.json", folder / "b.bin", folder / "a.bin", folder / name / "d.bin"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("content")
+    (out / "training.json").write_text("{}")
+    to = tmp_path / "x" / "packed"
+    for _ in range(2):
+        train.pack(out, to)
+    assert sorted(file.name for file in to.iterdir()) == ["drafts.tar", "read.tar", "target.tar", "training.json"]
+    packed = {}
+    for file in to.glob("*.tar"):
+        with tarfile.open(file) as archive:
+            packed[file.name] = archive.getnames()
+    draft = f"{train.TARGET_FOLDER}/{name}"
+    assert packed == {
+        "read.tar": [f"{train.READ_FOLDER}/config.json"],
+        "target.tar": [f"{train.TARGET_FOLDER}/a.bin", f"{train.TARGET_FOLDER}/b.bin"],
+        "drafts.tar": [draft, f"{draft}/d.bin"],
+    }
