@@ -1,4 +1,4 @@
-"""What a report says of texts and drafts, on texts small enough to count by hand."""
+"""The figures that a report gives of texts and drafts, for texts small enough to count by hand."""
 
 import gzip
 import json
@@ -247,3 +247,36 @@ def test_a_plot_has_a_panel_for_what_its_files_have(tmp_path: Path, monkeypatch:
     drawn.clear()
     plot.plot_curves(files[1:], tmp_path / "curves.png")
     assert drawn == [("drafts", {"mla": [4]})]
+
+
+@pytest.mark.parametrize("kinds", [[], [DraftKind.MLA], [DraftKind.MLA, DraftKind.MHA]])
+def test_drafts_that_there_are_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: Any) -> None:
+    def record(target: Any, prompts: Any, written: Any, t: float, seeds: torch.Tensor, layers: list[int]) -> str:
+        assert (prompts, written.tolist(), seeds.tolist()) == ([[1], [2]], written_at[t].tolist(), [0, 1])
+        assert layers == [1, 2, 3, 4]
+        return f"recorded {t:g}"
+
+    def measure(target: Any, draft: Any, texts: str, k: int, rules: tuple[str, ...]) -> Any:
+        assert (k, rules) == (3, evaluate.RULES if texts == "recorded 1" else ("greedy",))
+        return {rule: counted([4, 2], [2, 1]) for rule in rules}
+
+    monkeypatch.setattr(evaluate, "record", record)
+    monkeypatch.setattr(evaluate, "measure", measure)
+    config = SimpleNamespace(aux_layer_ids=(1, 3))
+    monkeypatch.setattr(evaluate, "_read", lambda work, kind: SimpleNamespace(config=config))
+    monkeypatch.setattr(evaluate, "_wrong", lambda work, kind, texts, right: (kind, texts, right.length))
+    written_at = {0.0: torch.tensor([[5], [6]]), 1.0: torch.tensor([[7], [8]])}
+    work = work_on([1], [2])
+    work.folder = tmp_path
+    for kind in kinds:
+        (tmp_path / evaluate.DRAFT_FOLDERS[kind]).mkdir()
+    result = evaluate._drafts(work, written_at)
+    assert set(result) == {kind.value for kind in kinds}
+    for kind in kinds:
+        row = result[kind.value]
+        assert {name: set(row[name]) for name in ("temperature 0", "temperature 1")} == {
+            "temperature 0": {"greedy"},
+            "temperature 1": set(evaluate.RULES),
+        }
+        assert row["temperature 1"]["coupled"]["acceptance_length"] == 1.5
+        assert row["wrong settings"] == (kind, "recorded 0", 1.5)

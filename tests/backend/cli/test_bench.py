@@ -1,6 +1,7 @@
 """`kimi bench --in-process` on a tiny random checkpoint: the same text with and without speculation, and its report."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -8,8 +9,8 @@ from unittest.mock import MagicMock
 import pytest
 from typer.testing import CliRunner
 
-from kimi_backend.cli import plots
-from kimi_backend.cli.bench_server import write_plot
+from kimi_backend.cli import bench_sweep, plots
+from kimi_backend.cli.bench_server import ServerLoad, write_plot
 from kimi_backend.cli.main import app
 from kimi_backend.cli.prompt_file import read_prompt_token_ids, read_prompts
 from kimi_backend.errors import InvalidRequestError
@@ -140,3 +141,69 @@ def test_a_plot_has_a_bar_a_draft_position(
     assert (list(places), bars) == (list(range(1, len(heights) + 1)), heights)
     assert left.bar.call_args.args[1] == [8.0, 2.0, 0]
     assert figure.savefig.call_args.args == (path,)
+
+
+class LoadOf:
+    """A runner of loads that keeps what it is asked for: more tokens a second with more streams, most with k = 2."""
+
+    calls: list[tuple[Any, ...]]
+
+    def __init__(self, load: Any, progress: Any, *, is_shown: bool) -> None:
+        assert not is_shown
+        self._cell = (load.fields["num_speculative_tokens"], load.concurrency, load.num_requests, load.fields["x"])
+        self.load_generator = "a generator"
+
+    def warm_up(self, name: str) -> None:
+        self.calls.append(("warm up", name, *self._cell))
+
+    def run(self, name: str) -> None:
+        self.calls.append(("run", name, *self._cell[:2]))
+
+    def summary(self, name: str) -> dict[str, Any]:
+        k, streams, *_ = self._cell
+        speed = streams * (10.0 - abs(k - 2))
+        spread = [speed - 1, speed + 2]
+        speculation = {"acceptance_length": 1.0 + k / 4} if k else None
+        return {
+            "acceptance": "exact",
+            "output_tokens_per_second": speed,
+            "output_tokens_per_second_range": spread,
+            "speculation": speculation,
+        }
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(LoadOf, "calls", [], raising=False)
+    monkeypatch.setattr(bench_sweep, "LoadRunner", LoadOf)
+    load = ServerLoad(url="url", prompts=[], fields={"x": 1}, num_requests=5, concurrency=9)
+    return bench_sweep.sweep(load, [0, 2, 3], [1, 4], 2)
+
+
+def test_a_sweep_runs_every_cell_as_often_as_asked(swept: dict[str, Any]) -> None:
+    cells = [(k, streams) for streams in (1, 4) for k in (0, 2, 3)]
+    warmed, turns = LoadOf.calls[:6], [LoadOf.calls[6:12], LoadOf.calls[12:]]
+    assert warmed == [("warm up", "speculative", k, streams, {1: 5, 4: 8}[streams], 1) for k, streams in cells]
+    wanted = [("run", "speculative", *cell) for cell in cells]
+    assert all(sorted(turn) == sorted(wanted) for turn in turns) and turns[0] != turns[1]
+    assert [(row["k"], row["streams"]) for row in swept["rows"]] == cells
+    assert (swept["best_k"], swept["acceptance"], swept["load_generator"]) == ({"1": 2, "4": 2}, "exact", "a generator")
+
+
+def test_a_sweeps_table_and_plot(swept: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    bench_sweep.print_sweep_table(swept)
+    text = capsys.readouterr().err
+    assert re.findall(r"\d+ \(\d+ to \d+\)", text)[3:] == ["32 (31 to 34)", "40 (39 to 42)", "36 (35 to 38)"]
+    assert "acceptance length by k: 2: 1.50, 3: 1.75" in text
+    figure = MagicMock()
+    monkeypatch.setattr(plots, "new_figure", lambda figsize: figure)
+    bench_sweep.write_sweep_plot(swept, Path("image"))
+    axes = figure.subplots.return_value
+    assert [(call.args, call.kwargs["yerr"], call.kwargs["label"]) for call in axes.errorbar.call_args_list] == [
+        (([0, 2, 3], [speed * streams for speed in (8, 10, 9)]), [[1] * 3, [2] * 3], f"{streams} streams")
+        for streams in (1, 4)
+    ]
+    axes.set_xticks.assert_called_once_with([0, 2, 3])
+    axes.set_ylim.assert_called_once_with(bottom=0)
+    figure.savefig.assert_called_once_with(Path("image"), dpi=120)
