@@ -253,16 +253,17 @@ def _own_text(target: NanoTarget, corpus: Windows, run: Run, dtype: torch.dtype,
         return {}
     count, device = recipe.generated_sequences, target.device
     prompts = corpus.batch(count, recipe.generated_prompt_tokens)
-    temperature = torch.tensor([recipe.own_temperature(i) for i in range(count)], device=device)
+    temperatures = [recipe.own_temperature(i) for i in range(count)]
     seeds = torch.arange(count, device=device) + run.seed
-    chunks = zip(*(x.split(GENERATION_BATCH) for x in (prompts, temperature, seeds)), strict=True)
+    given = (prompts, torch.tensor(temperatures, device=device), seeds)
+    chunks = zip(*(x.split(GENERATION_BATCH) for x in given), strict=True)
     written = torch.cat(
         [generate(target, prompt.tolist(), recipe.generated_tokens, t, seed, dtype) for prompt, t, seed in chunks]
     )
     texts = torch.cat((prompts, written), dim=1).cpu().numpy().astype(np.uint16)
     _say(started, f"the target wrote {written.numel():,} tokens")
-    places = np.array([recipe.own_temperature(i) for i in range(count)])
-    return {t: Windows(texts[places == t].ravel(), device, run.seed + 1) for t in dict.fromkeys(places.tolist())}
+    places = np.array(temperatures)
+    return {t: Windows(texts[places == t].ravel(), device, run.seed + 1) for t in dict.fromkeys(temperatures)}
 
 
 def pack(out: Path, to: Path) -> None:

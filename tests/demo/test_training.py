@@ -85,6 +85,7 @@ def test_a_run_may_leave_training_against_loops_out(
     target: NanoTarget, monkeypatch: pytest.MonkeyPatch, budget: Budget
 ) -> None:
     def unloop(target: object, corpus: object, line_ends: torch.Tensor, given: Budget, *rest: object) -> object:
+        assert rest == (MICRO.unloop, torch.float32, teacher)
         assert 0 < int(line_ends.sum()) < len(line_ends) == MICRO.text["vocab_size"]
         return SimpleNamespace(rows=[{"steps": given.steps, "seconds": given.seconds}])
 
@@ -93,18 +94,21 @@ def test_a_run_may_leave_training_against_loops_out(
         train, "load_tokenizer", lambda path: SimpleNamespace(token_bytes=lambda i: b"a\n"[: 1 + i % 2])
     )
     run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), unloop=budget)
-    rows = train._unloop(target, corpus(), run, torch.float32, Path())
+    teacher: Any = object()
+    rows = train._unloop(target, corpus(), run, torch.float32, Path(), teacher)
     assert rows == ([] if budget == Budget() else [{"steps": budget.steps, "seconds": budget.seconds}])
 
 
 def test_a_recipe_may_leave_the_targets_own_text_out(target: NanoTarget) -> None:
-    run = Run(recipe=replace(MICRO, generated_sequences=0), target=Budget(), drafts=Budget(steps=1))
+    run = Run(recipe=replace(MICRO, generated_sequences=0), target=Budget(), drafts=Budget(steps=1), seed=7)
     assert train._own_text(target, corpus(), run, torch.float32, 0.0) == {}
     short = replace(MICRO, generated_sequences=3, generated_prompt_tokens=4, generated_tokens=5)
     written = train._own_text(target, corpus(), replace(run, recipe=short), torch.float32, 0.0)
     assert {temperature: len(text._stream) for temperature, text in written.items()} == {0.0: 18, 1.0: 9}
-    greedy, zeros = written[0.0]._stream.view(2, 9).long(), torch.zeros(2)
-    assert torch.equal(generate(target, greedy[:, :4].tolist(), 5, zeros, zeros.long(), torch.float32), greedy[:, 4:])
+    texts = torch.cat([text._stream.view(-1, 9).long() for text in written.values()])
+    temperatures, seeds = torch.tensor([0.0, 0.0, 1.0]), 7 + torch.tensor([0, 2, 1])
+    again = generate(target, texts[:, :4].tolist(), 5, temperatures, seeds, torch.float32)
+    assert torch.equal(again, texts[:, 4:])
 
 
 def test_a_token_repeats_when_it_completes_an_earlier_4gram_of_its_row() -> None:
@@ -176,18 +180,19 @@ def test_own_text_follows_prompts_of_many_lengths() -> None:
         assert not tokens[length + recipe.own_tokens :].any()
 
 
+def replace_stage(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]], name: str, result: object) -> None:
+    def stage(*given: Any, **named: Any) -> Any:
+        calls.append((name, *given, *named.items()))
+        return name if result is None else result
+
+    monkeypatch.setattr(train, name, stage)
+
+
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Calls of a training's stages, none of which does anything: each returns its own name, or what its caller uses."""
+    torch.manual_seed(0)
     calls: list[tuple[Any, ...]] = []
-
-    def replace_stage(name: str, result: object = None) -> None:
-        def stage(*given: Any, **named: Any) -> Any:
-            calls.append((name, *given, *named.items()))
-            return name if result is None else result
-
-        monkeypatch.setattr(train, name, stage)
-
     rows = [{"seconds": 1.5}, {"seconds": 2.5}]
     losses = iter(range(9))
     curve = SimpleNamespace(rows=rows)
@@ -202,22 +207,26 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     }
     names = "load Windows grow train_target write_target pack _unloop bake unbake _own_text make_drafts _align"
     for name in [*names.split(), "_start_from", "_finish_drafts", "write_json"]:
-        replace_stage(name, results.get(name))
+        replace_stage(monkeypatch, calls, name, results.get(name))
     monkeypatch.setattr(train, "held_out_loss", lambda target, watched, dtype: (next(losses), len(watched)))
     monkeypatch.setattr(train, "_say", lambda started, text: None)
     return calls
 
 
-class TargetOfStages(torch.nn.Linear):
-    """A target of six parameters."""
+class ModelOfStages(torch.nn.Linear):
+    """A target or draft of six parameters."""
 
-    def __init__(self, config: object = None) -> None:
+    def __init__(self) -> None:
         super().__init__(2, 2)
         self.config = SimpleNamespace(vocab_size=4)
-        self.quantizes = self.compiled = False
+        self.device = CPU
+        self.quantizes = self.is_compiled = False
 
     def compile_layers(self) -> None:
-        self.compiled = True
+        assert not self.is_compiled
+        self.is_compiled = True
+
+    compile_step = compile_layers
 
 
 def told(calls: list[tuple[Any, ...]], known: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -242,7 +251,7 @@ def test_a_training_runs_its_stages_in_order(
     grows: bool,
     compiles: bool,
 ) -> None:
-    target, data, out, to = TargetOfStages(), Path("data"), tmp_path / "a" / "b", Path("packed")
+    target, data, out, to = ModelOfStages(), Path("data"), tmp_path / "a" / "b", Path("packed")
     monkeypatch.setattr(train, "NanoTarget", lambda config: target)
     monkeypatch.setattr(train, "read_target", lambda folder: f"read {folder}")
     run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), seed=7)
@@ -250,7 +259,8 @@ def test_a_training_runs_its_stages_in_order(
         data, out, run, device=CPU, compiles=compiles, grow_from=Path("old") if grows else None,
         pack_to=to if packs else None,
     )  # fmt: skip
-    assert out.is_dir() and target.compiled is compiles
+    assert torch.initial_seed() == 7
+    assert out.is_dir() and target.is_compiled is compiles
     packed = [("pack", "out", to)] if packs else []
     rows = [{"seconds": 1.5}, {"seconds": 2.5}]
     calls = told(stages, {"target": target, "run": run, "recipe": MICRO, "out": out})
@@ -288,11 +298,12 @@ def test_a_training_runs_its_stages_in_order(
 def test_drafts_start_aligned_or_from_earlier_ones(
     stages: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, start_from: Path | None
 ) -> None:
-    target, data, out, made = TargetOfStages(), Path("data"), Path("out"), {DraftKind.MLA: "made"}
+    target, data, out, made = ModelOfStages(), Path("data"), Path("out"), {DraftKind.MLA: "made"}
     monkeypatch.setattr(train, "read_target", lambda folder: target)
     run = Run(recipe=MICRO, target=Budget(), drafts=Budget(), seed=7)
     train.train_drafts_of(Path("folder"), data, out, run, device=CPU, compiles=True, start_from=start_from)
     calls = told(stages, {"target": target, "run": run})
+    assert torch.initial_seed() == 7
     starts: Any = ("_align", made, "target", "Windows", "run", torch.bfloat16)
     assert [call[:-1] if call[0] == "_own_text" else call for call in calls] == [
         ("load", data),
@@ -305,11 +316,39 @@ def test_drafts_start_aligned_or_from_earlier_ones(
     ]
 
 
+@pytest.mark.parametrize(("compiles", "is_compiled"), [(False, False), (True, False), (True, True)])
+def test_drafts_are_trained_written_and_sharpened(
+    monkeypatch: pytest.MonkeyPatch, compiles: bool, is_compiled: bool
+) -> None:
+    target, draft, kind = ModelOfStages(), ModelOfStages(), DraftKind.MLA31
+    target.is_compiled = is_compiled
+    rows = [{"seconds": 1.5}, {"seconds": 2.5}]
+    results = {"train_drafts": {kind.value: SimpleNamespace(rows=rows)}, "sharpen_all": {kind.value: {1.0: 2.5}}}
+    calls: list[tuple[Any, ...]] = []
+    for name in ("draft_batches", "train_drafts", "write_draft", "sharpen_all"):
+        replace_stage(monkeypatch, calls, name, results.get(name))
+    run = Run(recipe=MICRO, target=Budget(), drafts=Budget())
+    drafts, folder, given = {kind: draft}, Path("out") / train.TARGET_FOLDER, ("corpus", "own", run, torch.float32)
+    record = train._finish_drafts(drafts, target, *given, Path("out"), compiles)  # type: ignore[arg-type]
+    assert (target.is_compiled, draft.is_compiled) == (compiles, compiles)
+    assert calls == [
+        ("draft_batches", drafts, target, *given),
+        ("train_drafts", drafts, target, "draft_batches", run, torch.float32, ("captures", compiles)),
+        ("write_draft", folder / train.DRAFT_FOLDERS[kind], draft, kind, MICRO),
+        ("sharpen_all", folder, (kind,), target, "corpus", MICRO),
+    ]
+    facts = {"device": "cpu", "steps": 3, "seconds": 2.5, "parameters": {kind.value: 6}}
+    assert record == {
+        "drafts": {kind.value: rows},
+        "draft_facts": facts | {"sharpened": results["sharpen_all"]},
+    }
+
+
 @pytest.mark.parametrize("teacher", [None, Path("teacher")])
 def test_a_finished_target_trains_on_against_its_loops(
     stages: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, teacher: Path | None
 ) -> None:
-    target, taught_by, data, out = TargetOfStages(), TargetOfStages(), Path("data"), Path("out")
+    target, taught_by, data, out = ModelOfStages(), ModelOfStages(), Path("data"), Path("out")
     monkeypatch.setattr(train, "read_target", lambda folder: taught_by if folder == teacher else target)
     monkeypatch.setattr(
         train, "held_out_loss", lambda given, watched, dtype: (given is target, target.quantizes, len(watched), dtype)
@@ -323,7 +362,7 @@ def test_a_finished_target_trains_on_against_its_loops(
         "unloop": [{"seconds": 1.5}, {"seconds": 2.5}],
         "unloop_losses": losses | {"int4_after": (True, True, *watched)},
     }
-    assert not target.compiled
+    assert torch.initial_seed() == 7 and not target.is_compiled
     assert told(stages, {"target": target, "teacher": taught_by, "run": run, "recipe": MICRO}) == [
         ("load", data),
         ("unbake", "target"),

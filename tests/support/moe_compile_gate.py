@@ -70,7 +70,7 @@ def main() -> None:
     tall = {"STAGES": 4, "WARPS": 8}
     for kind, name in (("int4", "gate_up tall 64"), ("mxfp4", "gate_up tall mxfp4 64")):
         results[name] = compile_case(gate_up_tall_kernel, kind, 8, COLUMNS=64, ROWS=128, **tall)
-    results["down tall 128"] = compile_case(down_tall_kernel, "int4", 8, COLUMNS=128, ROWS=256, **tall)
+    results["down tall mxfp4 128"] = compile_case(down_tall_kernel, "mxfp4", 8, COLUMNS=128, ROWS=256, **tall)
     for kind, activates in (("int4", True), ("mxfp4", False)):
         name = f"{'gate_up' if activates else 'down'} persistent {kind}"
         results[name] = compile_case(multiply_persistent_kernel, kind, 8, ACTIVATE=activates, STAGES=3)

@@ -52,9 +52,9 @@ def serve(
         http=http_port or free_port(), grpc=grpc_port or free_port(), metrics=metrics_port or free_port()
     )
     wanted = {"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics}
-    check_ports(
-        wanted if openai_port is None else {**wanted, "OpenAI": openai_port}
-    )  # in no time; the next takes seconds
+    if openai_port is not None:
+        wanted["OpenAI"] = openai_port
+    check_ports(wanted)  # before what takes seconds
     with console.status("checking settings and checkpoints ..."):
         check_quickly(settings)
         check_beside(settings_as_environment(settings))

@@ -28,7 +28,7 @@ class WeightFormat:
     widens_matrices: bool = False
     """The plain kernels: matrices of linear layers and experts are float32, whatever is stored."""
     draft_format: LinearFormat = LinearFormat.NONE
-    """The format of the draft's linear layers; without effect where quantised weights are not kept."""
+    """The format of the draft's linear layers; without effect where `widens_matrices`."""
     draft_head_format: LinearFormat | None = None
     """The format of its head; None takes `draft_format`."""
 

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
-from kimi_kernels.quantization.kernel_overlapped import PLANE, STEP, TILE_ROWS, WORDS, _plane
+from kimi_kernels.moe_experts.kernel_tall import STRIPE, load_assignments
+from kimi_kernels.quantization.kernel_overlapped import PLANE, STEP, TILE_ROWS, WORDS, scaled_plane
 
-STRIPE = gl.constexpr(8)
 MOST_FIRST = gl.constexpr(128)
 MOST_SECOND = gl.constexpr(64)
 """Assignments of a tile: a first product takes some of them, a second the rest, as a product's width is a power of
@@ -30,11 +30,18 @@ LOADING_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _load_assignments(assignments, first, count, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """WIDTH of a tile's assignments, and which of these columns hold one."""
-    column = first + gl.arange(0, WIDTH, layout)
-    is_valid = column < count
-    return gl.load(assignments + column, mask=is_valid, other=0).to(gl.int64), is_valid
+def _by_width(steps: gl.constexpr, count, given, constants):
+    """Run `_load_steps` or `_multiply_steps` for the narrowest tile that holds `count` assignments."""
+    if count > 160:
+        steps(*given, 128, 64, *constants)
+    elif count > 128:
+        steps(*given, 128, 32, *constants)
+    elif count > 96:
+        steps(*given, 128, 0, *constants)
+    elif count > 64:
+        steps(*given, 64, 32, *constants)
+    else:
+        steps(*given, 0, 64, *constants)
 
 
 @gluon.jit
@@ -52,11 +59,11 @@ def _load_steps(
     word = gl.arange(0, TILE_ROWS, gl.SliceLayout(1, copy)).expand_dims(1) * WORDS + word_column
     row = gl.arange(0, TILE_ROWS, copy_scales)
     if FIRST > 0:
-        assignment, is_valid = _load_assignments(assignments, 0, count, FIRST, gl.SliceLayout(1, copy_x))
+        assignment, is_valid = load_assignments(assignments, 0, count, FIRST, gl.SliceLayout(1, copy_x))
         first_rows = (X + assignment // top_k * x_stride).expand_dims(1) + x_column
         first_valid = is_valid.expand_dims(1)
     if SECOND > 0:
-        assignment, is_valid = _load_assignments(assignments, FIRST, count, SECOND, gl.SliceLayout(1, copy_x))
+        assignment, is_valid = load_assignments(assignments, FIRST, count, SECOND, gl.SliceLayout(1, copy_x))
         second_rows = (X + assignment // top_k * x_stride).expand_dims(1) + x_column
         second_valid = is_valid.expand_dims(1)
     for step in range(num_steps):
@@ -90,31 +97,8 @@ def _load(
         tiles = TILES + matrix * num_steps * (TILE_ROWS * WORDS)
         scales = SCALES + matrix * num_steps * TILE_ROWS
         assignments = TILE_ASSIGNMENTS + tile * (MOST_FIRST + MOST_SECOND)
-        if count > 160:
-            _load_steps(
-                X, tiles, scales, assignments, count, buffers, ready, free, x_stride, top_k, loaded, num_steps,
-                128, 64, STAGES,
-            )  # fmt: skip
-        elif count > 128:
-            _load_steps(
-                X, tiles, scales, assignments, count, buffers, ready, free, x_stride, top_k, loaded, num_steps,
-                128, 32, STAGES,
-            )  # fmt: skip
-        elif count > 96:
-            _load_steps(
-                X, tiles, scales, assignments, count, buffers, ready, free, x_stride, top_k, loaded, num_steps,
-                128, 0, STAGES,
-            )  # fmt: skip
-        elif count > 64:
-            _load_steps(
-                X, tiles, scales, assignments, count, buffers, ready, free, x_stride, top_k, loaded, num_steps,
-                64, 32, STAGES,
-            )  # fmt: skip
-        else:
-            _load_steps(
-                X, tiles, scales, assignments, count, buffers, ready, free, x_stride, top_k, loaded, num_steps,
-                0, 64, STAGES,
-            )  # fmt: skip
+        given = X, tiles, scales, assignments, count, buffers, ready, free, x_stride, top_k, loaded, num_steps
+        _by_width(_load_steps, count, given, (STAGES,))
         loaded += num_steps
 
 
@@ -128,7 +112,7 @@ def _store(OUT, acc, assignments, first, count, row_tile, out_features, ACTIVATE
         values = acc
         OUT_ROWS: gl.constexpr = TILE_ROWS
     store: gl.constexpr = gl.BlockedLayout([8, 1], [OUT_ROWS // 8, 256 // OUT_ROWS], [1, MULTIPLYING_WARPS], [0, 1])
-    assignment, is_valid = _load_assignments(assignments, first, count, WIDTH, gl.SliceLayout(0, store))
+    assignment, is_valid = load_assignments(assignments, first, count, WIDTH, gl.SliceLayout(0, store))
     values = gl.convert_layout(values.to(OUT.dtype.element_ty), store)
     row = row_tile * OUT_ROWS + gl.arange(0, OUT_ROWS, gl.SliceLayout(1, store))
     target = OUT + assignment.expand_dims(0) * out_features + row.expand_dims(1)
@@ -145,7 +129,7 @@ def _plane_of(buffers, stage, P: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def _multiply_steps(
     OUT, assignments, count, buffers, ready, free, loaded, num_steps, row_tile, out_features,
-    KIND: gl.constexpr, ACTIVATE: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr,
+    FIRST: gl.constexpr, SECOND: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, ACTIVATE: gl.constexpr,
 ):  # fmt: skip
     """A row tile of the weight x FIRST + SECOND assignments."""
     WIDTH: gl.constexpr = FIRST if FIRST > 0 else SECOND
@@ -167,7 +151,7 @@ def _multiply_steps(
         words = words_buffers.index(stage).load(operand)
         packed = packed_buffers.index(stage).load(gl.SliceLayout(1, operand))
         for p in gl.static_range(4):
-            weights = _plane(words, packed, p, KIND)
+            weights = scaled_plane(words, packed, p, KIND)
             if FIRST > 0:
                 x = _plane_of(first_x, stage, p, FIRST)
                 acc = warpgroup_mma(weights, x, acc, is_async=True)
@@ -209,31 +193,8 @@ def _multiply(
         row_tile = item % num_row_tiles
         count = gl.load(TILE_ENTRIES + tile) >> TILE_COUNT_SHIFT
         assignments = TILE_ASSIGNMENTS + tile * (MOST_FIRST + MOST_SECOND)
-        if count > 160:
-            _multiply_steps(
-                OUT, assignments, count, buffers, ready, free, loaded, num_steps, row_tile, out_features,
-                KIND, ACTIVATE, 128, 64, STAGES,
-            )  # fmt: skip
-        elif count > 128:
-            _multiply_steps(
-                OUT, assignments, count, buffers, ready, free, loaded, num_steps, row_tile, out_features,
-                KIND, ACTIVATE, 128, 32, STAGES,
-            )  # fmt: skip
-        elif count > 96:
-            _multiply_steps(
-                OUT, assignments, count, buffers, ready, free, loaded, num_steps, row_tile, out_features,
-                KIND, ACTIVATE, 128, 0, STAGES,
-            )  # fmt: skip
-        elif count > 64:
-            _multiply_steps(
-                OUT, assignments, count, buffers, ready, free, loaded, num_steps, row_tile, out_features,
-                KIND, ACTIVATE, 64, 32, STAGES,
-            )  # fmt: skip
-        else:
-            _multiply_steps(
-                OUT, assignments, count, buffers, ready, free, loaded, num_steps, row_tile, out_features,
-                KIND, ACTIVATE, 0, 64, STAGES,
-            )  # fmt: skip
+        given = OUT, assignments, count, buffers, ready, free, loaded, num_steps, row_tile, out_features
+        _by_width(_multiply_steps, count, given, (STAGES, KIND, ACTIVATE))
         loaded += num_steps
 
 

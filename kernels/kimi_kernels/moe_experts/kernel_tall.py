@@ -10,11 +10,11 @@ STRIPE = gl.constexpr(8)
 
 
 @gluon.jit
-def _load_assignments(TILE_ASSIGNMENTS, tile, count, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """A tile's assignments and which of its columns hold one."""
-    column = gl.arange(0, COLUMNS, layout)
+def load_assignments(assignments, first, count, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """WIDTH of a tile's assignments, and which of these columns hold one."""
+    column = first + gl.arange(0, WIDTH, layout)
     is_valid = column < count
-    return gl.load(TILE_ASSIGNMENTS + tile + column, mask=is_valid, other=0).to(gl.int64), is_valid
+    return gl.load(assignments + column, mask=is_valid, other=0).to(gl.int64), is_valid
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def _gate_up_tile(
     WARPS: gl.constexpr,
 ):
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
-    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, copy)
+    assignment, is_valid = load_assignments(assignments, 0, count, COLUMNS, copy)
     acc = multiply_overlapped(
         tiles, scales, X + assignment // top_k * x_stride, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
     )
@@ -45,7 +45,7 @@ def _gate_up_tile(
     hidden = (gate / (1.0 + gl.exp(-gate)) * up).reshape([ROWS // 2, COLUMNS])
     store: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     hidden = gl.convert_layout(hidden.to(HIDDEN.dtype.element_ty), store)
-    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, gl.SliceLayout(0, store))
+    assignment, is_valid = load_assignments(assignments, 0, count, COLUMNS, gl.SliceLayout(0, store))
     row = row_group * (ROWS // 2) + gl.arange(0, ROWS // 2, gl.SliceLayout(1, store))
     target = HIDDEN + assignment.expand_dims(0) * intermediate_size + row.expand_dims(1)
     gl.store(target, hidden, mask=is_valid.expand_dims(0) & (row < intermediate_size).expand_dims(1))
@@ -143,13 +143,13 @@ def _down_tile(
     WARPS: gl.constexpr,
 ):
     copy: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0]))
-    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, copy)
+    assignment, is_valid = load_assignments(assignments, 0, count, COLUMNS, copy)
     acc = multiply_overlapped(
         tiles, scales, HIDDEN + assignment * intermediate_size, is_valid, num_steps, KIND, COLUMNS, ROWS, STAGES, WARPS
     )
     store: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])
     product = gl.convert_layout(acc, store).to(OUT.dtype.element_ty)
-    assignment, is_valid = _load_assignments(assignments, 0, count, COLUMNS, gl.SliceLayout(0, store))
+    assignment, is_valid = load_assignments(assignments, 0, count, COLUMNS, gl.SliceLayout(0, store))
     row = row_group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, store))
     target = OUT + assignment.expand_dims(0) * out_features + row.expand_dims(1)
     gl.store(target, product, mask=is_valid.expand_dims(0) & (row < out_features).expand_dims(1))

@@ -17,14 +17,16 @@ MAX_SPLITS = 8
 MAX_TILES_A_GROUP = 7
 MAX_CHUNK = 512
 """Assignments that one program sorts."""
-WIDE_COLUMNS = ((8, 4.0), (16, 12.0), (32, 24.0), (64, 64.0))
-"""Assignments a tile, and the mean number of assignments an expert up to which it is taken."""
-NARROW_COLUMNS = ((8, 7.0), (32, 24.0), (64, 64.0))
-"""The same where the second product's activations stay on the multiprocessor: registers hold those of eight."""
-PERSISTENT_COLUMNS = 192
-"""Assignments a tile of `kernel_persistent`, most of which hold an expert's share of 8,192 tokens."""
 MOST_FOR_PLAIN = 64.0
 """The mean number of assignments an expert up to which tiles of 64 are faster than the persistent kernel's."""
+WIDE_COLUMNS = ((8, 4.0), (16, 12.0), (32, 24.0), (64, MOST_FOR_PLAIN))
+"""Assignments a tile, and the mean number of assignments an expert up to which it is taken."""
+NARROW_COLUMNS = ((8, 7.0), (32, 24.0), (64, MOST_FOR_PLAIN))
+"""The same where the second product's activations stay on the multiprocessor: registers hold those of eight."""
+TALL_COLUMNS = 128
+"""Assignments a tile of 256 rows of `kernel_tall`, beyond the tables' means."""
+PERSISTENT_COLUMNS = 192
+"""Assignments a tile of `kernel_persistent`, most of which hold an expert's share of 8,192 tokens."""
 PROCESSORS = 132
 """Multiprocessors of an H100: a split of the few-token products aims at several programs on each."""
 
@@ -58,8 +60,11 @@ class SortedLaunch:
     gate_up_tall_rows: int
     """Rows of the weight a program of `kernel_tall` takes, 128 or 256; 0: the plain kernel runs."""
     down_tall_rows: int
-    is_persistent: bool
-    """`kernel_persistent` runs both products, in tiles of `PERSISTENT_COLUMNS`, which no other kernel takes."""
+
+    @property
+    def is_persistent(self) -> bool:
+        """`kernel_persistent` runs both products: no other kernel takes such tiles."""
+        return self.columns == PERSISTENT_COLUMNS
 
     @property
     def constants(self) -> dict[str, int]:
@@ -104,13 +109,11 @@ def sorted_launch(num_assignments: int, num_experts: int, down_steps: int, shape
     mean = num_assignments / num_experts
     resident = down_steps <= RESIDENT_STEPS
     columns_by_mean = NARROW_COLUMNS if resident else WIDE_COLUMNS
-    columns = next((size for size, most in columns_by_mean if mean <= most), 128 if shapes.down_tall else 64)
-    tall_rows = 0 if columns < 64 else 128 if columns == 64 else 256
+    widest = PERSISTENT_COLUMNS if shapes.persistent else TALL_COLUMNS if shapes.down_tall else 64
+    columns = next((size for size, most in columns_by_mean if mean <= most), widest)
+    tall_rows = {64: 128, TALL_COLUMNS: 256}.get(columns, 0)
     # Up to a mean of 64 a narrow layer reads for longer than it computes: the plain kernel is as fast.
     gate_up_is_tall = shapes.gate_up_tall and (shapes.down_tall or mean > MOST_FOR_PLAIN)
-    is_persistent = shapes.persistent and mean > MOST_FOR_PLAIN
-    if is_persistent:
-        columns = PERSISTENT_COLUMNS
     return SortedLaunch(
         columns=columns,
         scale_weights=columns >= 32,
@@ -119,7 +122,6 @@ def sorted_launch(num_assignments: int, num_experts: int, down_steps: int, shape
         resident=resident,
         gate_up_tall_rows=tall_rows if gate_up_is_tall else 0,
         down_tall_rows=tall_rows if shapes.down_tall else 0,
-        is_persistent=is_persistent,
     )
 
 

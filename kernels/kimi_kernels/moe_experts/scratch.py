@@ -5,6 +5,7 @@ from kimi_kernels.moe_experts.launch import (
     MAX_CHUNK,
     MAX_SPLITS,
     PERSISTENT_COLUMNS,
+    TALL_COLUMNS,
     WIDE_COLUMNS,
     max_tiles,
 )
@@ -14,7 +15,7 @@ ALLOCATION_BYTES = 512
 """The allocator rounds every tensor up to this."""
 GATE_UP_ROWS = TILE_ROWS // 2
 """Gate rows a row tile of the first product."""
-SORTED_COLUMNS = (*(columns for columns, _ in WIDE_COLUMNS), 128, PERSISTENT_COLUMNS)
+SORTED_COLUMNS = (*(columns for columns, _ in WIDE_COLUMNS), TALL_COLUMNS, PERSISTENT_COLUMNS)
 
 
 def moe_scratch_bytes(

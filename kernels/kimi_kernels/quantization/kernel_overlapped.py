@@ -33,7 +33,7 @@ def _widen(words, ASM: gl.constexpr):
 
 
 @gluon.jit
-def _plane(words, packed, P: gl.constexpr, KIND: gl.constexpr):
+def scaled_plane(words, packed, P: gl.constexpr, KIND: gl.constexpr):
     """Weights of plane P, scaled: `kernel_tiles.int4_plane` with its scales, or `mxfp4_plane`."""
     if KIND == "mxfp4":
         ASM: gl.constexpr = MXFP4_ASM_0 if P == 0 else MXFP4_ASM_1 if P == 1 else MXFP4_ASM_2 if P == 2 else MXFP4_ASM_3
@@ -137,7 +137,7 @@ def multiply_overlapped(
             words = words_buffers[i].load(weights_layout)
             packed = scales_buffers[i].load(gl.SliceLayout(1, weights_layout))
             for p in gl.static_range(4):
-                weights = _plane(words, packed, p, KIND)
+                weights = scaled_plane(words, packed, p, KIND)
                 acc = warpgroup_mma(weights, x_buffers[i][p].permute((1, 0)), acc, is_async=True)
                 # One product may still run, so its weights' registers must not be used again: they wait with it.
                 acc, weights = warpgroup_mma_wait(1, deps=[acc, weights])

@@ -49,7 +49,6 @@ def test_overlapped_products_have_the_bits_of_the_plain_ones(kind: str, columns:
         columns=columns,
         gate_up_tall_rows=0,
         down_tall_rows=0,
-        is_persistent=False,
         stages=2,
     )
     tall = dataclasses.replace(plain, gate_up_tall_rows=rows, down_tall_rows=rows)
@@ -73,7 +72,7 @@ def test_persistent_products_have_the_bits_of_the_plain_ones(kind: str, width: i
     x = torch.randn(len(ids), 1024, device="cuda", dtype=torch.bfloat16)
     layer = kernel_layer.Layer(x, ids, torch.ones(len(ids), 1, device="cuda"), packed, 0)
     plain = sorted_launch(layer.num_assignments, num_experts, layer.down_steps, HopperShapes())
-    persistent = dataclasses.replace(plain, columns=PERSISTENT_COLUMNS, is_persistent=True)
+    persistent = dataclasses.replace(plain, columns=PERSISTENT_COLUMNS)
     orders = [kernel_layer.sort_assignments(layer, launch.columns) for launch in (plain, persistent)]
     hidden = kernel_layer.gate_up_sorted(layer, plain, orders[0])
     assert torch.equal(kernel_layer.gate_up_sorted(layer, persistent, orders[1]), hidden)

@@ -44,6 +44,7 @@ def test_the_persistent_kernel_from_a_mean_of_more_than_64(down_steps: int) -> N
     before, after = (sorted_launch(count, 384, down_steps, hopper_shapes(down_steps)) for count in (most, most + 1))
     assert (before.columns, before.is_persistent) == (64, False)
     assert (after.columns, after.is_persistent) == (192, True)
+    assert (after.gate_up_tall_rows, after.down_tall_rows) == (0, 0)
     plain = sorted_launch(most + 1, 384, down_steps, HopperShapes())
     assert (plain.columns, plain.gate_up_tall_rows, plain.is_persistent) == (64, 0, False)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kimi_kernels import half_products
+from kimi_kernels.kernel_interpreter import INTERPRETER_PROCESSORS
 from kimi_kernels.linear.plain import FLOAT_KIND, HALF_KIND, TILED_KIND
 from kimi_kernels.moe_experts import kernel, kernel_layer, kernel_sum, naive, plain
 from kimi_kernels.moe_experts.kernel_align import TILE_COUNT_SHIFT
@@ -310,7 +311,7 @@ class PersistentProducts:
     """Writes in torch what `multiply_persistent_kernel` would, from the arguments that it is launched with."""
 
     def __getitem__(self, grid: tuple[int]) -> "PersistentProducts":
-        assert grid[0] >= 1
+        self.num_programs = grid[0]
         return self
 
     def __call__(
@@ -320,6 +321,7 @@ class PersistentProducts:
     ) -> None:  # fmt: skip
         assert (x_stride, out_features) == (x.stride(0), out.shape[1])
         assert tiles.shape[1:3] == (num_row_tiles, num_steps)
+        assert self.num_programs == min(INTERPRETER_PROCESSORS, len(entries) * num_row_tiles)
         codes = torch.stack([(tiles.to(torch.int32) >> 4 * plane) & 15 for plane in range(4)], dim=-2) - 8
         factors = scales.unsqueeze(-1).view(torch.bfloat16).float().unsqueeze(-1) * 2.0**-7
         weights = (codes * factors).flatten(-2).transpose(2, 3).flatten(3).flatten(1, 2)
@@ -340,6 +342,33 @@ def test_the_persistent_kernel_is_told_what_it_needs(ops: ModuleType, monkeypatc
     monkeypatch.setattr(kernel_layer.Layer, "hopper_shapes", lambda layer: HopperShapes(persistent=True))
     x = torch.randn(150, 512)[:, :256]
     check(ops, random_experts("int4", 3, 256, 128), x, *random_assignments(150, 4, 2), first_expert=1)
+
+
+@kernel_alone
+@pytest.mark.parametrize(
+    ("kind", "hidden_size", "width", "gate_up_tall", "down_tall", "persistent"),
+    [
+        ("int4", 512, 512, True, True, True),
+        ("int4", 512, 256, True, False, True),
+        ("int4", 256, 512, False, True, True),
+        ("int4", 512, 192, False, False, False),
+        ("int4", 320, 512, False, False, False),
+        ("mxfp4", 512, 512, True, True, False),
+        ("fp8", 512, 512, False, False, False),
+    ],
+)
+def test_the_kernels_for_hopper_run_for_whole_steps_of_four_bits(
+    ops: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, hidden_size: int, width: int, gate_up_tall: bool,
+    down_tall: bool, persistent: bool,
+) -> None:  # fmt: skip
+    shapes = HopperShapes(gate_up_tall=gate_up_tall, down_tall=down_tall, persistent=persistent)
+    packed = ops.pack_experts(random_experts(kind, 1, hidden_size, width))
+    layer = kernel_layer.Layer(torch.randn(3, hidden_size), *random_assignments(3, 1, 1), packed, 0)
+    assert layer.hopper_shapes() == HopperShapes()
+    layer.gate_up_flags["PORTABLE"] = False
+    assert layer.hopper_shapes() == dataclasses.replace(shapes, persistent=False)
+    monkeypatch.setattr(kernel_layer, "is_hopper", lambda device: True)
+    assert layer.hopper_shapes() == shapes
 
 
 @kernel_alone
