@@ -5,10 +5,8 @@
 Prompts are Python, as the model was trained on, written for this test: none stands in its training text.
 """
 
-import itertools
 import statistics
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ import torch
 from kimi_backend.cli.local_engine import local_engine
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.text.tokenizer import load_tokenizer
-from kimi_backend.types.request import GenerateRequest, SamplingParams, SpeculationStats, TokenDelta
+from kimi_backend.types.request import GenerateRequest, SamplingParams
 from support.nano_runs import NANO
+from support.recording_client import RecordingClient
 
 K = 3
 MAX_TOKENS = 96
@@ -86,7 +85,7 @@ def acceptance_lengths(
         **draft,
     )
     tokenizer = load_tokenizer(NANO)
-    clients = [[_Client() for _ in range(num_requests)] for _ in temperatures]
+    clients = [[RecordingClient() for _ in range(num_requests)] for _ in temperatures]
     with local_engine(settings, tokenizer) as engine:
         for temperature, group in zip(temperatures, clients, strict=True):
             for index, client in enumerate(group):
@@ -99,26 +98,12 @@ def acceptance_lengths(
                     num_speculative_tokens=K,
                 )
                 engine.submit(request, client)
-        for client in itertools.chain(*clients):
-            client.done.wait()
-    return [_mean_length(group) for group in clients]
+        return [_mean_length(group) for group in clients]
 
 
-class _Client:
-    """Keeps what speculation did for a request."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.speculation: SpeculationStats | None = None
-
-    def __call__(self, delta: TokenDelta) -> None:
-        if delta.stats is not None:
-            self.speculation = delta.stats.speculation
-            self.done.set()
-
-
-def _mean_length(clients: list[_Client]) -> float:
-    rounds = [client.speculation for client in clients]
+def _mean_length(clients: list[RecordingClient]) -> float:
+    stats = [client.wait().stats for client in clients]
+    rounds = [found.speculation for found in stats if found]
     accepted = sum(found.num_accepted_draft_tokens for found in rounds if found)
     return 1 + accepted / sum(found.num_spec_steps for found in rounds if found)
 
