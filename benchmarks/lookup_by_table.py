@@ -34,6 +34,7 @@ from lookup_suite.recorded import RecordedText, load, record, run_all, save
 from lookup_suite.replayed import ReplayedDraft, ReplayedTarget
 from replayed_policy import COSTS, Machine
 from serving_suite.side_by_side import NANO, provenance
+from slice_suite.recording import RecordedTarget, Recording
 
 PROPOSERS = ("none", "eagle3", "lookup", "lookup+eagle3")
 Texts = dict[str, list[RecordedText]]
@@ -142,10 +143,10 @@ class ClockedEngine:
         )
         self._machine = machine
         self._texts: list[RecordedText] = []
-        self._target = ReplayedTarget(self._texts, machine.target)
+        self._target, self._recording = ReplayedTarget(self._texts, machine.target), Recording()
         uses_draft = settings.chosen_proposer.uses_draft
         self.engine = Engine(
-            self._target,
+            RecordedTarget(self._target, self._recording),
             ReplayedDraft(self._texts, machine.draft) if uses_draft else None,
             settings=replace(scheduler_settings(settings), enable_prefix_cache=False),
             eos_token_ids=(),
@@ -171,7 +172,7 @@ class ClockedEngine:
         wait_s = 0.0 if done.draft is None else draft_s + machine.way_s
         total_s = target_s + wait_s + machine.host_s
         self._seconds += total_s
-        self._tokens += self._target.last_num_tokens
+        self._tokens += self._recording.rounds[-1].num_tokens
         self._verifies += done.target.num_seqs
         self._learn(replace(done, total_s=total_s, target_s=target_s, draft_s=draft_s, draft_wait_s=wait_s))
 

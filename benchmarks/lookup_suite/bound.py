@@ -39,7 +39,7 @@ def least_seconds(text: RecordedText, prices: Prices, *, drafts: bool, looks_up:
     found = _foretold(text, min_match) if looks_up else [0] * len(text.tokens)
     count, ks = len(text.tokens), range(MAX_SPECULATIVE_TOKENS + 1)
     states = [AWAY, *ks] if drafts else [AWAY]
-    best = {(place, state): 0.0 for place in range(count, count + 1) for state in states}
+    best = {(count, state): 0.0 for state in states}
     for place in range(count - 1, 0, -1):
         kept = text.kept(place)
         for state in states:

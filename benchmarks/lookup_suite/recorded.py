@@ -13,9 +13,9 @@ from kimi_backend.runners.load.loading import load_pair
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.spec_decode.protocols import Pending, Target
 from kimi_backend.text.tokenizer import load_tokenizer
-from kimi_backend.types.plan import RunnerDescription, TargetPlan, TargetReply
+from kimi_backend.types.plan import TargetPlan, TargetReply
 from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS, GenerateRequest, SamplingParams, TokenDelta
-from kimi_backend.types.step_costs import StepCosts
+from slice_suite.recording import Wrapped
 
 STREAMS = 8
 
@@ -38,17 +38,12 @@ class RecordedText:
         return next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(self.proposals.get(place, [])))
 
 
-class RejectingTarget:
+class RejectingTarget(Wrapped[Target]):
     """A target that notes draft tokens and sees others, which it never draws, in their place."""
 
     def __init__(self, target: Target, never_drawn: int, texts: Sequence[RecordedText]) -> None:
-        self._target, self._never_drawn, self._texts = target, never_drawn, texts
-
-    def describe(self) -> RunnerDescription:
-        return self._target.describe()
-
-    def measure_costs(self) -> StepCosts:
-        return self._target.measure_costs()
+        super().__init__(target)
+        self._never_drawn, self._texts = never_drawn, texts
 
     @property
     def depth(self) -> int:
@@ -66,7 +61,7 @@ class RejectingTarget:
                 first = int(rows.seq_lens[index]) - count - len(text.prompt)
                 text.proposals[first] = tokens[end - count : end].tolist()
                 tokens[end - count : end] = self._never_drawn
-        return self._target.launch(replace(plan, rows=replace(rows, token_ids=tokens)))
+        return self._model.launch(replace(plan, rows=replace(rows, token_ids=tokens)))
 
 
 def record(settings: ServingSettings, texts: Sequence[RecordedText], max_tokens: int) -> None:

@@ -1,28 +1,15 @@
 """Runners that say again what a pair said: an engine's choices over recorded texts, without a weight being read."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
+from engine_overhead import Answered, describe
 from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDescription, TargetPlan, TargetReply
 from kimi_backend.types.step_costs import StepCosts
 from lookup_suite.recorded import RecordedText
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, VOCAB_SIZE = 64, 4096, 4096, 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A step whose reply is there."""
-
-    reply: Any
-    on_wait: Callable[[], None] = lambda: None
-
-    def wait(self) -> Any:
-        self.on_wait()
-        return self.reply
+MOST_SEQUENCES, VOCAB_SIZE = 32, 4096
 
 
 class ReplayedTarget:
@@ -32,13 +19,11 @@ class ReplayedTarget:
 
     def __init__(self, texts: Sequence[RecordedText], costs: StepCosts) -> None:
         self._texts, self._costs = texts, costs
-        self.last_num_tokens = 0
-        """Tokens that the last step emitted whose reply was waited for."""
         self.num_checks = self.num_kept = 0
         """Verifies with draft tokens, and those of the tokens that were kept."""
 
     def describe(self) -> RunnerDescription:
-        return _described("target")
+        return describe("target", MOST_SEQUENCES, VOCAB_SIZE)
 
     def measure_costs(self) -> StepCosts:
         return self._costs
@@ -65,11 +50,7 @@ class ReplayedTarget:
             num_accepted_tokens=np.array([len(of_row) - 1 for of_row in drawn], np.int32),
             aux=AuxHandle(),
         )
-
-        def note() -> None:
-            self.last_num_tokens = sum(map(len, drawn))
-
-        return Answered(reply, note)
+        return Answered(reply)
 
 
 class ReplayedDraft:
@@ -81,7 +62,7 @@ class ReplayedDraft:
         self._texts, self._costs = texts, costs
 
     def describe(self) -> RunnerDescription:
-        return _described("draft")
+        return describe("draft", MOST_SEQUENCES, VOCAB_SIZE)
 
     def measure_costs(self) -> StepCosts:
         return self._costs
@@ -96,21 +77,3 @@ class ReplayedDraft:
                 tokens[row, :count] = text.proposals[index - len(text.prompt)][:count]
         status = np.zeros(len(plan.num_proposals), np.int32)
         return Answered(DraftReply(step_id=plan.step_id, runner_epoch=1, seq_status=status, draft_token_ids=tokens))
-
-
-def _described(role: str) -> RunnerDescription:
-    return RunnerDescription(
-        role=role,
-        runner_epoch=1,
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        max_num_batched_tokens=2048,
-        max_num_seqs=32,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=VOCAB_SIZE,
-        draft_vocab_size=VOCAB_SIZE if role == "draft" else None,
-        aux_layer_ids=(2, 10, 18),
-        hidden_size=64,
-        kv_cache_dtype="float32",
-        device="cpu",
-    )

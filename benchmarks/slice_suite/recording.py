@@ -10,6 +10,7 @@ from kimi_backend.types.plan import AuxHandle, DraftPlan, DraftReply, RunnerDesc
 from kimi_backend.types.step_costs import StepCosts
 
 Reply = TypeVar("Reply")
+Model = TypeVar("Model", bound=Target | Draft)
 
 
 @dataclass(slots=True)
@@ -65,26 +66,33 @@ class _RecordedPending(Generic[Reply]):
         return reply
 
 
-class RecordedTarget:
-    """A target that writes each step down, from its launch to its reply."""
+class Wrapped(Generic[Model]):
+    """A model of which only the launches change."""
 
-    def __init__(self, target: Target, recording: Recording) -> None:
-        self._target = target
-        self._recording = recording
+    def __init__(self, model: Model) -> None:
+        self._model = model
 
     def describe(self) -> RunnerDescription:
-        return self._target.describe()
+        return self._model.describe()
 
     def measure_costs(self) -> StepCosts:
-        return self._target.measure_costs()
+        return self._model.measure_costs()
 
     @property
     def depth(self) -> int:
-        return self._target.depth
+        return self._model.depth
+
+
+class RecordedTarget(Wrapped[Target]):
+    """A target that writes each step down, from its launch to its reply."""
+
+    def __init__(self, target: Target, recording: Recording) -> None:
+        super().__init__(target)
+        self._recording = recording
 
     def launch(self, plan: TargetPlan) -> Pending[TargetReply]:
         start = perf_counter()
-        pending = self._target.launch(plan)
+        pending = self._model.launch(plan)
         launched = perf_counter()
         return _RecordedPending(pending, lambda reply: self._note(plan, reply, start, launched))
 
@@ -105,27 +113,17 @@ class RecordedTarget:
         self._recording.on_round(done)
 
 
-class RecordedDraft:
+class RecordedDraft(Wrapped[Draft]):
     """A draft that writes each proposal down, in the round of the verify before it."""
 
     def __init__(self, draft: Draft, recording: Recording) -> None:
-        self._draft = draft
+        super().__init__(draft)
         self._recording = recording
-
-    def describe(self) -> RunnerDescription:
-        return self._draft.describe()
-
-    def measure_costs(self) -> StepCosts:
-        return self._draft.measure_costs()
-
-    @property
-    def depth(self) -> int:
-        return self._draft.depth
 
     def launch(self, plan: DraftPlan) -> Pending[DraftReply]:
         """The time of one that is launched behind its verify is part of that one's."""
         start = perf_counter()
-        pending = self._draft.launch(plan)
+        pending = self._model.launch(plan)
         return pending if plan.num_drawn.any() else _RecordedPending(pending, lambda _: self._note(plan, start))
 
     def _note(self, plan: DraftPlan, start: float) -> None:

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from kimi_backend.config.settings import ServingSettings
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from lookup_by_table import PROPOSERS, bounds, of_the_better, serve
+from lookup_suite import recorded
 from lookup_suite.recorded import RecordedText
+from lookup_suite.replayed import ReplayedDraft, ReplayedTarget
 from replayed_policy import COSTS, Machine
+from serving_suite.side_by_side import NANO
 
 ARGS = argparse.Namespace(streams=3, max_tokens=40, min_match=4)
 
@@ -46,6 +51,21 @@ def test_the_same_texts_take_the_same_rounds(texts: list[RecordedText]) -> None:
     first, second = (serve("lookup+eagle3", [texts, texts], machine, ARGS) for _ in range(2))
     assert first == second
     assert len(first) == 2
+
+
+def test_a_recording_has_what_the_draft_proposes_at_every_place(
+    texts: list[RecordedText], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pair that knows the texts: they stay what they are, though nothing that is proposed is verified."""
+    machine = Machine.read(COSTS)
+    pair = ReplayedTarget(texts, machine.target), ReplayedDraft(texts, machine.draft)
+    monkeypatch.setattr(recorded, "load_pair", lambda settings: pair)
+    empty = [RecordedText(text.prompt, [], 0.0) for text in texts]
+    recorded.record(ServingSettings(checkpoint=str(NANO), draft=str(NANO / "draft")), empty, 40)
+    for text, found in zip(texts, empty, strict=True):
+        assert found.tokens == text.tokens
+        assert found.proposals == {place: text.proposals[place][: 39 - place] for place in range(1, 39)}
+    assert pair[0].num_kept == 0
 
 
 def test_what_a_draft_has_right_ends_with_its_first_wrong_token() -> None:
