@@ -134,7 +134,12 @@ class Pairs:
     def turn(self, batch: int, k: int | None, chances: tuple[float, ...], seed: int) -> Turn:
         """Rounds of equal requests, none of which ends in them. k: None for the adaptive policy."""
         self.target._kernels.sample_tokens.chances.copy_(chances_of(chances))
-        ended, most = Ended(), MAX_SPECULATIVE_TOKENS if k is None else k
+        most, factors = MAX_SPECULATIVE_TOKENS if k is None else k, list[float]()
+
+        def note_factors(engine: Engine) -> None:
+            assert engine._loop.core is not None
+            factors.extend(engine._loop.core.scheduler.policy.times.factors)
+
         found = run_batch(
             self.target,
             self.draft if most else None,
@@ -147,9 +152,9 @@ class Pairs:
             temperature=1.0,
             seed=seed,
             seconds=self._options.seconds,
-            at_end=ended,
+            at_end=note_factors if k is None else lambda engine: None,
         )
-        turn = Turn([item for item in found if item.is_decode and item.num_seqs == batch], factors=ended.factors)
+        turn = Turn([item for item in found if item.is_decode and item.num_seqs == batch], factors=factors)
         if self._watch is not None:
             turn.card = self._watch.between(turn.later[0].target_end_s, turn.later[-1].target_end_s)
         return turn
@@ -158,17 +163,6 @@ class Pairs:
 def num_output_tokens(options: argparse.Namespace) -> int:
     """More than a request makes in a turn: eight tokens in each of the shortest rounds."""
     return min(round(8 * options.seconds / SHORTEST_ROUND_S), MOST_OUTPUT_TOKENS)
-
-
-class Ended:
-    """Keeps what an engine's policy has learned."""
-
-    factors: list[float] = []  # noqa: RUF012
-
-    def __call__(self, engine: Engine) -> None:
-        assert engine._loop.core is not None
-        times = getattr(engine._loop.core.scheduler.policy, "times", None)
-        self.factors = [] if times is None else times.factors
 
 
 def measure_draft(name: str, pairs: Pairs, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,6 @@ Each load is an engine's first one, then each order of the loads is one engine's
 import argparse
 import itertools
 import json
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -52,7 +51,6 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="texts of an earlier run, or where to keep these")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    logging.disable(logging.WARNING)  # a draft of which nothing is accepted is what recording makes
     texts, machine = recorded(args), Machine.read(args.costs)
     report: dict[str, Any] = {**provenance(), "date": time.strftime("%Y-%m-%d %H:%M"), "cells": [], "orders": []}
     for temperature in args.temperatures:

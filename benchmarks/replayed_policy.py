@@ -2,11 +2,11 @@
 
     python benchmarks/replayed_policy.py [--temperatures 0 0.6 1] [--streams 1 4 8] [--costs FILE] [--json OUT]
 
-What `speculation_policy.py` measures through servers, without what else a machine does: requests run in this process
-until it is known how many draft tokens are kept at each place of each text; then the adaptive policy and each fixed k
-run over these texts in rounds that take what the table says, with noise for the policy to learn from. Each start is an
-engine that has seen nothing, over the texts in an order of its own. --costs: {"target": …, "draft": …, "host_s": …,
-"way_s": …}, by default those that `nano_costs.py` wrote of kimi-nano on a CPU.
+What `speculation_policy.py` measures through servers, without what else a machine does: the pair writes each text once
+in this process, and its draft proposes at every place (`lookup_suite.recorded`); then the adaptive policy and each
+fixed k run over these texts in rounds that take what the table says, with noise for the policy to learn from. Each
+start is an engine that has seen nothing, over the texts in an order of its own. --costs: {"target": …, "draft": …,
+"host_s": …, "way_s": …}, by default those that `nano_costs.py` wrote of kimi-nano on a CPU.
 """
 
 import argparse
@@ -21,17 +21,20 @@ from typing import Any
 
 import numpy as np
 
+from kimi_backend.config.settings import ServingSettings
 from kimi_backend.spec_decode.adaptive_policy import AdaptivePolicy
 from kimi_backend.spec_decode.controller import SpeculationController
 from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.spec_decode.step_times import StepShape, StepTimes
+from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.types.request import MAX_SPECULATIVE_TOKENS
 from kimi_backend.types.step_costs import StepCosts
-from serving_suite.recorded_acceptance import recorded_texts
-from serving_suite.side_by_side import provenance
+from lookup_suite.recorded import RecordedText, record
+from serving_suite.side_by_side import NANO, PROMPTS, provenance
 
 COSTS = Path(__file__).parent / "results" / "cpu_nano_costs.json"
 KS = (0, 1, 2, 3, 4, 5, 7)
-COUNTED_TOKENS = 128
+NUM_TEXTS, NUM_TOKENS, COUNTED_TOKENS = 8, 160, 128
 NOISE = 0.05
 REQUESTS_A_STREAM = 4
 """A run that ends as soon as its streams are full would compare little but its end."""
@@ -48,7 +51,8 @@ def main() -> None:
     args = parser.parse_args()
     machine = Machine.read(args.costs)
     report: dict[str, Any] = {**provenance(), "date": time.strftime("%Y-%m-%d %H:%M"), "cells": []}
-    for temperature, texts in zip(args.temperatures, recorded_texts(args.temperatures), strict=True):
+    for temperature in args.temperatures:
+        texts = recorded_texts(temperature)
         for streams in args.streams:
             cell = {
                 "temperature": temperature,
@@ -59,6 +63,15 @@ def main() -> None:
             print(json.dumps(cell), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def recorded_texts(temperature: float) -> list[list[int]]:
+    """[texts][places] draft tokens that are kept there, from the first verify's place on to the last one with all."""
+    settings = ServingSettings(checkpoint=str(NANO), draft=str(NANO / "draft"), device="cpu", max_model_len=1024)
+    prompts = [load_tokenizer(str(NANO)).encode(prompt) for prompt in PROMPTS]
+    texts = [RecordedText(prompts[seed % len(prompts)], [], temperature) for seed in range(NUM_TEXTS)]
+    record(settings, texts, NUM_TOKENS)
+    return [[text.kept(place) for place in range(1, NUM_TOKENS - MAX_SPECULATIVE_TOKENS)] for text in texts]
 
 
 def measure(

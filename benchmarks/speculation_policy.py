@@ -85,7 +85,10 @@ def reports(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     report: dict[str, Any] = {**provenance(), "date": time.strftime("%Y-%m-%d %H:%M"), "runs": []}
     with servers_side_by_side(server_settings(args), args.first_port) as servers:
         started_s = time.monotonic()
-        is_over = lambda: args.seconds is not None and time.monotonic() - started_s > args.seconds  # noqa: E731
+
+        def is_over() -> bool:
+            return args.seconds is not None and time.monotonic() - started_s > args.seconds
+
         for temperature, streams in itertools.product(args.temperatures, args.streams):
             cases = [
                 Case("no draft", servers["plain"], 0),

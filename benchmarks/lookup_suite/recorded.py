@@ -1,6 +1,7 @@
 """Records what a draft proposes at each place of a pair's texts: no round accepts any of it, so none is skipped."""
 
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -75,11 +76,13 @@ def record(settings: ServingSettings, texts: Sequence[RecordedText], max_tokens:
         settings=scheduler_settings(fixed),
         eos_token_ids=load_tokenizer(settings.checkpoint).eos_token_ids,
     )
+    logging.disable(logging.WARNING)  # a draft of which nothing is accepted is what this makes
     engine.start()
     engine.wait_until_ready(60)
     for text, tokens in zip(texts, run_all(engine, texts, max_tokens), strict=True):
         text.tokens = tokens
     engine.stop()
+    logging.disable(logging.NOTSET)
 
 
 def run_all(engine: Engine, texts: Sequence[RecordedText], max_tokens: int) -> list[list[int]]:

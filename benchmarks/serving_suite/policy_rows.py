@@ -45,7 +45,7 @@ def measure(
     """The cases in turn, from the first request on.
 
     Args:
-        is_over: asked before each turn behind those in which all take part.
+        is_over: asked before each turn, once one has been without those that are far behind.
     """
     *others, adaptive = cases
     running, differing = list(others), set[int]()
@@ -119,11 +119,14 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def verdict(runs: list[dict[str, Any]]) -> str:
     """One plain sentence or two."""
-    named = lambda some: ", ".join(f"temperature {r['temperature']:g} x {r['streams']}" for r in some)  # noqa: E731
     missed, differing = [r for r in runs if not r["meets_bar"]], [r for r in runs if not r["texts_equal"]]
     sure = [r for r in missed if r["misses_bar_for_sure"]]
     said = f"At least {BAR} of the better of both."
     if missed:
-        said = f"MISSES the bar of {BAR} at {named(missed)}"
-        said += f"; beyond chance at {named(sure)}." if sure else "; nowhere beyond chance."
-    return said + (f" TEXTS DIFFER at {named(differing)}." if differing else " Every text the same.")
+        said = f"MISSES the bar of {BAR} at {_named(missed)}"
+        said += f"; beyond chance at {_named(sure)}." if sure else "; nowhere beyond chance."
+    return said + (f" TEXTS DIFFER at {_named(differing)}." if differing else " Every text the same.")
+
+
+def _named(runs: list[dict[str, Any]]) -> str:
+    return ", ".join(f"temperature {run['temperature']:g} x {run['streams']}" for run in runs)

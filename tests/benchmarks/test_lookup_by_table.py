@@ -56,7 +56,7 @@ def test_the_same_texts_take_the_same_rounds(texts: list[RecordedText]) -> None:
 def test_a_recording_has_what_the_draft_proposes_at_every_place(
     texts: list[RecordedText], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a pair that knows the texts: they stay what they are, though nothing that is proposed is verified."""
+    """The texts, of a pair that knows them, stay what they are, though nothing that is proposed is verified."""
     machine = Machine.read(COSTS)
     pair = ReplayedTarget(texts, machine.target), ReplayedDraft(texts, machine.draft)
     monkeypatch.setattr(recorded, "load_pair", lambda settings: pair)

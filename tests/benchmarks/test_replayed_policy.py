@@ -1,4 +1,4 @@
-"""Recorded acceptance, replayed: what is known of each place, and rounds by hand."""
+"""Recorded acceptance, replayed: rounds by hand."""
 
 import sys
 from pathlib import Path
@@ -6,26 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from kimi_backend.spec_decode.controller import SpeculationController
 from replayed_policy import COSTS, COUNTED_TOKENS, Machine, Replay
-from serving_suite.recorded_acceptance import EveryPlacePolicy, known_places
-
-
-def test_a_verify_begins_at_every_place() -> None:
-    """A text of which each place keeps another number, generated as an engine does, until all is known."""
-    text, policy = [3, 0, 2, 7, 1, 0, 5, 1, 0, 2, 0, 0], EveryPlacePolicy()
-    for _ in range(8):
-        controller, place = SpeculationController(7), 0
-        policy.admit(controller, [])
-        while place < len(text):
-            proposed = controller.num_chosen_tokens
-            policy.begin_round([controller])
-            kept = min(proposed, text[place])
-            if proposed:
-                controller.record(proposed, kept)
-            place += kept + 1
-    assert known_places(policy.kept) == text
-    assert known_places({0: 1, 1: 0, 3: 2}) == [1, 0]
 
 
 def test_rounds_take_what_the_table_says() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from serving_suite import policy_rows
 from speculation_policy import joined
@@ -55,16 +57,25 @@ def test_luck_makes_no_peer() -> None:
 
 
 def test_each_turn_has_requests_of_its_own_and_who_is_far_behind_has_few() -> None:
-    found, (slow, near, adaptive) = measured(lambda turn: 90.0, lambda turn: 99.0, lambda turn: 100.0)
-    assert len(slow.rates) == policy_rows.JUDGED_TURNS and len(near.rates) == len(adaptive.rates) == 8
+    found, (slow, near, best, adaptive) = measured(
+        *(lambda turn, rate=rate: rate for rate in (91.0, 93.0, 100.0, 90.0))
+    )
+    assert len(slow.rates) == 3 and len(near.rates) == len(best.rates) == len(adaptive.rates) == 8
     assert near.requests == adaptive.requests == [range(8 * turn, 8 * turn + 8) for turn in range(8)]
     assert found["texts_equal"]
+
+
+def test_a_load_whose_time_is_over_has_a_turn_more_than_all_take_part_in() -> None:
+    cases = [ScriptedCase("other", lambda turn: 1.0), ScriptedCase("adaptive", lambda turn: 1.0)]
+    policy_rows.measure(cases, 0.0, 4, Namespace(turns=8, max_tokens=1), lambda: True)
+    assert [len(case.rates) for case in cases] == [4, 4]
 
 
 def test_a_median_is_known_as_well_as_its_turns_agree() -> None:
     assert policy_rows.interval([0.9, 1.0, 1.1] * 3)[0] < 1 < policy_rows.interval([0.9, 1.0, 1.1] * 3)[1]
     low, high = policy_rows.interval([0.9, 1.0, 1.1] * 100)
     assert 0.9 < low <= 1.0 <= high < 1.1
+    assert policy_rows.interval(range(101)) == pytest.approx((40, 60), abs=1)  # five to either side is one deviation
 
 
 def run(**changes: Any) -> dict[str, Any]:

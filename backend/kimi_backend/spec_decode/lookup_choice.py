@@ -66,17 +66,17 @@ class LookupChooser:
         factors = []
         for candidate, pool in zip(candidates, pools, strict=True):
             acceptance = candidate.lookup.acceptance
-            acceptance.expected_rate = rates[id(pool)][1]
+            acceptance.expected_rate = rates[pool][1]
             factors.append(acceptance.factor)
-        return kept_chances(np.array([rates[id(pool)][0] for pool in pools]), factors)
+        return kept_chances(np.array([rates[pool][0] for pool in pools]), factors)
 
     def _proposed(self, candidates: list[Candidate]) -> Floats:
         """[C, MAX_SPECULATIVE_TOKENS] chances of what the draft proposes."""
         pools = [c.speculation.pool or self._untried for c in candidates]
         rates = _rates(pools)
         own = [c.speculation.acceptance for c in candidates]
-        factors = [acceptance.factor(rates[id(pool)][1]) for acceptance, pool in zip(own, pools, strict=True)]
-        return kept_chances(np.array([rates[id(pool)][0] for pool in pools]), factors)
+        factors = [acceptance.factor(rates[pool][1]) for acceptance, pool in zip(own, pools, strict=True)]
+        return kept_chances(np.array([rates[pool][0] for pool in pools]), factors)
 
     def _note_alone(self, candidates: list[Candidate], found: Floats, counts: list[int]) -> None:
         for candidate, chances, count in zip(candidates, found, counts, strict=True):
@@ -88,6 +88,6 @@ _BEYOND = np.arange(MAX_SPECULATIVE_TOKENS) >= np.arange(MAX_SPECULATIVE_TOKENS 
 """[count] the positions behind so many tokens."""
 
 
-def _rates(pools: list[AcceptancePool]) -> dict[int, tuple[list[float], float]]:
-    """The conditional rates of each pool, and their mean, by its id."""
-    return {id(pool): (pool.rates(), pool.mean_rate) for pool in {id(pool): pool for pool in pools}.values()}
+def _rates(pools: list[AcceptancePool]) -> dict[AcceptancePool, tuple[list[float], float]]:
+    """The conditional rates of each pool, and their mean."""
+    return {pool: (pool.rates(), pool.mean_rate) for pool in set(pools)}

@@ -120,7 +120,7 @@ class LookupIndex:
     def find(self, text: Int32Array) -> Match | None:
         """The longest match, of several the latest; among the MOST_CANDIDATES latest places, unless it goes on."""
         if self._match is None:
-            self._match = self._search(text)
+            self._match = self.find_at(text, len(text))
         return self._match
 
     def _follow(self, token_ids: list[int], text: Int32Array) -> int:
@@ -150,10 +150,6 @@ class LookupIndex:
         """Find what `find` would have found when the text had so many tokens."""
         before = self._links[place - 1]
         return None if before < self._min_match - 1 else self._longest(before, text, text[:place])
-
-    def _search(self, text: Int32Array) -> Match | None:
-        before = self._links[len(text) - 1]
-        return None if before < self._min_match - 1 else self._longest(before, text, text)
 
     def _longest(self, place: int, source: Int32Array, text: Int32Array) -> Match | None:
         """The place, of those from one on along the links, up to which `source` has most of what `text` ends in."""

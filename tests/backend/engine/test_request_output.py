@@ -110,7 +110,6 @@ def test_a_stop_string_before_a_stop_token_of_the_same_step_wins() -> None:
         (1, -1.0, ((2, -2.0),)),
         (2, -2.0, ((4, -4.0),)),
     ]
-    assert final is not None
     assert final.matched_stop == "BC"
     assert final.stats is not None
     assert final.stats.num_output_tokens == 3

@@ -4,6 +4,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,6 +40,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return shapes
 
 
+@pytest.fixture
+def bursts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that each step was given, none of which is run."""
+    given: list[float] = []
+
+    def seconds_of(launch, device: torch.device, burst_s: float) -> float:  # type: ignore[no-untyped-def]
+        given.append(burst_s)
+        return 1e-6
+
+    monkeypatch.setattr("kimi_backend.runners.step_timing.step_seconds", seconds_of)
+    return given
+
+
 @pytest.mark.parametrize(("kind", "is_captured"), [("mla31", False), ("mha", False), ("mla31", True)])
 def test_both_runners_time_every_shape_in_every_pass(kind: str, is_captured: bool, counted: list[int]) -> None:
     for runner in runner_pair(SETTING, kind, PlainRecorder() if is_captured else None):
@@ -56,17 +70,37 @@ def test_both_runners_time_every_shape_in_every_pass(kind: str, is_captured: boo
         assert runner.measure_costs() is costs
 
 
-def test_a_gpu_is_timed_from_the_smallest_shape_to_the_largest_and_back(counted: list[int]) -> None:
-    """Its clock falls under load and recovers: a shape's time is the mean of one from either side."""
+def timed(device: torch.device, advanced: list[int]) -> StepCosts:
+    """Costs of captured steps of a target on a CPU, as if it were another device."""
     target, _ = runner_pair(SETTING, "mla", PlainRecorder())
     sequences = Sequences(pool=target._pool, limits=LIMITS, vocab_size=target._vocab_size, is_draft=False)
+    return time_steps(sequences, target._launch_timed, device, advanced.append, is_captured=True)[0]
+
+
+def test_a_gpu_is_timed_from_the_smallest_shape_to_the_largest_and_back(counted: list[int]) -> None:
+    """Its clock falls under load and recovers: a shape's time is the mean of one from either side."""
     advanced: list[int] = []
-    launch = target._launch_timed
-    costs, _ = time_steps(sequences, launch, torch.device("cuda"), advanced.append, is_captured=True)
+    costs = timed(torch.device("cuda"), advanced)
     num_shapes = len(shapes_of(LIMITS, is_captured=True, is_draft=False))
     assert counted == counted[::-1] and len(counted) == sum(advanced) == 2 * num_shapes
     timed_us = [us for grid in (costs.step_us, costs.padded_us[1:]) for row in grid for us in row]
     assert timed_us == pytest.approx([num_shapes + 0.5] * len(timed_us))
+
+
+@pytest.mark.parametrize(("pass_s", "num_passes"), [(0.21, 4), (0.19, 5), (0.16, 6)])
+def test_a_cpu_is_timed_as_often_as_a_second_allows(
+    pass_s: float, num_passes: int, bursts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_shapes, advanced = len(shapes_of(LIMITS, is_captured=True, is_draft=False)), list[int]()
+    clock = SimpleNamespace(perf_counter=lambda: pass_s * len(bursts) / num_shapes)
+    monkeypatch.setattr("kimi_backend.runners.step_timing.time", clock)
+    timed(torch.device("cpu"), advanced)
+    assert (len(bursts), len(advanced)) == (num_passes * num_shapes, 4 * num_shapes)
+
+
+def test_bursts_on_a_gpu_take_six_seconds_together(bursts: list[float]) -> None:
+    timed(torch.device("cuda"), [])
+    assert sum(bursts) == pytest.approx(6)
 
 
 def test_on_a_cpu_a_step_takes_no_longer_than_a_larger_one_did(counted: list[int]) -> None:

@@ -64,8 +64,14 @@ def test_nothing_is_expected_where_nothing_was_looked_up() -> None:
 def test_matches_come_in_runs() -> None:
     """The last two dozens of verifies or so say most of a sequence."""
     for num_without, least, most in ((8, 0.3, 0.5), (128, 0.0, 0.07)):
-        share = Expected.of([seen((100, 4), (num_without, 0))]).shares[0]
-        assert least < share < most, share
+        expected = Expected.of([seen((100, 4), (num_without, 0))])
+        assert least < expected.shares[0] < most, num_without
+
+
+def test_what_matches_gave_is_known_when_there_have_been_none_for_long() -> None:
+    expected = Expected.of([seen((100, 4), (640, 0))])
+    assert expected.shares == pytest.approx([0], abs=1e-4)
+    assert (expected.num_tokens, expected.num_kept) == (pytest.approx([4]), pytest.approx([2]))
 
 
 def test_a_sequence_is_expected_to_be_like_its_kind_until_it_is_known() -> None:

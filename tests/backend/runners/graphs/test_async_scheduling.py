@@ -14,35 +14,17 @@ from kimi_backend.runners.target_runner import TargetRunner
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.plan import TargetPlan
-from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
+from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest
 from kimi_kernels.kernel_set import KernelSet
 from kimi_kernels.token_table import plain
 from support.captured_runners import Setting, runner_pair
 from support.engine_runs import EngineHarness
 from support.plain_recorder import PlainRecorder
+from support.random_requests import requests_of_every_k
 from support.speculative_loop import SpeculativeLoop
 
 SETTING = Setting(kernels=KernelSet.plain())
 EOS = 3
-
-
-def requests(count: int = 8) -> list[GenerateRequest]:
-    """Greedy and not, of different lengths, some of which stop."""
-    generator = np.random.default_rng(2)
-    return [
-        GenerateRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(generator.integers(8, 96, int(generator.integers(3, 30))).tolist()),
-            sampling=SamplingParams(
-                max_tokens=int(generator.integers(20, 60)),
-                temperature=float(index % 2),
-                seed=index,
-                ignore_eos=index < 3,
-            ),
-            num_speculative_tokens=0,
-        )
-        for index in range(count)
-    ]
 
 
 def target_with(recorder: Recorder | None) -> TargetRunner:
@@ -75,7 +57,7 @@ def texts(harness: EngineHarness) -> list[list[int]]:
 
 
 def test_the_same_texts_as_in_lockstep() -> None:
-    given = requests()
+    given = requests_of_every_k(8, fewest_tokens=20)
     lockstep, none = run(False, given)
     ahead, num_behind = run(True, given)
     assert none == 0
@@ -87,7 +69,7 @@ def test_the_same_texts_as_in_lockstep() -> None:
 
 def test_the_same_texts_where_others_leave_and_start_again() -> None:
     """Cancelled and preempted with a step in flight; their blocks, which it writes, go to others."""
-    given = requests()
+    given = requests_of_every_k(8, fewest_tokens=20)
 
     def change(harness: EngineHarness, step: int) -> None:
         running = harness.core.scheduler.running
@@ -110,7 +92,7 @@ def test_the_same_texts_where_others_leave_and_start_again() -> None:
 @pytest.mark.parametrize("fault", ["no token", "another's token", "last step's"])
 def test_a_wrong_token_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults in what a step leaves for the next."""
-    given = requests()
+    given = requests_of_every_k(8, fewest_tokens=20)
     lockstep, _ = run(False, given)
     store = plain.store_drawn
 
