@@ -6,6 +6,7 @@ the turns that are left tell the near ones apart.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, Protocol
@@ -20,6 +21,9 @@ MOST_DRAFT_TOKENS = 7
 JUDGED_TURNS, FAR_BEHIND = 3, 0.92
 """A case whose rate after so many turns is below this part of the best one's has no more of them."""
 RESAMPLED = 4_000
+REST_S = 0.5
+"""Before each turn. Threads of the server that has just had one spin for some tenths of a second, which took a tenth of
+the next server's rate, and nothing of a case's on the same server."""
 
 
 class MeasuredCase(Protocol):
@@ -54,6 +58,7 @@ def measure(
         if turn > JUDGED_TURNS and is_over():
             break
         for case in in_turn([*running, adaptive], turn):
+            time.sleep(REST_S)
             case.run(temperature, range(turn * num_requests, (turn + 1) * num_requests), streams, args.max_tokens)
         if any(case.texts != adaptive.texts for case in running):
             differing.add(turn)

@@ -14,6 +14,8 @@ from slice_suite.configs import write_slice
 
 BATCHES, KS = (1, 4, 16, 64), (0, 3)
 LONG_PROMPT, LONG_BATCHES = 32_768, (1, 4, 16)
+LONG_TOKENS = 320
+"""Of such a prompt's request: the first one must still run when the last one's four chunks have passed."""
 FEWEST_LAYERS, MOST_LAYERS = 3, 61
 ALLOWED_ERROR = 0.03
 
@@ -37,7 +39,7 @@ def run(num_ranks: int, *, is_cpu: bool, out: Path) -> Verdict:
     if not is_cpu:
         long = ["--prompts", str(LONG_PROMPT), "--batches", ",".join(map(str, LONG_BATCHES))]
         command[command.index("--layers") + 1] = str(depths[0])
-        status = run_command([*command, *long, "--tokens", "32", "--out", str(folder / "long")])
+        status = run_command([*command, *long, "--tokens", str(LONG_TOKENS), "--out", str(folder / "long")])
         verdict.ask(status == 0, f"prompts of {LONG_PROMPT} at {depths[0]} layers ran to their end (status {status})")
     return verdict
 

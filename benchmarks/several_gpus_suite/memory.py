@@ -56,9 +56,9 @@ def _measure(settings: ServingSettings, name: str, verdict: Verdict, *, prompt_l
         num_output_tokens=32,
     )
     lent = [a - b for a, b in zip(before, _free_bytes(settings.tensor_parallel_size), strict=True)]
-    for runner in models:
-        runner.close()
-    del models
+    models[0].close()
+    models[1].close()
+    del models  # the last names of the pools, which the next preset needs the room of
     gc.collect()
     if lent:
         torch.cuda.empty_cache()

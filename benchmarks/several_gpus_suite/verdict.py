@@ -39,8 +39,9 @@ class Verdict:
 
 def run_command(arguments: list[str], **environment: str) -> int:
     """Run a Python command of the repository to its end, its output shown; its exit status, 124 after `LIMIT_S`."""
-    paths = [REPOSITORY / name for name in ("kernels", "backend", "client", "benchmarks")]
-    values = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **environment}
+    paths = [str(REPOSITORY / name) for name in ("kernels", "backend", "client", "benchmarks")]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    values = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
     try:
         return subprocess.run(
             [sys.executable, *arguments], cwd=REPOSITORY, env=values, timeout=LIMIT_S, check=False

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from kimi_backend.checkpoint.presets import Preset
 from several_gpus_suite import collectives, depth
-from several_gpus_suite.verdict import Verdict
+from several_gpus_suite.verdict import Verdict, run_command
 
 
 def test_a_verdict_holds_only_where_something_was_asked() -> None:
@@ -22,6 +22,17 @@ def test_a_verdict_holds_only_where_something_was_asked() -> None:
     verdict.ask(False, "another")
     assert not verdict.holds
     assert verdict.text("title").splitlines()[-2:] == ["  FAILS  another", "VERDICT: FAILED"]
+
+
+def test_a_jobs_command_imports_the_repository_and_what_its_caller_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_the_caller.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_command(["-c", "import of_the_caller, kimi_kernels, slice_suite"]) == 0
+    monkeypatch.delenv("PYTHONPATH")
+    assert run_command(["-c", "import kimi_kernels, slice_suite"]) == 0
+    assert run_command(["-c", "import of_the_caller"]) == 1
 
 
 @pytest.mark.parametrize(("in_parts_us", "holds"), [(9.0, True), (13.0, False)])

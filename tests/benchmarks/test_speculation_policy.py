@@ -32,6 +32,14 @@ class ScriptedCase:
         self.requests.append(requests)
 
 
+@pytest.fixture(autouse=True)
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that cases rested; none passes."""
+    seconds: list[float] = []
+    monkeypatch.setattr(policy_rows.time, "sleep", seconds.append)
+    return seconds
+
+
 def measured(*rates_of: Callable[[int], float]) -> tuple[dict[str, Any], list[ScriptedCase]]:
     """Cases named by their order; the last one is the adaptive one."""
     cases = [ScriptedCase(str(number), rate_of) for number, rate_of in enumerate(rates_of)]
@@ -63,6 +71,11 @@ def test_each_turn_has_requests_of_its_own_and_who_is_far_behind_has_few() -> No
     assert len(slow.rates) == 3 and len(near.rates) == len(best.rates) == len(adaptive.rates) == 8
     assert near.requests == adaptive.requests == [range(8 * turn, 8 * turn + 8) for turn in range(8)]
     assert found["texts_equal"]
+
+
+def test_no_case_begins_while_the_threads_of_another_server_still_spin(rests: list[float]) -> None:
+    _, cases = measured(lambda turn: 99.0, lambda turn: 100.0)
+    assert rests == [0.5] * sum(len(case.rates) for case in cases)
 
 
 def test_a_load_whose_time_is_over_has_a_turn_more_than_all_take_part_in() -> None:
