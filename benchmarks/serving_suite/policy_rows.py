@@ -22,8 +22,8 @@ JUDGED_TURNS, FAR_BEHIND = 3, 0.92
 """A case whose rate after so many turns is below this part of the best one's has no more of them."""
 RESAMPLED = 4_000
 REST_S = 0.5
-"""Before each turn. Threads of the server that has just had one spin for some tenths of a second, which took a tenth of
-the next server's rate, and nothing of a case's on the same server."""
+"""The pause before each turn. Threads of the server that has just had one spin for some tenths of a second, which took
+a tenth of the next server's rate, and nothing of a case's on the same server."""
 
 
 class MeasuredCase(Protocol):

@@ -15,7 +15,7 @@ from slice_suite.configs import write_slice
 BATCHES, KS = (1, 4, 16, 64), (0, 3)
 LONG_PROMPT, LONG_BATCHES = 32_768, (1, 4, 16)
 LONG_TOKENS = 320
-"""Of such a prompt's request: the first one must still run when the last one's four chunks have passed."""
+"""Output tokens of such a prompt: the first one must still run when the last one's four chunks have passed."""
 FEWEST_LAYERS, MOST_LAYERS = 3, 61
 ALLOWED_ERROR = 0.03
 
