@@ -26,16 +26,15 @@ from kimi_backend.engine.engine import Engine
 from kimi_backend.serving.spec_ensemble_server import scheduler_settings
 from kimi_backend.spec_decode.round_times import Round
 from kimi_backend.text.tokenizer import load_tokenizer
-from lookup import LEAST_REPEATED, longest_repeated
 from lookup_suite.bound import bound
-from lookup_suite.loads import held_out_files, make_loads
+from lookup_suite.cells import PROPOSERS
+from lookup_suite.loads import LEAST_REPEATED, held_out_files, longest_repeated, make_loads
 from lookup_suite.recorded import RecordedText, load, record, run_all, save
 from lookup_suite.replayed import ReplayedDraft, ReplayedTarget
 from replayed_policy import COSTS, Machine
 from serving_suite.side_by_side import NANO, provenance
 from slice_suite.recording import RecordedTarget, Recording
 
-PROPOSERS = ("none", "eagle3", "lookup", "lookup+eagle3")
 Texts = dict[str, list[RecordedText]]
 
 

@@ -18,6 +18,8 @@ EDIT_TOKENS = (96, 420)
 SHOWN_LINES = 3
 """Lines of the function's second copy: its continuation repeats the rest."""
 NUM_RECORDS = 40
+LEAST_REPEATED = 16
+"""Tokens of the span that a text must repeat to be an edit."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{2,}")
 
 
@@ -78,3 +80,14 @@ def _records(file: SourceFile, encode: Encode) -> Iterator[LoadPrompt]:
         rows.append("    {" + ", ".join(f'"{k}": "{v}"' for k, v in zip(keys, values, strict=True)) + "},\n")
     token_ids = encode("RECORDS = [\n" + "".join(rows))
     yield LoadPrompt(token_ids[-1400:], [])
+
+
+def longest_repeated(span: list[int], tokens: list[int]) -> int:
+    """Tokens of the longest run of `tokens` that stands in `span`."""
+    best, lengths = 0, [0] * (len(span) + 1)
+    for token in tokens:
+        before = 0
+        for place, other in enumerate(span, 1):
+            before, lengths[place] = lengths[place], before + 1 if other == token else 0
+            best = max(best, lengths[place])
+    return best

@@ -26,11 +26,17 @@ REST_S = 0.5
 a tenth of the next server's rate, and nothing of a case's on the same server."""
 
 
-class MeasuredCase(Protocol):
-    """A way of serving that takes its turns."""
+class Timed(Protocol):
+    """A way of serving that took its turns."""
 
     name: str
     rates: list[float]
+    """One entry a turn."""
+
+
+class MeasuredCase(Timed, Protocol):
+    """A way of serving that takes its turns."""
+
     texts: list[str]
     verifies: list[int]
 
@@ -65,37 +71,45 @@ def measure(
         if turn + 1 == JUDGED_TURNS:
             rates = [median(case.rates) for case in running]
             running = [case for case, rate in zip(running, rates, strict=True) if rate >= FAR_BEHIND * max(rates)]
-    best, ratios = of_best(others, adaptive)
-    low, high = interval(ratios)
     return {
         "temperature": temperature,
         "streams": streams,
         "tokens_per_second": {case.name: round(median(case.rates), 1) for case in cases},
         "turns": {case.name: [round(rate, 1) for rate in case.rates] for case in cases},
-        "best": best,
         "to_no_draft": round(median(paired(adaptive, others[0])), 3),
-        "to_best": [round(median(ratios), 3), low, high],
-        "first_turn_to_best": round(ratios[0], 3),
+        **against_best(others, adaptive),
         "shares": [round(count / max(sum(adaptive.verifies), 1), 3) for count in adaptive.verifies],
         "texts_equal": not differing,
-        "meets_bar": median(ratios) >= BAR,
-        "misses_bar_for_sure": high < BAR,
     }
 
 
-def of_best(others: Sequence[MeasuredCase], adaptive: MeasuredCase) -> tuple[list[str], list[float]]:
-    """Names of the best other case by the odd and by the even turns, and the adaptive one's ratio to it in each turn.
+def against_best(others: Sequence[Timed], case: Timed) -> dict[str, Any]:
+    """The best of the others, and the case's ratio to it: median, interval, in the first turn, and by the bar. A single
+    turn has no spread, so it is sure of nothing."""
+    best, ratios = of_best(others, case)
+    low, high = interval(ratios)
+    return {
+        "best": best,
+        "to_best": [round(median(ratios), 3), low, high],
+        "first_turn_to_best": round(ratios[0], 3),
+        "meets_bar": median(ratios) >= BAR,
+        "misses_bar_for_sure": len(ratios) > 1 and high < BAR,
+    }
+
+
+def of_best(others: Sequence[Timed], case: Timed) -> tuple[list[str], list[float]]:
+    """Names of the best other case by the odd and by the even turns, and the case's ratio to it in each turn.
 
     The best by the even turns is the peer in the odd ones, and the other way round: the best of many by one measurement
-    owes some of its lead in it to chance.
+    owes some of its lead in it to chance. A single turn has no other.
     """
-    lasting = [case for case in others if len(case.rates) == len(adaptive.rates)]
-    best = [max(lasting, key=lambda case: median(case.rates[1 - odd :: 2])) for odd in (0, 1)]
-    ratios = [rate / best[turn % 2].rates[turn] for turn, rate in enumerate(adaptive.rates)]
-    return sorted({case.name for case in best}), ratios
+    lasting = [other for other in others if len(other.rates) == len(case.rates)]
+    best = [max(lasting, key=lambda other: median(other.rates[1 - odd :: 2] or other.rates)) for odd in (0, 1)]
+    ratios = [rate / best[turn % 2].rates[turn] for turn, rate in enumerate(case.rates)]
+    return sorted({other.name for other in best}), ratios
 
 
-def paired(one: MeasuredCase, other: MeasuredCase) -> list[float]:
+def paired(one: Timed, other: Timed) -> list[float]:
     """Ratios by turn, as long as both took part."""
     return [a / b for a, b in zip(one.rates, other.rates, strict=False)]
 
@@ -122,16 +136,24 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def verdict(runs: list[dict[str, Any]]) -> str:
-    """One plain sentence or two."""
+def name_of(run: dict[str, Any]) -> str:
+    return f"temperature {run['temperature']:g} x {run['streams']}"
+
+
+def verdict(runs: Sequence[dict[str, Any]], name: Callable[[dict[str, Any]], str] = name_of) -> str:
+    """One plain sentence or two.
+
+    Args:
+        name: what a run is called.
+    """
     missed, differing = [r for r in runs if not r["meets_bar"]], [r for r in runs if not r["texts_equal"]]
     sure = [r for r in missed if r["misses_bar_for_sure"]]
     said = f"At least {BAR} of the better of both."
     if missed:
-        said = f"MISSES the bar of {BAR} at {_named(missed)}"
-        said += f"; beyond chance at {_named(sure)}." if sure else "; nowhere beyond chance."
-    return said + (f" TEXTS DIFFER at {_named(differing)}." if differing else " Every text the same.")
+        said = f"MISSES the bar of {BAR} at {_named(missed, name)}"
+        said += f"; beyond chance at {_named(sure, name)}." if sure else "; nowhere beyond chance."
+    return said + (f" TEXTS DIFFER at {_named(differing, name)}." if differing else " Every text the same.")
 
 
-def _named(runs: list[dict[str, Any]]) -> str:
-    return ", ".join(f"temperature {run['temperature']:g} x {run['streams']}" for run in runs)
+def _named(runs: Sequence[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> str:
+    return ", ".join(name(run) for run in runs)

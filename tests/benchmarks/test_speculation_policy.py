@@ -64,6 +64,13 @@ def test_luck_makes_no_peer() -> None:
     assert policy_rows.of_best(cases, adaptive)[1] == [1.0] * 8
 
 
+def test_a_single_turn_is_compared_but_sure_of_nothing() -> None:
+    cases = [ScriptedCase(name, lambda turn: 1.0, [rate]) for name, rate in (("slow", 90.0), ("best", 100.0))]
+    found = policy_rows.against_best(cases, ScriptedCase("adaptive", lambda turn: 1.0, [96.0]))
+    assert (found["best"], found["to_best"], found["meets_bar"]) == (["best"], [0.96] * 3, False)
+    assert not found["misses_bar_for_sure"]
+
+
 def test_each_turn_has_requests_of_its_own_and_who_is_far_behind_has_few() -> None:
     found, (slow, near, best, adaptive) = measured(
         *(lambda turn, rate=rate: rate for rate in (91.0, 93.0, 100.0, 90.0))
