@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -9,13 +10,18 @@ from unittest.mock import MagicMock
 import pytest
 from typer.testing import CliRunner
 
-from kimi_backend.cli import bench_sweep, plots
+from kimi_backend.cli import bench_in_process, bench_sweep, plots
+from kimi_backend.cli.bench_in_process import BenchLoad
 from kimi_backend.cli.bench_server import ServerLoad, write_plot
 from kimi_backend.cli.main import app
 from kimi_backend.cli.prompt_file import read_prompt_token_ids, read_prompts
+from kimi_backend.engine.emitter import OutputTotals
+from kimi_backend.engine.statistics import EngineState, take_statistics
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.text.sample_prompts import SAMPLE_PROMPTS
 from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.types.request import SamplingParams, SpeculationStats
+from support.printed_tables import rows_of
 
 PROMPTS = '{"prompt": "def f(x):"}\n\n{"input_ids": [5, 6, 7, 8]}\n'
 
@@ -72,6 +78,62 @@ def test_prompts_are_repeated_for_more_requests(folder: Path) -> None:
     texts = [request["text"] for request in report["requests"]]
     assert texts == [texts[0], texts[1]] * 2 + [texts[0]]
     assert report["num_output_tokens"] == 60
+
+
+ROUNDS = SpeculationStats(
+    num_spec_steps=4,
+    num_draft_tokens=10,
+    num_accepted_draft_tokens=5,
+    drafted_per_position=(4, 4, 2, 0),
+    accepted_per_position=(3, 2, 0, 0),
+)
+REPLIES = [{"token_ids": [1, 2, 3], "error": None}, {"token_ids": [4], "error": "lost"}]
+
+
+def report_of(totals: OutputTotals, **changes: Any) -> dict[str, Any]:
+    statistics = replace(take_statistics(EngineState.READY, None, 0, None, totals), **changes)
+    return bench_in_process._report(statistics, REPLIES, 2.0)
+
+
+def test_a_report_in_process_and_its_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    totals = OutputTotals(
+        speculation=ROUNDS, speculation_by_proposer={"eagle3": ROUNDS}, num_draft_tokens_histogram=(1, 0, 0, 3)
+    )
+    parts = ("acceptance length synthetic 3",)
+    report = report_of(
+        totals, num_steps=5, step_seconds={"draft": 0.01}, speculation_policy="fixed", synthetic_parts=parts
+    )
+    assert (report["num_output_tokens"], report["output_tokens_per_second"], report["wall_s"]) == (4, 2.0, 2.0)
+    assert (report["acceptance_length"], report["acceptance_rate"], report["errors"]) == (2.25, 0.5, 1)
+    assert (report["step_ms"], report["acceptance"], report["pretences"]) == ({"draft": 2.0}, parts[0], list(parts))
+    assert report["speculation_by_proposer"]["eagle3"] == report["speculative_decoding"]
+    bench_in_process.print_report(report | {"step_costs": None})
+    text = capsys.readouterr().out
+    rows = {name: cells[0] for name, cells in rows_of(text).items()}
+    assert "length synthetic 3" in text and "steps, ms" not in text
+    assert (rows["output_tokens_per_second"], rows["num_steps"], rows["errors"]) == ("2.0", "5", "1")
+    assert rows["acceptance length (1 + accepted a round)"] == "2.250"
+    assert rows["acceptance rate (accepted / drafted)"] == "0.500"
+    assert [rows.get(f"accepted at position {n}") for n in (1, 2, 3, 4)] == ["0.750", "0.500", "0.000", None]
+    assert rows["verifies with k = 0, 1, …"] == "25%, 0%, 0%, 75%"
+    assert rows["mean step, draft (ms)"] == "2.000"
+
+
+def test_a_report_in_process_without_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(OutputTotals(), step_seconds={"draft": 0.01})
+    assert (report["acceptance_length"], report["acceptance_rate"], report["step_ms"]) == (None, None, {"draft": 10.0})
+    bench_in_process.print_report(report | {"step_costs": None})
+    assert "acceptance length" not in capsys.readouterr().out
+
+
+def test_each_request_in_process_has_a_seed_of_its_own() -> None:
+    load = BenchLoad(sampling=SamplingParams(seed=2**64 - 1), num_speculative_tokens=2)
+    requests = [bench_in_process._request(index, (5,), load) for index in range(3)]
+    assert [request.sampling.seed for request in requests] == [2**64 - 1, 0, 1]
+    assert len({request.request_id for request in requests}) == 3
+    unseeded = bench_in_process._request(1, (5,), replace(load, sampling=SamplingParams()))
+    assert (unseeded.sampling.seed, unseeded.num_speculative_tokens) == (None, 2)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,61 @@ def test_a_model_that_never_ends_its_thoughts_is_not_dimmed_again(monkeypatch: p
         assert {part.style for part in shown} == {style}
 
 
+def test_an_answer_ends_its_line_and_a_stopped_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr(chat._answers, "print", lambda *texts, **_: printed.extend(texts or ["\n"]))
+    monkeypatch.setattr(chat._notes, "print", lambda *texts, **_: printed.extend(texts))
+    client = SimpleNamespace(stream=lambda **_: ScriptedStream(scripted("Yes", begins_thinking=False)))
+    conversation = chat.Conversation(client, {}, None)  # type: ignore[arg-type]
+    conversation.ask("?")
+    assert printed[-2:] == ["\n", "[dim]1 tokens, 1.0 tokens/s, finish: stop, seed 1[/dim]"]
+
+    def ask(question: str) -> None:
+        raise KeyboardInterrupt
+
+    printed.clear()
+    lines = iter(["?", "/exit"])
+    chat._converse(SimpleNamespace(ask=ask), lambda: next(lines))  # type: ignore[arg-type]
+    assert printed == ["\n", "[yellow]stopped[/yellow]"]
+
+
+def test_commands_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(chat._notes, "print", lambda text, **_: said.append(text))
+    asked: list[str] = []
+    conversation = chat.Conversation(SimpleNamespace(), {}, "old")  # type: ignore[arg-type]
+    monkeypatch.setattr(chat.Conversation, "_ask_after", lambda self, before, question: asked.append(question))
+    lines = iter(["", "hi", "/usr/bin is a folder", "/retry", "/help", "/nothing", "/system  be brief ", "/exit"])
+    conversation.messages = [{"content": "first"}, {"content": "one"}]
+    chat._converse(conversation, lambda: next(lines).strip())
+    assert asked == ["hi", "/usr/bin is a folder", "first"]
+    assert said[0] == chat.BANNER and said[1].startswith("/nothing is no command: /reset, ")
+    assert (conversation.messages, conversation.system) == ([], "be brief")
+    conversation.messages = [{"content": "first"}, {"content": "one"}]
+    for line, system in {"/reset": "be brief", "/system": None}.items():
+        chat._obey(conversation, line)
+        assert (conversation.messages, conversation.system) == ([], system)
+    chat._obey(conversation, "/retry")
+    assert said[-1] == "nothing was asked yet"
+
+
+def test_a_system_message_and_fields_go_with_every_question() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def stream(**fields: Any) -> ScriptedStream:
+        asked.append(fields)
+        return ScriptedStream(scripted("Yes", begins_thinking=False))
+
+    chat.Conversation(SimpleNamespace(stream=stream), {"seed": 2}, "be brief").ask("?")  # type: ignore[arg-type]
+    assert asked == [
+        {
+            "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "?"}],
+            "seed": 2,
+            "return_control_offsets": True,
+        }
+    ]
+
+
 def test_what_steers_a_terminal_is_shown_and_not_obeyed() -> None:
     assert printable("a\x1b[2Jb\n\tc\r\x9b模") == "a\\x1b[2Jb\n\tc\\r\\x9b模"
 
