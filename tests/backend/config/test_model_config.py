@@ -317,6 +317,14 @@ def _quark_with(field: str, value: Any) -> Json:
     return quantization
 
 
+def _quark_layer_with(**fields: Any) -> Json:
+    layer = quark_quantization()["global_quant_config"]
+    return quark_quantization(global_quant_config={**layer, **fields})
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
@@ -364,6 +372,21 @@ def _quark_with(field: str, value: Any) -> Json:
             ),
             "input_tensors is .*, expected null, or activations that are rounded as they come",
         ),
+        (quark_quantization(softmax_quant_spec={"dtype": "int8"}), "softmax_quant_spec is"),
+        (quark_quantization(export={"kv_cache_group": ["*k_proj"]}), "kv_cache_group is .*, expected \\[\\]"),
+        (quark_quantization(export={"weight_merge_groups": [["*k"]]}), "weight_merge_groups is .*, expected \\[\\]"),
+        (_quark_layer_with(output_tensors={"dtype": "fp4"}), "output_tensors is"),
+        (_quark_layer_with(bias={"dtype": "fp4"}), "bias is"),
+        (_quark_layer_with(weight=None), "weight is None, expected an object"),
+        (_quark_with("qscheme", "per_tensor"), "qscheme is 'per_tensor', expected 'per_group'"),
+        (_quark_with("ch_axis", 0), "ch_axis is 0, expected -1 or 1"),
+        (
+            quark_quantization(global_quant_config={**FP8_ROWS, "weight": {**FP8_ROWS["weight"], "ch_axis": 1}}),
+            "ch_axis is 1, expected 0",
+        ),
+        (MODELOPT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        (MODELOPT | {"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo is"),
+        (MODELOPT | {"quantized_layers": {"a": {}}}, "quantized_layers is"),
         ({"fmt": "e4m3"}, "quant_method is missing"),
         (_int4_with("format", "dense"), "format is 'dense', expected 'pack-quantized' or 'mxfp4-pack-quantized'"),
         (_int4_with("format", "float-quantized"), "type is 'int', expected 'float'"),
@@ -384,6 +407,8 @@ def _quark_with(field: str, value: Any) -> Json:
         ),
         (_int4_with("config_groups/group_0/targets", []), r"targets is \[\], expected"),
         (_int4_with("config_groups/group_0/input_activations", {"num_bits": 8}), "input_activations is"),
+        (_int4_with("config_groups/group_0/output_activations", {"num_bits": 8}), "output_activations is"),
+        (_int4_with("config_groups/group_0/weights/dynamic", True), "dynamic is True, expected False"),
         (_int4_with("config_groups/group_0/weights", None), "weights is None, expected an object"),
         (_int4_with("config_groups/group_0/weights/num_bits", 8), "num_bits is 8, expected an integer of at least 4"),
         (_int4_with("config_groups/group_0/weights/type", "float"), "type is 'float', expected 'int'"),
@@ -411,6 +436,7 @@ def _quark_with(field: str, value: Any) -> Json:
         ),
         (fp8_quantization(96), "moe_intermediate_size is 2048, expected a multiple of the fp8 weight_block_size 96"),
         ({**fp8_quantization(), "fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
+        ({**fp8_quantization(), "scale_fmt": "int8"}, "scale_fmt is 'int8', expected 'float' or 'ue8m0'"),
         ({**fp8_quantization(), "activation_scheme": "fixed"}, "activation_scheme is 'fixed'"),
         ({**fp8_quantization(), "weight_block_size": None}, "routed experts as fp8 with a scale a matrix, expected"),
         ({**fp8_quantization(), "weight_block_size": [128, 64]}, "weight_block_size is .*expected two equal"),
