@@ -11,7 +11,7 @@ from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.serving import tensor_names as names
 from kimi_backend.serving.aux_transfer import AuxTransfer
 from kimi_backend.serving.bls_models import BlsDraft, BlsTarget
-from kimi_backend.serving.descriptions import description_from_json, description_to_json
+from kimi_backend.serving.descriptions import description_from_json, description_to_json, model_parameters
 from support import fake_pb_utils
 from support.loopback_server import SECRET
 from support.scripted_logits import LogitScript
@@ -52,3 +52,9 @@ def test_a_description_of_another_version_is_a_runner_that_is_away(
 def test_an_answer_that_is_no_json_is_a_runner_that_is_away() -> None:
     with pytest.raises(ModelUnavailableError, match="some_model"):
         BlsDraft(answering("{"), "some_model", AuxTransfer(), secret=SECRET).describe()
+
+
+def test_parameters_of_a_model_are_names_and_texts() -> None:
+    config = {"parameters": {"checkpoint": {"string_value": "/x"}}}
+    assert model_parameters({"model_config": json.dumps(config)}) == {"checkpoint": "/x"}
+    assert model_parameters({"model_config": "{}"}) == {}

@@ -3,12 +3,23 @@
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from kimi_backend.serving import response_sender
 from kimi_backend.serving.request_parser import ParsedRequest
 from kimi_backend.serving.response_sender import ResponseSender
-from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
+from kimi_backend.types.request import (
+    EndCause,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
+from support import fake_pb_utils
 from support.waiting import PATIENCE_S
 
 FINAL = 1
@@ -99,3 +110,87 @@ def test_a_delta_that_comes_between_a_turn_and_its_sending(sender: ResponseSende
     assert quick.text == ("first second" if is_final else "first second!")
     assert [client.num_final for client in (slow, blocker, quick, after)] == [1, 1, 1, 1]
     assert sender.num_live == 0
+
+
+class Responses:
+    """Keeps what a request gets: text or the error's message, and whether it was the last."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[str, bool]] = []
+
+    def send(self, response: fake_pb_utils.InferenceResponse, flags: int) -> None:
+        if response.has_error():
+            self.got.append((response.error().message(), flags == FINAL))
+        else:
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+            self.got.append((tensors["text_output"].item().decode(), flags == FINAL))
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
+def ended(*deltas: TokenDelta, stream: bool = True, echo: str = "", **changes: Any) -> tuple[Responses, list[str]]:
+    """The responses that these deltas make, and the requests that were cancelled for want of them."""
+    cancelled, client = list[str](), Responses()
+    sender = ResponseSender(fake_pb_utils, cancel=cancelled.append, **changes)
+    generate = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(logprobs=0))
+    sender.register("r", client, ParsedRequest(generate=generate, stream=stream, return_token_ids=False), echo)
+    for delta in deltas:
+        sender.put(delta)
+    sender.close(PATIENCE_S)
+    return client, cancelled
+
+
+def delta(text: str, **changes: Any) -> TokenDelta:
+    return TokenDelta(request_id="r", token_ids=(1,), text=text, **changes)
+
+
+LAST = FinishReason.LENGTH
+
+
+def test_the_first_response_begins_with_the_echo() -> None:
+    one = ended(delta("a", finish_reason=LAST), echo="def ")[0]
+    assert one.got == [("def a", True)]
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason", "message"),
+    [
+        (EndCause.NO_TOKEN_LEFT, FinishReason.ERROR, "INVALID_ARG: oops"),
+        (EndCause.BAD_GRAMMAR, FinishReason.ERROR, "INVALID_ARG: oops"),
+        (None, FinishReason.ERROR, "INTERNAL: oops"),
+        (EndCause.SHUTDOWN, FinishReason.CANCELLED, "CANCELLED: oops"),
+    ],
+)
+def test_a_failure_is_the_last_response(cause: EndCause | None, reason: FinishReason, message: str) -> None:
+    end = delta("a", finish_reason=reason, cause=cause, error="oops")
+    assert ended(end)[0].got == [("a", False), (message, True)]
+    assert ended(end, stream=False)[0].got == [(message, True)]
+    assert ended(replace(end, token_ids=()))[0].got == [(message, True)]
+
+
+def test_a_clients_own_cancellation_is_a_normal_end() -> None:
+    assert ended(delta("a", finish_reason=FinishReason.CANCELLED))[0].got == [("a", True)]
+
+
+def test_a_response_that_cannot_be_built_ends_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(token_id: int) -> str:
+        raise ZeroDivisionError
+
+    broken = delta("a", logprobs=(TokenLogprobs(token_id=1, logprob=-1.0),))
+    client, cancelled = ended(broken, token_text=fail)
+    assert cancelled == ["r"]
+    assert len(client.got) == 1
+    assert client.got[0][1] and client.got[0][0].startswith("INTERNAL: internal error (ZeroDivisionError)")
+
+
+def test_what_waits_has_an_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([50.0, 60.0])
+    monkeypatch.setattr(response_sender, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    sender = types.SimpleNamespace(_changed=threading.Condition(), _ready={"a": None, "b": None, "gone": None})
+    sender._live = {
+        name: types.SimpleNamespace(pending_since_s=since) for name, since in {"a": 44.0, "b": 41.5}.items()
+    }
+    assert ResponseSender.lag_s.fget(sender) == 8.5  # type: ignore[attr-defined]
+    sender._ready.clear()
+    assert ResponseSender.lag_s.fget(sender) == 0.0  # type: ignore[attr-defined]

@@ -1,11 +1,12 @@
 """Replies that leave for the server can always be sent."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from kimi_backend.errors import CapacityError, InvalidRequestError
-from kimi_backend.serving.triton_errors import LONGEST_MESSAGE, error_response, forward_logs
+from kimi_backend.serving.triton_errors import LONGEST_MESSAGE, _ServerLogHandler, error_response, forward_logs
 from support import fake_pb_utils
 
 
@@ -46,3 +47,14 @@ def test_a_log_record_is_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
         logger.handlers, logger.propagate = before[0], before[2]
         logger.setLevel(before[1])
     assert seen == ["kimi_backend.serving request \\ud800"]
+
+
+def test_a_record_goes_out_by_its_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+    log = SimpleNamespace(
+        **{f"log_{level}": lambda text, level=level: seen.append((level, text)) for level in ("info", "warn", "error")}
+    )
+    handler = _ServerLogHandler(log)
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+        handler.emit(logging.LogRecord("a", level, "", 0, "%d", (level,), None))
+    assert seen == [("info", "a 10"), ("info", "a 20"), ("warn", "a 30"), ("error", "a 40"), ("error", "a 50")]
