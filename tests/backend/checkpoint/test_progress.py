@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kimi_backend.checkpoint import progress, random_checkpoint
-from kimi_backend.checkpoint.progress import Advance, WatchedTensors, byte_progress
+from kimi_backend.checkpoint.progress import Advance, WatchedTensors, byte_progress, count_progress
 from kimi_backend.checkpoint.tensor_source import InMemoryTensors
 from support.checkpoint_folders import make_tiny
 
@@ -79,3 +79,32 @@ def test_what_is_written_adds_up_to_what_was_announced(monkeypatch: pytest.Monke
     make_tiny(tmp_path / "tiny")
     assert list(announced) == ["writing target", "writing draft"]
     assert announced == done
+
+
+def test_pieces_are_counted_in_a_log_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    with caplog.at_level(logging.INFO, "kimi_backend.checkpoint"):
+        with count_progress("warming up", 5) as advance:
+            for _ in range(5):
+                clock.now += 6
+                advance(1)
+        with count_progress("nothing", 0):
+            pass
+    assert [record.getMessage() for record in caplog.records] == [
+        "warming up done=2 total=5",
+        "warming up done=4 total=5",
+        "warming up done=5 total=5 seconds=30.0",
+    ]
+
+
+def test_a_terminal_gets_a_bar_of_pieces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with count_progress("warming up", 5) as advance:
+        clock.now += 3.0
+        advance(2)
+    assert "2/5" in capsys.readouterr().err

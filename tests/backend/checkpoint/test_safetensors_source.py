@@ -4,6 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from kimi_backend.checkpoint import safetensors_source
 from kimi_backend.checkpoint.safetensors_source import INDEX_FILE, SafetensorsSource
 from kimi_backend.errors import CheckpointError
 
@@ -117,3 +119,48 @@ def test_a_damaged_index_of_many_names_is_refused_soon(num_files: int, tmp_path:
     assert len(str(error.value)) < 20_000
     assert ("names 300000 files" in str(error.value)) is (num_files > 1)
     assert ("... 299940 more ..." in str(error.value)) is (num_files == 1)
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").touch()
+    for path, message in {
+        tmp_path / "weights.bin": "weights.bin is a file, expected a checkpoint folder",
+        tmp_path / "none": "no such folder",
+        tmp_path: "holds no .safetensors file, expected model.safetensors or shards",
+    }.items():
+        with pytest.raises(CheckpointError) as caught:
+            SafetensorsSource.open(path)
+        assert len(caught.value.problems) == 1
+        assert message in caught.value.problems[0]
+
+
+def test_what_a_later_version_names_otherwise_is_found(tmp_path: Path) -> None:
+    save_file({"model.language_model.layers.0.x": MATRIX}, tmp_path / "model.safetensors")
+    assert SafetensorsSource.open(tmp_path).names() == {"model.layers.0.x"}
+
+
+def test_a_missing_tensor_a_foreign_dtype_and_a_file_that_shrank_are_named(tmp_path: Path) -> None:
+    save_file({"a": MATRIX, "b": torch.ones(2, dtype=torch.complex64)}, tmp_path / "model.safetensors")
+    source = SafetensorsSource.open(tmp_path)
+    with pytest.raises(CheckpointError, match="tensor 'c' is missing"):
+        source.shape("c")
+    with pytest.raises(CheckpointError, match="b: dtype C64, expected one of"):
+        source.dtype("b")
+    os.truncate(tmp_path / "model.safetensors", 200)
+    with pytest.raises(CheckpointError, match=r"a: cannot be read \(the file has become shorter\)"):
+        source.read("a")
+
+
+def test_columns_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": MATRIX}, tmp_path / "model.safetensors")
+    source, seen = SafetensorsSource.open(tmp_path), list[int]()
+    monkeypatch.setattr(safetensors_source, "_COLUMN_BYTES", 4 * 40)
+    read = safetensors_source._OpenFile.read
+
+    def watched(file: Any, num_bytes: int, offset: int) -> torch.Tensor:
+        seen.append(num_bytes)
+        return read(file, num_bytes, offset)
+
+    monkeypatch.setattr(safetensors_source._OpenFile, "read", watched)
+    assert torch.equal(source.read("a", 1, 2, 5), MATRIX[:, 2:5])
+    assert seen == [4 * 40, 4 * 20]
