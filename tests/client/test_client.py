@@ -225,3 +225,17 @@ def test_an_ended_stream_is_read_to_its_end_and_not_given_up(run):
     assert Call.latest.is_at_end and not Call.latest.is_cancelled
     _, transport = run(*ENDED, refusals=[failure("UNAVAILABLE: full")], max_retries=1, text_input="x")
     assert [(call.is_at_end, call.is_cancelled) for call in transport.calls] == [(True, False)] * 2
+
+
+def test_a_stream_on_asyncio_is_cancelled_where_it_is_left():
+    async def run():
+        transport = AsyncTransport(*ENDED)
+        client = AsyncKimiClient(transport=transport)
+        async with client.stream(text_input="x") as stream:
+            async for _ in stream:
+                break
+        async with client.stream(text_input="x") as stream:
+            assert (await stream.result()).text == "def f"
+        return [call.is_cancelled for call in transport.calls]
+
+    assert asyncio.run(run()) == [True, False]

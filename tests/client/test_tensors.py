@@ -11,6 +11,7 @@ import kimi_client
 from kimi_backend.serving.request_fields import OUTPUT_FIELDS
 from kimi_client import _tensors
 from kimi_client._errors import from_message, from_status
+from kimi_client._retries import retry_pauses
 from kimi_client._transport import deadline
 from kimi_client.aio import AsyncKimiClient
 
@@ -123,3 +124,44 @@ def test_nothing_listening_is_unreachable():
 def test_a_timeout_of_centuries_is_none_that_has_passed(timeout_s, expected):
     """gRPC's nanoseconds overflow from 9.2e9 seconds on."""
     assert deadline(timeout_s) == expected
+
+
+TOPS = [{"token_id": 5, "token": "a", "logprob": -0.5}, {"token_id": 6, "token": "b", "logprob": -1.5}]
+ENTRY = {"token_id": 5, "token": "a", "logprob": -0.5, "top": TOPS}
+
+
+def parsed(**texts):
+    class Result:
+        def as_numpy(self, name):
+            return np.array([[texts[name]]], dtype=np.object_) if name in texts else None
+
+    return _tensors.parse_chunk(Result())
+
+
+def test_log_probabilities_have_their_tokens():
+    chunk = parsed(logprobs=json.dumps([ENTRY]).encode(), prompt_logprobs=json.dumps([ENTRY | {"rank": 1}]).encode())
+    tokens = {"token": "a", "top": ((5, -0.5), (6, -1.5)), "top_tokens": ("a", "b")}
+    assert chunk.logprobs == (kimi_client.TokenLogprob(5, -0.5, **tokens),)
+    assert chunk.prompt_logprobs == (kimi_client.PromptLogprob(5, -0.5, 1, **tokens),)
+
+
+def test_a_token_that_ended_a_reply_is_its_reason():
+    assert parsed(statistics=b'{"stop_token_id": 0}', stop_reason=b"0").stop_reason == 0
+    assert parsed(statistics=b'{"stop_token_id": null}', stop_reason=b"end").stop_reason == "end"
+    assert parsed(statistics=b"", stop_reason=b"", finish_reason=b"").stop_reason is None
+
+
+@pytest.mark.parametrize("client", [kimi_client.KimiClient, AsyncKimiClient])
+def test_a_number_of_retries_below_zero_is_refused(client):
+    with pytest.raises(kimi_client.InvalidRequest, match="max_retries: -1 given, at least 0 is allowed"):
+        client("localhost:1", max_retries=-1).stream(text_input="x")
+
+
+def test_a_protocol_that_there_is_not_is_refused():
+    with pytest.raises(kimi_client.InvalidRequest, match="protocol: 'rest' given, one of grpc, http is allowed"):
+        kimi_client.KimiClient(protocol="rest")
+
+
+def test_pauses_between_retries_grow_to_a_limit(monkeypatch):
+    monkeypatch.setattr("kimi_client._retries.random.uniform", lambda low, high: (low + high) / 1.5)
+    assert [round(pause, 6) for pause in retry_pauses(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]

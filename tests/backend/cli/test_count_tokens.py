@@ -11,6 +11,7 @@ from kimi_backend.checkpoint.token_counts import TokenCounts
 from kimi_backend.cli.main import app
 from kimi_backend.errors import InvalidRequestError
 from kimi_backend.text.chat_template import load_chat_template
+from kimi_backend.text.text_files import read_documents
 from kimi_backend.text.tokenizer import load_tokenizer
 
 NANO = Path(__file__).parents[3] / "demo" / "kimi-nano"
@@ -64,3 +65,12 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "picture.bin").write_bytes(b"a\xff")
     with pytest.raises(InvalidRequestError, match=r"picture\.bin: byte 1 is not UTF-8"):
         count(tmp_path, tmp_path / "picture.bin")
+
+
+def test_messages_need_a_template_and_a_file_must_be_there(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(NANO)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    with pytest.raises(InvalidRequestError, match=r"chat\.jsonl:1: messages given, but .* no chat template"):
+        list(read_documents(tmp_path / "chat.jsonl", tokenizer, None))
+    with pytest.raises(InvalidRequestError, match=r"none\.txt: No such file"):
+        list(read_documents(tmp_path / "none.txt", tokenizer, None))

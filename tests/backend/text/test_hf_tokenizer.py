@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 
 from kimi_backend.errors import CheckpointError
-from kimi_backend.text.hf_tokenizer import HfTokenizer, byte_level_bytes
+from kimi_backend.text.hf_tokenizer import HfTokenizer, _byte_fallback_bytes, byte_level_bytes
 from kimi_backend.text.tokenizer import load_tokenizer
 from support.tiny_tokenizers import (
     byte_level_hf_tokenizer,
@@ -146,3 +146,18 @@ def test_an_unknown_special_name_is_named(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nope>"}))
     with pytest.raises(CheckpointError, match=r"eos_token is '<nope>', which is no token of tokenizer.json"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("make", [byte_level_hf_tokenizer, sentencepiece_hf_tokenizer, wordpiece_hf_tokenizer])
+def test_an_id_below_zero_is_no_token(make: Any) -> None:
+    for decode in (make().token_bytes, lambda token_id: make().decode([1, token_id])):
+        with pytest.raises(ValueError, match="token id -2 is negative"):
+            decode(-2)
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [("<0x0A>", b"\n"), ("<0xFF>", b"\xff"), ("<0xZZ>", b"<0xZZ>"), ("<0x0A", b"<0x0A"), ("\u2581a", b" a")],
+)
+def test_a_byte_that_a_token_falls_back_to(token: str, expected: bytes) -> None:
+    assert _byte_fallback_bytes(token) == expected

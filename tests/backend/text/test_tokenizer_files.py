@@ -12,6 +12,7 @@ from kimi_backend.text.chat_template import load_chat_template
 from kimi_backend.text.tiktoken_files import write_tokenizer
 from kimi_backend.text.tiktoken_tokenizer import TiktokenTokenizer
 from kimi_backend.text.tokenizer import load_tokenizer
+from kimi_backend.text.tokenizer_files import _chat_templates
 
 VOCAB_SIZE = 1024
 
@@ -86,6 +87,10 @@ BROKEN_CONFIGS = {
     "content twice": (
         lambda c: c["added_tokens_decoder"].update({"800": {"content": "[BOS]"}}),
         r"\['800'\].content '\[BOS\]' also belongs to id 768",
+    ),
+    "id twice": (
+        lambda c: c["added_tokens_decoder"].update({"800": {"content": "x"}, "0800": {"content": "y"}}),
+        r"\['0800'\]: id 800 is there twice",
     ),
     "special is a word": (
         lambda c: c["added_tokens_decoder"].update({"800": {"content": "x", "special": "yes"}}),
@@ -205,3 +210,21 @@ def test_an_id_beyond_any_vocabulary_is_refused(key: str, tmp_path: Path) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="a whole number up to 16777215"):
         load_tokenizer(tmp_path)
+
+
+def test_a_blank_line_among_the_ranks_is_none(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, VOCAB_SIZE)
+    path = tmp_path / "tiktoken.model"
+    path.write_text("\n  \n".join(path.read_text().splitlines()))
+    assert load_tokenizer(tmp_path).decode([97]) == "a"
+
+
+def test_a_chat_template_may_stand_in_the_config_alone_or_by_name() -> None:
+    problems = list[str]()
+    assert _chat_templates({}, problems) == {}
+    assert _chat_templates({"chat_template": "a"}, problems) == {"default": "a"}
+    named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "c"}]
+    assert _chat_templates({"chat_template": named}, problems) == {"default": "b", "tool_use": "c"}
+    assert problems == []
+    assert _chat_templates({"chat_template": [*named, {"name": "x"}]}, problems).keys() == {"default", "tool_use"}
+    assert problems == ["chat_template[2]: a string, or a list of objects with name and template, is expected"]

@@ -84,3 +84,8 @@ def test_without_a_collector_nothing_of_it_is_imported():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_request_that_drew_no_token_waited_and_no_more():
+    spans, *_ = traced({}, {**STATISTICS, "first_token_time_s": None})
+    assert sorted(span.name for span in spans) == ["POST /v1/completions", "queue"]
