@@ -119,4 +119,5 @@ def _error_text(status: int, content: bytes) -> str:
 def _from_os_error(error: Exception) -> KimiClientError:
     if isinstance(error, TimeoutError):
         return RequestTimedOut("the server has not answered in time")
-    return ServerUnreachable(f"{str(error) or type(error).__name__} (is the server running, and is this its HTTP port?)")
+    said = str(error) or type(error).__name__
+    return ServerUnreachable(f"{said} (is the server running, and is this its HTTP port?)")

@@ -1,11 +1,19 @@
 """`kimi health` against scripted servers: what it calls healthy, and what it names when not."""
 
+import contextlib
 import inspect
+import io
 import json
+import urllib.error
+from email.message import Message
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
-from kimi_backend.cli.health import QUEUE_IS_FULL, check_health, expects_draft
+from kimi_backend.cli import health as health_module
+from kimi_backend.cli.health import QUEUE_IS_FULL, Health, check_health, expects_draft, http_post
+from kimi_backend.cli.main import app
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.engine.engine import Engine
 
@@ -104,3 +112,46 @@ def test_a_full_queue_is_busy_and_not_ill():
 )
 def test_the_environment_says_whether_there_is_a_draft(settings, expected):
     assert expects_draft(ServingSettings(**settings)) is expected
+
+
+@pytest.mark.parametrize(
+    ("health", "code", "out", "err"),
+    [
+        (Health(None), 0, "healthy: it generates\n", ""),
+        (Health(None, speculates=True), 0, "healthy: it generates, with speculation\n", ""),
+        (Health(None, is_busy=True), 0, "healthy: ready, its queue is full\n", ""),
+        (Health(None, warning="near chance"), 0, "healthy: it generates\n", "warning: near chance\n"),
+        (Health("no answer"), 1, "", "unhealthy: no answer\n"),
+    ],
+)
+def test_the_command_says_what_was_found(monkeypatch, health, code, out, err):
+    asked = []
+    monkeypatch.setattr(
+        health_module, "check_health", lambda post, with_draft: asked.append((post, with_draft)) or health
+    )
+    monkeypatch.setattr(health_module, "http_post", lambda url, timeout_s: (url, timeout_s))
+    for name in ("CHECKPOINT", "DRAFT"):
+        monkeypatch.delenv(f"KIMI_{name}", raising=False)
+    done = CliRunner().invoke(app, ["health", "--url=host:1", "--timeout=2"])
+    assert (done.exit_code, done.stdout, done.stderr) == (code, out, err)
+    CliRunner().invoke(app, ["health", "--no-draft"])
+    assert asked == [(("host:1", 2.0), True), (("localhost:8000", 15.0), False)]
+
+
+def test_a_request_over_http_has_its_status_and_its_body(monkeypatch):
+    asked = []
+
+    def urlopen(request, timeout):
+        asked.append((request.full_url, request.data, timeout))
+        if request.data is not None:
+            raise urllib.error.HTTPError(request.full_url, 503, "", Message(), io.BytesIO(b"full\xff"))
+        return contextlib.closing(SimpleNamespace(status=200, read=lambda: b"ready", close=lambda: None))
+
+    monkeypatch.setattr(health_module.urllib.request, "urlopen", urlopen)
+    post = http_post("host:1", 2.0)
+    assert post("health/live", None) == (200, "ready")
+    assert post("models/x/generate", {"a": 1}) == (503, "full\ufffd")
+    assert asked == [
+        ("http://host:1/v2/health/live", None, 2.0),
+        ("http://host:1/v2/models/x/generate", b'{"a": 1}', 2.0),
+    ]

@@ -11,11 +11,13 @@ import torch
 
 from kimi_backend.checkpoint.model_specs import target_tensor_specs
 from kimi_backend.checkpoint.presets import Architecture, DraftKind
-from kimi_backend.cli.checkpoint_report import active_parameters, num_parameters, report_text
+from kimi_backend.cli import inspect as inspect_module
+from kimi_backend.cli.checkpoint_report import active_parameters, describe_rope, num_parameters, report_text
 from kimi_backend.cli.cost_report import costs_report
 from kimi_backend.cli.main import app
 from kimi_backend.config.model_config import KimiModelConfig
 from kimi_backend.config.quantization_config import QuantizationMethod
+from kimi_backend.config.rope_config import RopeConfig, RopeType
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import CheckpointError
 from kimi_backend.runners.cost_file import CostFile
@@ -209,3 +211,48 @@ def test_a_warning_is_part_of_the_report(folder: Path, tmp_path: Path, capsys: p
     warnings = inspect(capsys, str(changed), "--draft", str(changed / "draft"))["draft"]["warnings"]
     assert "max_position_embeddings is 512, the target's is 4096" in warnings[0]
     assert "does not know and ignores new_gate 1" in warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"type": RopeType.DEFAULT}, "theta 10000, interleaved"),
+        ({"type": RopeType.LINEAR, "factor": 2.0, "interleaved": False}, "linear, theta 10000, factor 2, half-split"),
+        (
+            {"type": RopeType.LLAMA3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "llama3, theta 10000, factor 8 over 4096, turns 1 to 4, interleaved",
+        ),
+        (
+            {"type": RopeType.YARN, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            "yarn, theta 10000, factor 8 over 4096, beta_fast 32, beta_slow 1, interleaved",
+        ),
+    ],
+)
+def test_a_rotary_embedding_in_words(changes: dict[str, Any], text: str) -> None:
+    fields = {"theta": 10_000.0, "interleaved": True, "original_max_position_embeddings": 4096}
+    assert describe_rope(RopeConfig(**{**fields, **changes})) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("", {"a": 1, "b": [1, 2]}, "a 1, b 1, 2"),
+        ("fits", True, "yes"),
+        ("fits", False, "no"),
+        ("gpu_bytes", 3 << 30, "3,221,225,472 (3.000 GiB)"),
+        ("num_tokens", 1234567, "1,234,567"),
+        ("scale", 0.1, "0.100000"),
+        ("path", None, "None"),
+    ],
+)
+def test_values_in_words(name: str, value: Any, text: str) -> None:
+    assert inspect_module._text(name, value) == text
+
+
+def test_a_template_that_refuses_and_a_folder_without_a_tokenizer_are_told(folder: Path, tmp_path: Path) -> None:
+    refuses = copy_folder(folder, tmp_path / "refuses")
+    (refuses / "chat_template.jinja").write_text("{{ raise_exception('not you') }}")
+    target = KimiModelConfig.from_hf_json(refuses)
+    assert report_text(refuses, target)["chat_template"].startswith("refuses a user's turn: ")
+    (tmp_path / "empty").mkdir()
+    assert report_text(tmp_path / "empty", target)["files"].startswith("none here")
