@@ -44,6 +44,20 @@ def test_a_stored_shape_is_that_of_the_matrix(stored: list[int], is_wrong: bool)
     assert bool(value_problems("x", of_shape, torch.tensor(stored))) is is_wrong
 
 
+@pytest.mark.parametrize(
+    ("exponents", "message"),
+    [
+        ([0, 128], None),
+        ([], None),
+        ([129, 1], "expected scales of at most 2, found 2 ** 2"),
+        ([255, 255], "expected finite values, found 2 NaN"),
+    ],
+)
+def test_scales_that_are_exponents(exponents: list[int], message: str | None) -> None:
+    found = value_problems("x", spec(TensorRole.MXFP4_SCALES), torch.tensor(exponents, dtype=torch.uint8))
+    assert found == ([] if message is None else [f"x: {message}"])
+
+
 def test_a_source_refuses_what_it_reads() -> None:
     source = InMemoryTensors({"good": torch.ones(2), "bad": torch.tensor([1.0, NAN]), "other": torch.tensor([NAN])})
     specs = {name: spec(TensorRole.NORM) for name in ("good", "bad")}

@@ -357,3 +357,9 @@ def test_malformed_templates_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="one named 'default' is expected"):
         load_chat_template(tmp_path, tokenizer)
+
+
+def test_lines_of_blocks_leave_nothing_as_in_transformers() -> None:
+    source = "  {% for message in messages %}\n{{ message.content }}\n  {% if loop.first %}{% continue %}{% endif %}\n"
+    source += "  {% generation %}\nx\n  {% endgeneration %}\n  {% endfor %}\n"
+    assert ChatTemplate(source, TOKENIZER).render([user("a"), user("b")]).text == "a\nb\nx\n"

@@ -89,6 +89,13 @@ def test_its_description_has_every_url_and_field(endpoint):
         Draft202012Validator.check_schema(schemas[kind.__name__])
     for reference in re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(document)):
         assert reference in schemas
+    for route in ROUTES:
+        operation = document["paths"][route.path][route.method.lower()]
+        assert operation.get("security") == ([{}, {"key": []}] if route.needs_key else None)
+        assert ("requestBody" in operation) == (route.body is not None)
+        assert ("parameters" in operation) == ("{name}" in route.path)
+        assert ("text/event-stream" in operation["responses"]["200"]["content"]) == route.may_stream
+        assert operation["responses"].keys() >= {"200", "400", "401", "503"}
 
 
 @pytest.mark.parametrize(
