@@ -1,4 +1,4 @@
-"""What a draft opens of the target's memory, and the parts of both runners' servers that time steps with it."""
+"""A draft opens the target's memory, is timed with it, and reads rows that were sent; a runner answers what it costs."""
 
 from types import SimpleNamespace
 from typing import Any
