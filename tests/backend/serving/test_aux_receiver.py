@@ -1,4 +1,4 @@
-"""A draft opens the target's memory, is timed with it, and reads rows that were sent; a runner answers what it costs."""
+"""A draft opens the target's memory, is timed with it, and reads rows that were sent; a runner tells its costs."""
 
 from types import SimpleNamespace
 from typing import Any
