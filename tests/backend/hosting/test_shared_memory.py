@@ -1,6 +1,7 @@
 """Room in /dev/shm: asked for at the start, set aside for regions, told when it is little."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -53,3 +54,13 @@ def test_little_room_is_told_once_a_minute(tmp_path, monkeypatch):
     watch.look(101.0)
     watch.look(102.0)
     assert said[2:] == [f"{tmp_path} has {LOW_BYTES // MIB} MiB free again"]
+
+
+@pytest.mark.parametrize(("region_bytes", "code", "said"), [("1", 0, ""), (str(2**60), 2, "MiB are needed")])
+def test_the_start_script_is_told_on_stdout(monkeypatch, capsys, region_bytes, code, said):
+    usage = SimpleNamespace(free=shared_memory.SPARE_BYTES + 2**20)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(sys, "argv", ["shared_memory", "3", region_bytes])
+    assert shared_memory.main() == code
+    out = capsys.readouterr().out
+    assert said in out and bool(out) is bool(said)

@@ -1,6 +1,9 @@
 """A process that ends is started again, later each time."""
 
+import subprocess
 from types import SimpleNamespace
+
+import pytest
 
 from kimi_backend.hosting.supervised_process import GOOD_FOR_S, PAUSES_S, SupervisedProcess
 
@@ -43,3 +46,19 @@ def test_pauses_grow_and_begin_anew():
     one.code = 3
     one.look_until(one.now + 0.5 + PAUSES_S[0])
     assert one.started_at == [*expected, one.now]
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_one_that_is_stopped_has_ended(is_stubborn):
+    done = []
+
+    def wait(timeout_s=None):
+        done.append(("wait", timeout_s))
+        if is_stubborn and timeout_s is not None:
+            raise subprocess.TimeoutExpired("thing", timeout_s)
+
+    process = SimpleNamespace(
+        terminate=lambda: done.append("terminate"), kill=lambda: done.append("kill"), wait=wait, poll=lambda: None
+    )
+    SupervisedProcess("thing", lambda: process, done.append).stop()
+    assert done == ["terminate", ("wait", 5.0), *(["kill", ("wait", None)] if is_stubborn else [])]
