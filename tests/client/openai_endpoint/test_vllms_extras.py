@@ -101,7 +101,15 @@ def test_its_description_has_every_url_and_field(endpoint):
 @pytest.mark.parametrize(
     ("prompt", "is_allowed"),
     [
-        *(("a", True), ([1, 2], True), (["a", "b"], True), ([[1], [2]], True)),
+        *(
+            ("a", True),
+            ([1, 2], True),
+            (["a", "b"], True),
+            ([[1], [2]], True),
+            ([1], True),
+            (["a"], True),
+            ([[1]], True),
+        ),
         *(([], False), ([-1], False), ([[]], False), ({}, False)),
     ],
 )
