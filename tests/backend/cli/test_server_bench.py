@@ -8,10 +8,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from typer.testing import CliRunner
 
 from kimi_backend.cli import bench_server, bench_trace, plots
 from kimi_backend.cli.bench_server import ServerLoad, bench, print_table, write_plot
 from kimi_backend.cli.bench_trace import Limits, TraceLoad, print_trace_table, write_trace_plot
+from kimi_backend.cli.main import app
 from kimi_backend.cli.trace_file import Session, Turn
 from kimi_backend.cli.trace_prompts import NUM_SAMPLES, PIECE, sample_pool
 from kimi_backend.errors import InvalidRequestError, KimiError
@@ -308,3 +310,109 @@ def test_the_model_writes_the_text_of_prompts_the_same_each_time(server: Server)
 def test_a_server_is_asked_for_its_costs(server: Server) -> None:
     assert json.dumps(bench_server._served_costs("url"))
     assert server.asked[0] == {"text_input": "1", "max_tokens": 1, "return_step_costs": True}
+
+
+class Command:
+    """`kimi bench` whose measurements are replaced: what each was asked for, and what was shown and drawn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        self.shown: list[Any] = []
+        self.drawn: list[Any] = []
+
+        def bench(load: ServerLoad, **options: Any) -> dict[str, str]:
+            self.asked.append((load, options))
+            return {"a": "report"}
+
+        def sweep(load: ServerLoad, *numbers: Any) -> dict[str, str]:
+            self.asked.append((load, *numbers))
+            return {"a": "sweep"}
+
+        def replay(load: TraceLoad) -> tuple[dict[str, str], str]:
+            self.asked.append(load)
+            return {"a": "trace"}, "result"
+
+        monkeypatch.setattr(bench_server, "bench", bench)
+        monkeypatch.setattr("kimi_backend.cli.bench_sweep.sweep", sweep)
+        monkeypatch.setattr(bench_trace, "bench_trace", replay)
+        for module in ("bench_server.print_table", "bench_sweep.print_sweep_table", "bench_trace.print_trace_table"):
+            monkeypatch.setattr(f"kimi_backend.cli.{module}", self.shown.append)
+        for module in ("bench_server.write_plot", "bench_sweep.write_sweep_plot", "bench_trace.write_trace_plot"):
+            monkeypatch.setattr(f"kimi_backend.cli.{module}", lambda *given: self.drawn.append(given))
+
+    def run(self, *options: str) -> str:
+        done = CliRunner().invoke(app, ["bench", *options], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
+    return Command(monkeypatch)
+
+
+def test_without_options_eight_prompts_run_once(command: Command) -> None:
+    assert command.run() == ""
+    ((load, options),) = command.asked
+    fields = {
+        "max_tokens": 128,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "ignore_eos": False,
+        "num_speculative_tokens": 3,
+    }
+    assert (load.url, load.fields, load.load_generator) == ("localhost:8001", fields, "auto")
+    assert len(load.prompts) == load.num_requests == load.concurrency == 8
+    assert options == {"compare_no_spec": False, "repeats": None, "limit_s": 120.0}
+    assert (command.shown, command.drawn) == ([{"a": "report"}], [])
+
+
+def test_options_reach_the_load(command: Command, tmp_path: Path) -> None:
+    shape = ["--num-requests=3", "--concurrency=2", "--repeats=4", "--time-limit=5", "--load-generator=own"]
+    sampling = ["--seed=0", "--proposer=lookup", "--temperature=0", "-k", "0", "--ignore-eos"]
+    out = command.run(*shape, *sampling, "--compare-no-spec", f"--plot={tmp_path / 'plot'}", "--json")
+    assert json.loads(out) == {"a": "report"}
+    ((load, options),) = command.asked
+    assert (load.num_requests, load.concurrency, load.load_generator) == (3, 2, "own")
+    assert (load.fields["seed"], load.fields["proposer"], load.fields["num_speculative_tokens"]) == (0, "lookup", 0)
+    assert options == {"compare_no_spec": True, "repeats": 4, "limit_s": 5.0}
+    assert (command.shown, command.drawn) == ([], [({"a": "report"}, tmp_path / "plot")])
+
+
+def test_a_sweep_has_its_numbers(command: Command, tmp_path: Path) -> None:
+    command.run("--sweep-k=3,0", "--sweep-streams=4,1,4", "--repeats=2", f"--plot={tmp_path / 'plot'}")
+    ((load, ks, streams, repeats),) = command.asked
+    assert (load.num_requests, ks, streams, repeats) == (8, [0, 3], [1, 4], 2)
+    assert (command.shown, command.drawn) == ([{"a": "sweep"}], [({"a": "sweep"}, tmp_path / "plot")])
+
+
+def test_a_trace_has_its_scales_and_limits(command: Command, tmp_path: Path) -> None:
+    line = json.dumps({"timestamp": 0, "input_length": 5, "output_length": 2})
+    (tmp_path / "trace").write_text(f"{line}\n{line}\n{line}\n")
+    trace = [f"--trace={tmp_path / 'trace'}", "--num-requests=2"]
+    command.run(*trace)
+    scales = ["--rate-scale=2", "--length-scale=0.5", "--trace-block=64"]
+    limits = ["--first-token-limit-ms=1", "--inter-token-limit-ms=2", "--request-limit-ms=3"]
+    command.run(*trace, *scales, *limits, f"--plot={tmp_path / 'plot'}")
+    plain, scaled = command.asked
+    assert (plain.num_requests, plain.rate_scale, plain.length_scale, plain.block_size) == (2, 1.0, 1.0, 512)
+    assert plain.limits == Limits()
+    assert (scaled.rate_scale, scaled.length_scale, scaled.block_size) == (2.0, 0.5, 64)
+    assert scaled.limits == Limits(first_token_ms=1, inter_token_ms=2, request_ms=3)
+    assert command.drawn == [({"a": "trace"}, "result", scaled.limits, tmp_path / "plot")]
+
+
+def test_in_process_it_has_settings_of_its_own(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "kimi_backend.cli.bench_in_process.run_bench", lambda *given: asked.append(given) or {"a": "report"}
+    )
+    monkeypatch.setattr("kimi_backend.cli.bench_in_process.print_report", command.shown.append)
+    command.run("--in-process", f"--checkpoint={tmp_path}", "--proposer=none", "--concurrency=5", "--seed=7", "-k", "2")
+    ((settings, prompts, load),) = asked
+    assert (settings.checkpoint, settings.speculation_policy, settings.max_num_seqs) == (str(tmp_path), "fixed", 5)
+    assert (settings.proposer, prompts, load.num_speculative_tokens, load.num_requests) == ("none", None, 2, None)
+    assert (load.sampling.seed, load.sampling.max_tokens, load.sampling.temperature) == (7, 128, 1.0)
+    assert command.shown == [{"a": "report"}]
