@@ -104,6 +104,27 @@ def test_it_keeps_the_latest_texts_within_its_bytes() -> None:
     assert small.num_bytes == 0
 
 
+@pytest.mark.parametrize(("num_spare", "num_kept"), [(-1, 1), (0, 2)])
+def test_texts_may_take_all_bytes(num_spare: int, num_kept: int) -> None:
+    (first, index), (second, other) = text_of(0), text_of(1)
+    each = first.nbytes + index.num_bytes
+    for most, expected in ((2 * each, num_kept), (each, num_kept - 1)):
+        pool = LookupPool(most + num_spare)
+        pool.keep("a", first, index)
+        pool.keep("b", second, other)
+        assert pool.num_bytes == expected * each
+
+
+def test_of_texts_that_match_alike_the_latest_is_followed() -> None:
+    pool, (text, _) = LookupPool(1 << 20), text_of(0)
+    for number in (1, 2, 3):
+        said = np.concatenate([text[:50], np.full(3, number, np.int32)])
+        pool.keep("a", said, LookupIndex(said, 4))
+    found = pool.find("a", LookupIndex(text[:50], 4), text[:50], 50)
+    assert found is not None and found.continuation(3) == [3, 3, 3]
+    assert pool.find("a", LookupIndex(text[:50], 4), text[:50], 51) is None
+
+
 def test_a_match_is_followed_to_the_end_of_its_text() -> None:
     source = np.arange(10, dtype=np.int32)
     count, found = PooledMatch(source, Match(4, 6)).foretells([6, 7])

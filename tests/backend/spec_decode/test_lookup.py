@@ -54,7 +54,7 @@ def test_an_index_that_was_given_up_finds_nothing() -> None:
     assert not lookup.num_found
 
 
-@pytest.mark.parametrize(("num_copied", "repetition"), [(0, 0), (20, 0), (30, 1), (44, 1), (52, 2), (64, 2)])
+@pytest.mark.parametrize(("num_copied", "repetition"), [(0, 0), (20, 0), (30, 1), (46, 1), (47, 2), (64, 2)])
 def test_prompts_are_told_apart_by_how_much_their_last_64_tokens_repeat(num_copied: int, repetition: int) -> None:
     before = np.arange(1000, 1200)
     ending = np.concatenate([np.arange(64 - num_copied), before[20 : 20 + num_copied]])
@@ -63,6 +63,15 @@ def test_prompts_are_told_apart_by_how_much_their_last_64_tokens_repeat(num_copi
 
 def test_a_prompt_of_one_token_repeats_nothing() -> None:
     assert a_lookup(np.array([3], np.int32)).repetition == 0
+
+
+def test_indexes_may_take_all_of_their_memory() -> None:
+    memory = LookupMemory(100)
+    assert memory.take(60) and memory.take(40)
+    assert not memory.take(1)
+    assert (memory.num_bytes, memory.num_refused) == (100, 1)
+    memory.give_back(60)
+    assert memory.num_bytes == 40
 
 
 def test_a_texts_matches_are_compared_with_those_of_their_lengths() -> None:
