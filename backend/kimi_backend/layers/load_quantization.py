@@ -26,8 +26,6 @@ def quantize(weight: torch.Tensor, linear_format: LinearFormat) -> LinearWeight:
     Raises:
         ConfigError: int4 was chosen and in_features is no multiple of its groups.
     """
-    if linear_format is LinearFormat.NONE:
-        return weight
     slices = torch.split(weight, _ROWS_AT_ONCE)
     if linear_format is LinearFormat.FP8:
         blocks = [quantize_fp8(rows) for rows in slices]

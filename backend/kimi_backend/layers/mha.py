@@ -13,7 +13,7 @@ import torch
 from kimi_backend.config.draft_config import Eagle3MhaDraftConfig
 from kimi_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from kimi_backend.layers.weight_loader import WeightLoader
-from kimi_kernels.attention_batch import AttentionBatch, AttentionMetadata
+from kimi_kernels.attention_batch import AttentionMetadata
 
 
 class MhaAttention:
@@ -59,22 +59,7 @@ class MhaAttention:
         qk = self._kernels.rope(qk, self._cos_sin, metadata.positions, g.rope.interleaved)
         q, k = torch.split(qk, [self._num_heads, self._num_kv_heads], dim=1)
         self._kernels.store_kv(k, v, kv_cache, metadata.slot_mapping, kv_scale)
-        heads = self._attend(q, metadata, kv_cache, kv_scale)
+        batch = metadata.decode
+        assert batch is not None and metadata.prefill is None, "one kernel for rows of any number"
+        heads = self._kernels.mha_attention(q, kv_cache, batch, g.softmax_scale, g.sliding_window, kv_scale)
         return self._o_proj(heads.reshape(-1, self._num_heads * g.head_dim))
-
-    def _attend(
-        self, q: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor, kv_scale: float
-    ) -> torch.Tensor:
-        num_decode = metadata.num_decode_tokens
-        outputs = []
-        if metadata.decode is not None:
-            outputs.append(self._attend_batch(q[:num_decode], metadata.decode, kv_cache, kv_scale))
-        if metadata.prefill is not None:
-            outputs.append(self._attend_batch(q[num_decode:], metadata.prefill, kv_cache, kv_scale))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _attend_batch(
-        self, q: torch.Tensor, batch: AttentionBatch, kv_cache: torch.Tensor, kv_scale: float
-    ) -> torch.Tensor:
-        g = self._config
-        return self._kernels.mha_attention(q, kv_cache, batch, g.softmax_scale, g.sliding_window, kv_scale)

@@ -124,9 +124,6 @@ class KimiTarget:
         """This rank's slices, for a draft that shares them."""
         return self._shared
 
-    def set_embed_and_head(self, shared: EmbedAndHead) -> None:
-        self._shared = shared
-
 
 class DecoderLayer:
     """Attention and feed-forward around one residual stream."""

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from kimi_backend.engine.engine import Engine
-from kimi_backend.engine.loop import Patience
+from kimi_backend.engine.loop import EngineLoop, Patience
 from kimi_backend.engine.statistics import EngineState
 from kimi_backend.errors import CapacityError, InvalidRequestError, ModelUnavailableError
+from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.types.request import FinishReason, GenerateRequest, SamplingParams, TokenDelta
 from support.plain_decoding import decode_plainly
 from support.scripted_models import describe
+from support.sequences import make_sequence
 from support.threaded_engine import (
     SCRIPT,
     VOCAB,
@@ -360,3 +362,32 @@ def test_requests_end_while_the_engine_waits_for_a_dead_target(start: Callable[.
     assert later.wait().finish_reason is FinishReason.LENGTH
     wait_for(lambda: engine.statistics().num_running == 0)
     assert engine.statistics().num_steps < 10, "those that ended went on"
+
+
+def test_processes_that_runners_have_are_told_and_a_dead_one_ends_speculation(start: Callable[..., Engine]) -> None:
+    draft = make_draft(process_id=7)
+    engine = ready(start(make_target(process_id=6), draft))
+    assert (engine.target_process_id, engine.draft_process_id, engine.max_prompt_tokens) == (6, 7, 127)
+    engine.report_dead_draft(6)
+    draft.unavailable = True
+    engine.report_dead_draft(7)
+    wait_for(lambda: not engine.statistics().is_speculating)
+    assert "its process 7 has died" in (engine.statistics().problem or "")
+    alone = ready(start(make_target()))
+    assert (alone.target_process_id, alone.draft_process_id) == (None, None)
+    alone.report_dead_draft(7)
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
+    loop = EngineLoop(make_target(), None, SchedulerSettings(), Patience())
+    live = []
+    for uid in range(400):
+        sequence = make_sequence(uid=uid)
+        if uid % 100 == 50:
+            live.append(sequence)
+        else:
+            sequence.finish = Finish(FinishReason.LENGTH)
+        loop._watch_deadline(sequence, 1000.0 - uid)
+        assert len(loop._deadlines) <= 65
+        assert loop._deadlines[0] == min(loop._deadlines)
+    assert {entry[2] for entry in loop._deadlines} >= set(live)

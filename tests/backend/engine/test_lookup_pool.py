@@ -113,6 +113,8 @@ def test_texts_may_take_all_bytes(num_spare: int, num_kept: int) -> None:
         pool.keep("a", first, index)
         pool.keep("b", second, other)
         assert pool.num_bytes == expected * each
+        pool.keep("c", first, index)
+        assert pool.num_bytes == expected * each
 
 
 def test_of_texts_that_match_alike_the_latest_is_followed() -> None:

@@ -2,12 +2,14 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kimi_backend.errors import ModelUnavailableError
 from kimi_backend.scheduler.settings import SchedulerSettings
-from kimi_backend.types.plan import DraftPlan, DraftReply
+from kimi_backend.types.plan import DraftPlan, DraftReply, TargetPlan, TargetReply
 from kimi_backend.types.request import EndCause, FinishReason, GenerateRequest, SamplingParams
 from support.engine_runs import EngineHarness
 from support.plain_decoding import decode_plainly
@@ -210,6 +212,43 @@ def test_requests_whose_steps_keep_failing_are_given_up(requests: list[GenerateR
     failed = [o for o in pair.outcomes if o.finishes[0].reason is FinishReason.ERROR]
     assert 0 < len(failed) < len(requests)
     assert failed[0].finishes[0].error == "3 target steps in a row failed: scripted failure"
+
+
+class Unanswered:
+    """A step whose runner dies before it replies."""
+
+    def wait(self) -> TargetReply:
+        raise ModelUnavailableError("no reply")
+
+
+class DyingTarget(ScriptedTarget):
+    """Takes some steps and never replies to them."""
+
+    dies_in: frozenset[int] = frozenset()
+
+    def launch(self, plan: TargetPlan) -> Any:
+        pending = super().launch(plan)
+        if self.num_steps not in self.dies_in:
+            return pending
+        self._in_flight = []
+        return Unanswered()
+
+
+@pytest.mark.parametrize(("dies_in", "num_failing"), [((3, 6, 7), 0), ((2, 3, 4), 3)])
+def test_a_step_that_was_taken_and_not_answered_is_repeated_too(
+    dies_in: tuple[int, ...], num_failing: int, requests: list[GenerateRequest], expected: list[list[int]]
+) -> None:
+    target = DyingTarget(describe("target", SCRIPT, num_blocks=400), SCRIPT)
+    target.dies_in = frozenset(dies_in)
+    harness = EngineHarness(target, None, SchedulerSettings(max_num_seqs=20))
+    outcomes = [harness.add(request) for request in requests]
+    harness.run()
+    for outcome, token_ids in zip(outcomes, expected, strict=True):
+        if outcome.finishes[0].reason is FinishReason.ERROR:
+            assert outcome.finishes[0].error == f"{num_failing} target steps in a row failed: no reply"
+        else:
+            assert outcome.token_ids == token_ids
+    assert any(outcome.finishes[0].reason is FinishReason.ERROR for outcome in outcomes) is bool(num_failing)
 
 
 def test_a_row_that_is_not_finite_fails_its_sequence_alone() -> None:

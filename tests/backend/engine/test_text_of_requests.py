@@ -9,7 +9,7 @@ from kimi_backend.engine import emitter
 from kimi_backend.engine.engine import Engine
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.text.text_stream import TextStream, TextUpdate
-from kimi_backend.types.request import FinishReason
+from kimi_backend.types.request import EndCause, FinishReason
 from support.letter_tokenizer import LetterTokenizer
 from support.threaded_engine import (
     SCRIPT,
@@ -137,3 +137,30 @@ def raw_logprobs(prefix: list[int]) -> list[float]:
 
     logits = SCRIPT.logits(np.array([prefix_hash(prefix)], np.uint64))[0].astype(np.float64)
     return (logits - np.log(np.exp(logits).sum())).tolist()  # type: ignore[no-any-return]
+
+
+def test_a_text_that_cannot_be_made_fails_its_request_alone(
+    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = TextStream.push
+
+    def breaks(self: TextStream, token_ids: Sequence[int]) -> TextUpdate:
+        if self.num_chars > 3 and self is broken[0]:
+            raise ValueError("no such token")
+        broken.append(self)
+        return push(self, token_ids)
+
+    broken: list[TextStream] = []
+    monkeypatch.setattr(TextStream, "push", breaks)
+    engine = ready(start(make_target(), make_draft(), tokenizer=LetterTokenizer(VOCAB)))
+    client, other = Client(), Client()
+    engine.submit(request(max_tokens=100), client)
+    final = client.wait()
+    engine.submit(request(max_tokens=10), other)
+    assert (final.finish_reason, final.cause) == (FinishReason.ERROR, EndCause.TEXT_FAILED)
+    assert final.error == "the output could not be turned into text: no such token"
+    assert final.stats is not None and 3 < final.stats.num_output_tokens < 20
+    assert other.wait().finish_reason is FinishReason.LENGTH
+    wait_for(lambda: engine.statistics().num_running == 0)
+    totals = engine.statistics().totals
+    assert (totals.num_finished[FinishReason.ERROR], totals.num_ended_by) == (1, {EndCause.TEXT_FAILED: 1})

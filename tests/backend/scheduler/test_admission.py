@@ -7,6 +7,7 @@ from kimi_backend.errors import ConfigError, InvalidRequestError
 from kimi_backend.scheduler.admission import AdmissionLimits, check_request
 from kimi_backend.scheduler.settings import SchedulerSettings
 from kimi_backend.spec_decode.policy import PolicyName
+from kimi_backend.types.proposer import Proposer
 from kimi_backend.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 
 LIMITS = AdmissionLimits(vocab_size=100, max_model_len=50, max_sequence_slots=64, eos_token_ids=frozenset({6}))
@@ -113,6 +114,29 @@ def test_a_wrong_request_is_refused(changes: dict[str, object], message: str) ->
         check_request(replace(REQUEST, **changes), LIMITS, SETTINGS)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("served", "allowed"),
+    [
+        (Proposer.NONE, [Proposer.NONE]),
+        (Proposer.EAGLE3, [Proposer.NONE, Proposer.EAGLE3]),
+        (Proposer.LOOKUP, [Proposer.NONE, Proposer.LOOKUP]),
+        (Proposer.LOOKUP_EAGLE3, [Proposer.NONE, Proposer.EAGLE3, Proposer.LOOKUP, Proposer.LOOKUP_EAGLE3]),
+    ],
+)
+def test_a_request_may_have_a_part_of_the_servers_proposer(served: Proposer, allowed: list[Proposer]) -> None:
+    assert Proposer.parts_of(served) == allowed
+    settings = replace(SETTINGS, proposer=served)
+    for proposer in Proposer:
+        request = replace(REQUEST, proposer=proposer)
+        if proposer in allowed:
+            check_request(request, LIMITS, settings)
+            continue
+        names = ", ".join(each.value for each in allowed)
+        with pytest.raises(InvalidRequestError) as error:
+            check_request(request, LIMITS, settings)
+        assert str(error.value) == f"proposer: {proposer.value} given, one of {names} is allowed"
+
+
 def test_the_pool_bounds_the_prompt_too() -> None:
     small = replace(LIMITS, max_sequence_slots=10)
     check_request(replace(REQUEST, prompt_token_ids=(1,) * 9), small, SETTINGS)
@@ -126,6 +150,11 @@ def test_the_borders_are_allowed() -> None:
     check(frequency_penalty=2, presence_penalty=2, repetition_penalty=100, logprobs=0, prompt_logprobs=0, max_tokens=0)
     check(min_tokens=2**31 - 1, prompt_logprobs=20, stop=("a",) * 16)
     check(logit_bias={0: -100.0, 99: 100.0}, bad_words=((1,) * 64,), stop_token_ids=(0, 99))
+    check(bad_words=((1,),) * 1024)
+    many = SamplingParams(logit_bias=dict.fromkeys(range(4096), 0.0))
+    check_request(replace(REQUEST, sampling=many), replace(LIMITS, vocab_size=4096), SETTINGS)
+    for priority in (2**31 - 1, -(2**31) + 1):
+        check_request(replace(REQUEST, priority=priority, return_round_times=64), LIMITS, SETTINGS)
     check_request(
         replace(REQUEST, prompt_token_ids=(1,) * 49, num_speculative_tokens=5, timeout_s=1e-9), LIMITS, SETTINGS
     )

@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
-from kimi_backend.types.request import FinishReason
+from kimi_backend.types.request import EndCause, FinishReason
 from support.sequences import make_sequence
 
 
@@ -70,3 +72,39 @@ def test_penalties_count_the_output_and_know_the_prompt() -> None:
     }
     assert found == {5: (0, True), 7: (2, True), 8: (1, False)} | dict.fromkeys(range(100, 300), (1, False))
     assert make_sequence().penalties is None
+
+
+class MadeUpGrammar:
+    def __init__(self, follows: bool, is_too_slow: bool) -> None:
+        self.follows, self.is_too_slow = follows, is_too_slow
+
+    def advance(self, token_ids: list[int]) -> bool:
+        return self.follows
+
+
+@pytest.mark.parametrize(
+    ("follows", "is_too_slow", "error", "cause"),
+    [
+        (True, False, None, None),
+        (True, True, "guided_regex: takes too long to match, at output token 2", EndCause.BAD_GRAMMAR),
+        (False, True, "output token 2 does not follow the grammar", EndCause.ENGINE_FAILED),
+    ],
+)
+def test_a_grammar_that_is_left_or_takes_too_long_ends_its_request(
+    follows: bool, is_too_slow: bool, error: str | None, cause: EndCause | None
+) -> None:
+    for stop_token_ids in ((), (5,)):
+        sequence = make_sequence(grammar=SimpleNamespace(field="guided_regex"), stop_token_ids=stop_token_ids)
+        sequence.grammar = MadeUpGrammar(follows, is_too_slow)  # type: ignore[assignment]
+        sequence.append([4, 5])
+        finish = sequence.finish
+        if stop_token_ids and follows:
+            assert finish is not None and finish.reason is FinishReason.STOP
+        elif error is None:
+            assert finish is None
+        else:
+            assert finish is not None and (finish.reason, finish.error, finish.cause) == (
+                FinishReason.ERROR,
+                error,
+                cause,
+            )

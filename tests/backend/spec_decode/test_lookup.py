@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kimi_backend.spec_decode.lookup import LookupMemory, LookupPools, MatchAcceptance, SequenceLookup
-from kimi_backend.spec_decode.lookup_index import Match
+from kimi_backend.spec_decode.lookup_index import LookupIndex, Match
 from kimi_backend.types.plan import Int32Array
 
 PROMPT = np.arange(100, 150)
@@ -52,6 +52,19 @@ def test_an_index_that_was_given_up_finds_nothing() -> None:
     lookup.take_index()
     lookup.extend(TEXT[70:75].tolist(), TEXT[:75])
     assert not lookup.num_found
+    assert lookup.find(TEXT[:75], pools) is None
+    assert not lookup.is_following and not lookup.is_crowded
+
+
+def test_an_index_that_finds_no_memory_to_grow_is_given_up() -> None:
+    memory = LookupMemory(LookupIndex.bytes_of(60))
+    text = np.arange(300, dtype=np.int32)
+    lookup = SequenceLookup.of(text[:60], 4, memory)
+    assert lookup is not None and memory.num_bytes == lookup.held_bytes == memory.max_bytes
+    for end in range(61, 130):
+        lookup.extend([end - 1], text[:end])
+    assert (memory.num_bytes, lookup.held_bytes, memory.num_refused) == (0, 0, 1)
+    assert lookup.take_index() is None
 
 
 @pytest.mark.parametrize(("num_copied", "repetition"), [(0, 0), (20, 0), (30, 1), (46, 1), (47, 2), (64, 2)])

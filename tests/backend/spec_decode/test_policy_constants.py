@@ -261,3 +261,20 @@ def test_those_look_up_alike_whose_prompts_repeat_alike() -> None:
     kinds = [controller.looked_up.kind for controller in controllers]
     assert len(set(map(id, kinds))) == 3
     assert kinds[1] is kinds[2] is not None
+
+
+def test_what_takes_no_time_teaches_nothing() -> None:
+    times = RoundTimes(linear_costs(0, 0), None)
+    plain_round(times, 0.001)
+    assert times.factors == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("host_s", "beside_s"), [(0.0002, 0.0006), (0.0009, 0.0009)])
+def test_beside_a_hidden_host_a_round_waits_for_the_longer_of_it_and_the_draft(host_s: float, beside_s: float) -> None:
+    times = RoundTimes(*EVEN)
+    a_round_with_a_draft(times, 0.0, 0.0)
+    times.assume_overlapped(host_s)
+    assert times.is_overlapped
+    one = np.array([1])
+    found = times.verifying(1, one, one, 64, is_drafting=True, overlaps_next=False)
+    assert found == pytest.approx([0.001 + beside_s], rel=1e-3)

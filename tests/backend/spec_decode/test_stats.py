@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from kimi_backend.spec_decode.policy import policy_shares
 from kimi_backend.spec_decode.stats import SpeculationCounter
 
 
@@ -55,3 +56,11 @@ def test_the_identities_of_the_counts() -> None:
     assert sum(stats.accepted_per_position) == stats.num_accepted_draft_tokens
     assert sum(stats.drafted_per_position) == stats.num_draft_tokens
     assert list(stats.accepted_per_position) == sorted(stats.accepted_per_position, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("histogram", "said"),
+    [([12, 0, 88, 0], "12%, 0%, 88%"), ([0, 0], "0%"), ([1, 3], "25%, 75%"), ([0, 2], "0%, 100%")],
+)
+def test_the_shares_of_verifies_end_with_the_largest_k_that_was_used(histogram: list[int], said: str) -> None:
+    assert policy_shares(histogram) == said
