@@ -1,5 +1,6 @@
 """The engine with its threads: every request ends exactly once, on every path."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -380,14 +381,14 @@ def test_processes_that_runners_have_are_told_and_a_dead_one_ends_speculation(st
 
 def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
     loop = EngineLoop(make_target(), None, SchedulerSettings(), Patience())
-    live = []
+    live, rng = [], random.Random(1)
     for uid in range(400):
         sequence = make_sequence(uid=uid)
-        if uid % 100 == 50:
+        if uid % 20 == 10:
             live.append(sequence)
         else:
             sequence.finish = Finish(FinishReason.LENGTH)
-        loop._watch_deadline(sequence, 1000.0 - uid)
+        loop._watch_deadline(sequence, rng.random())
         assert len(loop._deadlines) <= 65
         assert loop._deadlines[0] == min(loop._deadlines)
     assert {entry[2] for entry in loop._deadlines} >= set(live)

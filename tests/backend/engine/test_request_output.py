@@ -7,7 +7,7 @@ from kimi_backend.engine.commit import LogprobRows, StepOutput
 from kimi_backend.engine.request_output import RequestOutput
 from kimi_backend.scheduler.sequence import Finish
 from kimi_backend.text.text_stream import TextStream
-from kimi_backend.types.request import FinishReason, RoundTime, TokenDelta
+from kimi_backend.types.request import EndCause, FinishReason, RoundTime, TokenDelta
 from support.letter_tokenizer import LetterTokenizer
 from support.sequences import make_sequence
 
@@ -169,3 +169,16 @@ def test_times_of_rounds_are_bounded_and_evenly_spread(most: int, num_rounds: in
     for entry in times:
         drafted = (2, 0) if entry.round == num_rounds - 1 else (3, 1)
         assert entry == RoundTime(entry.round, 2.0 + entry.round, 3.0 + entry.round, *drafted)
+
+
+def test_nothing_is_said_behind_a_failure() -> None:
+    stream = Stream()
+    stream.push("AB", accepted=1)
+    final = stream.output.fail("no such token", 7.0)
+    assert (final.finish_reason, final.error, final.cause) == (
+        FinishReason.ERROR,
+        "no such token",
+        EndCause.TEXT_FAILED,
+    )
+    assert final.stats is not None and final.stats.total_time_s == 7.0
+    assert stream.push("C") is None
