@@ -142,16 +142,11 @@ def chances(rates: Floats, factors: Sequence[float], limits: Sequence[int]) -> F
 
     Args:
         rates: [C, MAX_SPECULATIVE_TOKENS] conditional ones of each sequence's kind.
-        factors: [C] of `SequenceAcceptance`.
+        factors: [C] of `SequenceAcceptance` or `MatchAcceptance`.
         limits: [C] draft tokens that a sequence may have; the chance of one more is 0.
     """
-    return kept_chances(rates, factors) * _WITHIN[limits]
-
-
-def kept_chances(rates: Floats, factors: Sequence[float]) -> Floats:
-    """`chances` without limits."""
     kept: Floats = np.minimum(rates * np.array(factors)[:, None], HIGHEST_RATE).cumprod(axis=1)
-    return kept
+    return kept * _WITHIN[limits]
 
 
 def highest_rate(rate: float, weight: float) -> float:

@@ -96,13 +96,11 @@ class Expected(NamedTuple):
     @classmethod
     def of(cls, sequences: Sequence[LookedUp]) -> "Expected | None":
         """Expect what was seen of each, and of its kind. None where that is nothing."""
-        kinds = {id(s.kind): s.kind for s in sequences}
-        if not any(s.sums[1] for s in sequences) and not any(kind and kind.sums[1] for kind in kinds.values()):
+        kinds = {s.kind for s in sequences}
+        if not any(one.sums[1] for one in (*sequences, *kinds) if one is not None):
             return None
-        means = {key: _mean(kind) for key, kind in kinds.items()}
-        sums = np.array([s.sums for s in sequences]) + SEQUENCE_WEIGHT * np.array(
-            [means[id(s.kind)] for s in sequences]
-        )
+        means = {kind: _mean(kind) for kind in kinds}
+        sums = np.array([s.sums for s in sequences]) + SEQUENCE_WEIGHT * np.array([means[s.kind] for s in sequences])
         weights = np.array([s.weight for s in sequences]) + SEQUENCE_WEIGHT
         found, matches, checked, kept = sums.T
         matches = np.maximum(matches, LEAST_MATCHES)

@@ -50,7 +50,7 @@ class LookupMemory:
             return True
 
     def give_back(self, num_bytes: int) -> None:
-        """The other way round. Takes no lock: the garbage collector may call it while its own thread holds ours."""
+        """Count so many less. Takes no lock: the garbage collector may call it while its own thread holds ours."""
         self._given_back.put(num_bytes)
 
     def _settled(self) -> int:
@@ -102,10 +102,11 @@ class MatchAcceptance:
         self.kept = fading * self.kept + num_foretold
         self.expected = fading * self.expected + compared * self.expected_rate
 
-    @property
-    def factor(self) -> float:
-        """The factor on the rates of a match's length; 1 while nothing is known."""
-        weight = TEXT_WEIGHT * self.expected_rate
+    def factor(self, length_mean: float) -> float:
+        """Return what to multiply the rates of a match's length by, of which this is the mean; 1 while nothing is
+        known. The tokens that come next are expected at this mean."""
+        self.expected_rate = length_mean
+        weight = TEXT_WEIGHT * length_mean
         return (self.kept + weight) / (self.expected + weight)
 
 
@@ -141,7 +142,7 @@ class SequenceLookup:
 
     @classmethod
     def of(cls, token_ids: Int32Array, min_match: int, memory: LookupMemory) -> "SequenceLookup | None":
-        """That of a prompt; None where there is no memory for it. Work grows with the prompt: 0.1 µs a token."""
+        """Index a prompt; None where there is no memory for it. Work grows with the prompt: 0.1 µs a token."""
         num_bytes = LookupIndex.bytes_of(len(token_ids))
         if not memory.take(num_bytes):
             return None
@@ -149,7 +150,7 @@ class SequenceLookup:
         lookup = cls(index, memory, num_bytes)
         count = min(ENDING, len(token_ids) - 1)
         if count > 0:
-            num_found = lookup._count_found(index, token_ids, count, None)
+            num_found = lookup._count_found(index, token_ids, token_ids[-count:].tolist(), 0)
             lookup.repetition = min(NUM_REPETITIONS * num_found // count, NUM_REPETITIONS - 1)
         return lookup
 
@@ -168,18 +169,18 @@ class SequenceLookup:
 
     def extend(self, token_ids: list[int], text: Int32Array) -> None:
         """Go on behind tokens that count: `text` ends in them."""
-        index, self.num_found = self._index, 0
+        index, match, num_found = self._index, self._judged, 0
         if index is None:
+            self.num_found = 0
             return
         num_foretold = index.extend(token_ids, text)
         if self._elsewhere is not None:
             num_foretold, self._elsewhere = self._elsewhere.foretells(token_ids)
-        match = self._judged
-        is_checked = match is not None and self._is_checked(match)
-        if is_checked or len(token_ids) > 1:
-            self.num_found = self._count_found(index, text, len(token_ids), num_foretold if is_checked else None)
         if match is not None:
+            if self._is_checked(match):
+                num_found = min(num_foretold + 1, len(token_ids))
             self._judge(match, len(token_ids), num_foretold)
+        self.num_found = self._count_found(index, text, token_ids, num_found)
         self._count_bytes(index)
 
     @property
@@ -226,23 +227,19 @@ class SequenceLookup:
         self._drop()
         return index
 
-    def _count_found(self, index: LookupIndex, text: Int32Array, num_tokens: int, num_foretold: int | None) -> int:
-        """Go through the last tokens as if nobody had drafted: a draft's tokens reach into matches that would have been
-        found. Searches only where a draft was right.
-
-        Args:
-            num_foretold: those that the match before them foretold; None: none was checked.
+    def _count_found(self, index: LookupIndex, text: Int32Array, token_ids: list[int], num_found: int) -> int:
+        """Go through what `text` ends in as if nobody had drafted: a draft's tokens reach into matches that would have
+        been found. Searches only where a draft was right: no match that is checked was found before the first token, or
+        `num_found` of these would have come in that one's verify.
         """
-        num_found = 0 if num_foretold is None else min(num_foretold + 1, num_tokens)
-        place, start = max(num_found, 1), len(text) - num_tokens
-        while place < num_tokens:
+        place, start = max(num_found, 1), len(text) - len(token_ids)
+        while place < len(token_ids):
             match = index.find_at(text, start + place)
             if match is None or not self._is_checked(match):
                 place += 1
                 continue
-            came = text[start + place :]
-            differs = text[match.end : match.end + len(came)] != came
-            count = int(differs.argmax()) + 1 if differs.any() else len(came)
+            came = token_ids[place:]
+            count = min(match.foretells(text, came)[0] + 1, len(came))
             num_found, place = num_found + count, place + count
         return num_found
 

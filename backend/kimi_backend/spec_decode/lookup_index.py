@@ -30,6 +30,20 @@ class Match(NamedTuple):
     length: int
     end: int
 
+    def foretells(self, source: Int32Array, token_ids: list[int]) -> "tuple[int, Match | None]":
+        """Count those of these tokens, one after the other, that stand behind the match; return the match behind them
+        too, if it goes on.
+
+        Args:
+            source: the text that has the earlier place.
+        """
+        end = self.end + len(token_ids)
+        foretold = source[self.end : end].tolist()
+        if foretold == token_ids and end < len(source):
+            return len(token_ids), Match(self.length + len(token_ids), end)
+        pairs = zip(foretold, token_ids, strict=False)
+        return next((i for i, (guess, token_id) in enumerate(pairs) if guess != token_id), len(foretold)), None
+
 
 class LookupIndex:
     """The places of one text. Grows with it, and knows no token that is not given to it."""
@@ -83,7 +97,9 @@ class LookupIndex:
         Returns:
             How many of the tokens the last match foretold, one after the other.
         """
-        num_foretold = self._follow(token_ids, text)
+        num_foretold = 0
+        if self._match is not None:
+            num_foretold, self._match = self._match.foretells(text, token_ids)
         if len(self._links) + len(token_ids) > _MOST_CROWDED * len(self._heads):
             self.index_all(text)
             return num_foretold
@@ -122,20 +138,6 @@ class LookupIndex:
         if self._match is None:
             self._match = self.find_at(text, len(text))
         return self._match
-
-    def _follow(self, token_ids: list[int], text: Int32Array) -> int:
-        """Move the match on while it foretells what has come, and drop it behind that."""
-        match = self._match
-        if match is None:
-            return 0
-        length, end = match
-        count = len(token_ids)
-        foretold = text[end : end + count].tolist()
-        if foretold == token_ids:
-            self._match = Match(length + count, end + count)
-            return count
-        self._match = None
-        return next(i for i, (guess, token_id) in enumerate(zip(foretold, token_ids, strict=True)) if guess != token_id)
 
     def find_end_of(self, other: "LookupIndex", text: Int32Array, source: Int32Array) -> Match | None:
         """The longest match in this index's text, `source`, of what another ends in.

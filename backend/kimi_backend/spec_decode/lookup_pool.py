@@ -17,13 +17,9 @@ class PooledMatch(NamedTuple):
     match: Match
 
     def foretells(self, token_ids: list[int]) -> tuple[int, "PooledMatch | None"]:
-        """Count those of these tokens, one after the other; return the match behind them too, if it goes on."""
-        length, end = self.match
-        foretold = self.source[end : end + len(token_ids)].tolist()
-        if foretold == token_ids and end + len(token_ids) < len(self.source):
-            return len(token_ids), PooledMatch(self.source, Match(length + len(token_ids), end + len(token_ids)))
-        pairs = zip(foretold, token_ids, strict=False)
-        return next((i for i, (guess, token_id) in enumerate(pairs) if guess != token_id), len(foretold)), None
+        """See `Match`."""
+        count, match = self.match.foretells(self.source, token_ids)
+        return count, None if match is None else PooledMatch(self.source, match)
 
     def continuation(self, count: int) -> list[int]:
         """The tokens that follow, as far as the other text goes."""

@@ -91,30 +91,30 @@ def test_a_texts_matches_are_compared_with_those_of_their_lengths() -> None:
     """Long ones are right more often than short ones: a text that has both and is like all others is no better."""
     own = MatchAcceptance()
     for _ in range(30):
-        own.expected_rate = 0.5
+        own.factor(0.5)
         own.record(2, 1)
-        own.expected_rate = 7 / 8
+        own.factor(7 / 8)
         own.record(7, 7), own.record(1, 0)
-    assert own.factor == pytest.approx(1, abs=0.01)
+    assert own.factor(7 / 8) == pytest.approx(1, abs=0.01)
     for _ in range(20):
         own.record(4, 0)
-    assert 0.75 < own.factor < 0.9
+    assert 0.75 < own.factor(7 / 8) < 0.9
 
 
 @pytest.mark.parametrize(("num_kept", "factor"), [(0, 16 / 18), (1, 17 / 18), (2, 1)])
 def test_a_few_matches_say_little_of_a_text(num_kept: int, factor: float) -> None:
     own = MatchAcceptance()
-    own.expected_rate = 1.0
+    own.factor(1.0)
     for kept in (num_kept > 0, num_kept > 1):
         own.record(1, int(kept))
-    assert own.factor == pytest.approx(factor, rel=0.002)
+    assert own.factor(1.0) == pytest.approx(factor, rel=0.002)
 
 
 def test_old_matches_fade() -> None:
     own = MatchAcceptance()
-    own.expected_rate = 0.5
+    own.factor(0.5)
     for _ in range(1000):
         own.record(1, 1)
     for _ in range(150):
         own.record(1, 0)
-    assert own.factor == pytest.approx(2 * (150 / 2.718 + 4) / (150 + 16), rel=0.1)
+    assert own.factor(0.5) == pytest.approx(2 * (150 / 2.718 + 4) / (150 + 16), rel=0.1)
