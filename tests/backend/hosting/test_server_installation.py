@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,3 +43,46 @@ def test_packages_of_a_pythonpath_are_found_by_an_interpreter_that_reads_none(tm
     monkeypatch.setattr(sys, "path", ["", "modules", *sys.path])
     python = server_installation.python_folder(tmp_path) / "python3"
     subprocess.run([python, "-I", "-c", "import found_by_path, numpy"], cwd="/", check=True)
+
+
+def test_this_interpreters_stub_is_put_in_place_once(tmp_path):
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = tmp_path / "python_backend_stubs" / version / "triton_python_backend_stub"
+    stub.parent.mkdir(parents=True)
+    stub.write_text("for this one")
+    target = tmp_path / "backends" / "python" / stub.name
+    target.parent.mkdir(parents=True)
+    target.write_text("another's")
+    server_installation._place_stub(tmp_path)
+    assert (target.read_text(), target.stat().st_mode & 0o777) == ("for this one", 0o755)
+    before = target.stat().st_ino
+    server_installation._place_stub(tmp_path)
+    assert target.stat().st_ino == before
+    target.unlink()
+    server_installation._place_stub(tmp_path)
+    assert [path.name for path in target.parent.iterdir()] == [stub.name]
+
+
+@pytest.mark.parametrize("below", ["", "x86_64-linux-gnu"])
+def test_a_shared_libpython_is_found_where_distributions_put_it(tmp_path, monkeypatch, below):
+    values = {"LIBDIR": str(tmp_path), "MULTIARCH": "x86_64-linux-gnu"}
+    monkeypatch.setattr(server_installation.sysconfig, "get_config_var", values.__getitem__)
+    folder = tmp_path / below
+    folder.mkdir(exist_ok=True)
+    (folder / f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0").touch()
+    assert server_installation._libpython_folder() == folder
+
+
+def test_the_wheels_server_is_found_beside_its_libraries(tmp_path, monkeypatch):
+    spec = SimpleNamespace(origin=str(tmp_path / "pytriton" / "__init__.py"))
+    placed = []
+    monkeypatch.setattr(server_installation.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(server_installation, "_place_stub", placed.append)
+    monkeypatch.setattr(server_installation, "_libpython_folder", lambda: Path("/lib"))
+    found = server_installation.find_installation()
+    assert found.library_folders == (tmp_path / "nvidia_pytriton.libs", Path("/lib"))
+    assert (found.binary, found.backends) == (
+        tmp_path / "pytriton/tritonserver/bin/tritonserver",
+        tmp_path / "pytriton/tritonserver/backends",
+    )
+    assert placed == [tmp_path / "pytriton/tritonserver"]
