@@ -1,15 +1,18 @@
 """A model is loaded again over gRPC, where loading holds up nobody's stream, and over HTTP where gRPC cannot be had."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
+from kimi_backend.hosting import server_api
 from kimi_backend.hosting.server_api import ServerApi
 
 SECRET = "of-this-test"
@@ -36,7 +39,7 @@ class Http(BaseHTTPRequestHandler):
 def http() -> Iterator[ThreadingHTTPServer]:
     Http.calls = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Http) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
@@ -87,3 +90,37 @@ def test_what_the_server_says_against_it_is_an_error(http: ThreadingHTTPServer) 
     with pytest.raises(OSError, match="no such file"):
         reload(http, Loads("no such file"))
     assert Http.calls == ["unload"]
+
+
+def test_readiness_is_yes_no_or_nobody_there(http: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{http.server_address[1]}"
+    assert ServerApi(address, SECRET).is_ready("kimi_target") is False
+    asked: list[str] = []
+
+    def answer(self: Http) -> None:
+        asked.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    monkeypatch.setattr(Http, "do_GET", answer)
+    assert ServerApi(address, SECRET).is_ready("kimi_target") is True
+    assert asked == ["/v2/models/kimi_target/ready"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        assert ServerApi(f"127.0.0.1:{taken.getsockname()[1]}", SECRET).is_ready("kimi_target") is None
+
+
+def test_a_model_that_takes_its_time_to_unload_is_waited_for(
+    http: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, slept = iter([True, True, False]), list[float]()
+    monkeypatch.setattr(ServerApi, "is_ready", lambda self, model: next(answers))
+    monkeypatch.setattr(server_api, "time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    handler = Loads()
+    reload(http, handler)
+    assert slept == [server_api._POLL_S] * 2
+    assert handler.loaded == ["eagle3_draft"]
+    monkeypatch.setattr(ServerApi, "is_ready", lambda self, model: True)
+    monkeypatch.setattr(server_api, "_LOAD_S", 1.0)
+    reload(http, Loads())
+    assert len(slept) == 2 + round(1.0 / server_api._POLL_S)
