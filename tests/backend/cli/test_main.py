@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -197,3 +198,49 @@ def test_a_container_sets_the_endpoints_options_by_variables(monkeypatch: pytest
         main.main()
     assert caught.value.code == 0
     assert (seen["logs_access"], seen["logs_json"], seen["otlp_endpoint"]) == (True, True, "http://collector:4318")
+
+
+NUMBERS = {
+    "make-checkpoint": {"layers": (None, 1, None), "seed": (0, 0, None), "shard_gb": (5.0, 1e-6, 1e6)},
+    "openai": {"port": (9000, 0, 65_535)},
+    "generate": {"max_tokens": (128, 1, None), "temperature": (None, 0, None), "seed": (None, 0, None)},
+    "chat": {"max_tokens": (512, 1, None), "temperature": (None, 0, None), "seed": (None, 0, None)},
+    "demo": {"max_tokens": (96, 1, None), "num_speculative_tokens": (3, 1, 7), "temperature": (0.6, 0, None)},
+    "bench": {
+        "num_speculative_tokens": (3, 0, 7),
+        "max_tokens": (128, 1, None),
+        "temperature": (1.0, 0, None),
+        "seed": (None, 0, None),
+        "num_requests": (None, 1, None),
+        "concurrency": (16, 1, None),
+        "repeats": (None, 1, None),
+        "time_limit": (120.0, 0, None),
+        "rate_scale": (1.0, 1e-6, None),
+        "length_scale": (1.0, 1e-6, None),
+        "trace_block": (512, 1, None),
+        "first_token_limit_ms": (None, 0, None),
+        "inter_token_limit_ms": (None, 0, None),
+        "request_limit_ms": (None, 0, None),
+    },
+    "eval": {
+        "shots": (5, 0, None),
+        "limit": (None, 1, None),
+        "num_speculative_tokens": (3, 0, 7),
+        "max_tokens": (512, 1, None),
+        "temperature": (0.0, 0, None),
+        "seed": (0, 0, None),
+        "concurrency": (16, 1, None),
+    },
+    "health": {"timeout_s": (15.0, 0.1, None)},
+    "probe": {"num_tokens": (64, 8, None), "num_speculative_tokens": (3, 1, 7)},
+}
+"""Command -> option -> its default, least and largest number."""
+
+
+def test_numbers_keep_to_what_a_command_can_do() -> None:
+    group: Any = typer.main.get_command(main.app)
+    found = {}
+    for name, command in group.commands.items():
+        bounded = [option for option in command.params if getattr(option, "min", None) is not None]
+        found[name] = {option.name: (option.default, option.min, option.max) for option in bounded}
+    assert {name: options for name, options in found.items() if options} == NUMBERS
