@@ -151,10 +151,9 @@ def test_a_token_that_ended_a_reply_is_its_reason():
     assert parsed(statistics=b"", stop_reason=b"", finish_reason=b"").stop_reason is None
 
 
-@pytest.mark.parametrize("client", [kimi_client.KimiClient, AsyncKimiClient])
-def test_a_number_of_retries_below_zero_is_refused(client):
+def test_a_number_of_retries_below_zero_is_refused():
     with pytest.raises(kimi_client.InvalidRequest, match="max_retries: -1 given, at least 0 is allowed"):
-        client("localhost:1", max_retries=-1).stream(text_input="x")
+        retry_pauses(-1)
 
 
 def test_a_protocol_that_there_is_not_is_refused():

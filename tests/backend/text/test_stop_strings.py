@@ -96,3 +96,11 @@ def test_holds_back_only_what_could_become_a_stop_string() -> None:
 def test_malformed_stop_strings_are_named(stops: list, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         StopStringMatcher(stops)
+
+
+def test_text_that_was_given_out_begins_no_match() -> None:
+    matcher = StopStringMatcher(["ab"], False)
+    assert matcher.push("xa") == ("x", None)
+    assert matcher.flush() == "a"
+    assert matcher.push("b") == ("b", None)
+    assert matcher.push("ab")[0] == ""
