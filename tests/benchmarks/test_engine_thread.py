@@ -1,4 +1,4 @@
-"""What the engine's thread costs: spans over scripted times, looking up over made-up texts, and both from end to end."""
+"""What the engine's thread costs: spans over scripted times, looking up over made-up texts, both from end to end."""
 
 import json
 import sys
