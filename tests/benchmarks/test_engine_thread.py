@@ -1,4 +1,4 @@
-"""What the engine's thread costs: spans over scripted times, looking up over made-up texts, both from end to end."""
+"""The engine thread's measurements: spans over scripted times, looking up over made-up texts, both to their end."""
 
 import json
 import sys
