@@ -4,11 +4,13 @@ import hashlib
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from kimi_backend.errors import InvalidRequestError
+from kimi_backend.runners import aux_ipc
 from kimi_backend.runners.aux_buffer import AuxBuffer
 from kimi_backend.runners.aux_ipc import AuxBufferHandle, OpenedAuxBuffer, export_aux_buffer
 from kimi_backend.runners.cuda_ipc import CudaIpcError
@@ -96,3 +98,57 @@ def test_a_region_that_is_not_there_is_refused() -> None:
     for region in (None, -1, 2):
         with pytest.raises(InvalidRequestError, match=r"plan aux\.region"):
             buffer.resolve(AuxHandle(region=region))
+
+
+def test_only_a_contiguous_buffer_of_regions_is_one() -> None:
+    for tensor in (torch.zeros(2, 3), torch.zeros(2, 3, 4).transpose(1, 2)):
+        with pytest.raises(
+            ValueError, match=r"aux buffer of shape .*: a contiguous \[num_regions, rows, width\] needed"
+        ):
+            AuxBuffer(tensor)
+
+
+class HostMemory:
+    """Memory of this process in place of another's."""
+
+    def __init__(self, handle: bytes, offset: int, num_bytes: int, device: torch.device) -> None:
+        self.opened = (handle, offset, num_bytes, device)
+        self.is_closed = False
+
+    def tensor(self) -> torch.Tensor:
+        return torch.arange(self.opened[2], dtype=torch.uint8)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_what_was_exported_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's calls are made up, and so is its memory."""
+    monkeypatch.setattr(aux_ipc, "export_memory", lambda tensor: (b"handle", 512))
+    monkeypatch.setattr(aux_ipc, "OpenedMemory", HostMemory)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    cpu = torch.device("cpu")
+    exported = export_aux_buffer(AuxBuffer.allocate(2, 3, 4, torch.bfloat16, cpu))
+    opened = OpenedAuxBuffer(exported, cpu)
+    memory: Any = opened._memory
+    assert memory.opened == (b"handle", 512, 48, cpu)
+    assert (opened.exported, opened.buffer.dtype) == (exported, torch.bfloat16)
+    assert torch.equal(opened.buffer.tensor.view(torch.uint8).flatten(), memory.tensor())
+    assert opened.buffer.tensor.shape == (2, 3, 4)
+    opened.close()
+    assert memory.is_closed
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "error", "message"),
+    [
+        ("GPU-1", "float32", CudaIpcError, "the target's buffer is on GPU-1, the draft on cpu"),
+        ("cpu", "int8", InvalidRequestError, "aux buffer's dtype: int8 given, bfloat16, float16, float32 are allowed"),
+    ],
+)
+def test_a_buffer_of_another_place_or_kind_is_not_opened(
+    device: str, dtype: str, error: type[Exception], message: str
+) -> None:
+    handle = AuxBufferHandle(memory="00", offset=0, shape=(1, 2, 3), dtype=dtype, device=device)
+    with pytest.raises(error, match=message):
+        OpenedAuxBuffer(handle.to_bytes(), torch.device("cpu"))

@@ -13,6 +13,7 @@ from kimi_backend.config.memory_plan import GIB
 from kimi_backend.config.quantization_config import QuantizationMethod
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.errors import ConfigError
+from kimi_backend.runners.load.loading import load_draft_runner
 from kimi_backend.runners.load.opened_checkpoints import Checkpoints, _memory_bytes, memory_plan
 from kimi_backend.runners.load.placement import place
 from support.checkpoint_folders import make_tiny
@@ -24,6 +25,22 @@ def test_a_cpu_takes_the_row_invariant_set(setting: str) -> None:
     assert placement.kernels.name == "plain"
     assert placement.kernels.row_invariant
     assert placement.dtype == placement.kv_dtype == torch.float32
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert place(ServingSettings(device="auto")).device == torch.device("cpu")
+    with pytest.raises(ConfigError, match="setting device: cuda given, but torch sees no GPU here; cpu is allowed"):
+        place(ServingSettings(device="cuda"))
+
+
+def test_a_folder_of_each_model_is_needed(tmp_path: Path) -> None:
+    settings = ServingSettings(device="cpu")
+    with pytest.raises(ConfigError, match="setting checkpoint: empty, the folder of a checkpoint is needed"):
+        Checkpoints.open(settings, place(settings))
+    folder = make_tiny(tmp_path / "tiny", QuantizationMethod.NONE, DraftKind.MLA)
+    with pytest.raises(ConfigError, match="setting draft: empty, the folder of a draft is needed to load the draft"):
+        load_draft_runner(ServingSettings(checkpoint=str(folder), device="cpu"))
 
 
 def test_kernels_of_another_device_are_refused() -> None:

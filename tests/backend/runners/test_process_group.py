@@ -2,13 +2,14 @@
 
 import re
 import socket
+from typing import Any
 
 import pytest
 import torch
 
 from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import free_port
-from kimi_backend.parallel import SingleRank
+from kimi_backend.parallel import DistributedRanks, SingleRank
 from kimi_backend.runners.ranks.process_group import RankError, join_ranks, leave
 from support.forked_processes import run_ranks
 from support.ranks import run_on_a_cpu
@@ -66,3 +67,34 @@ def test_a_port_that_is_held_is_used() -> None:
     with pytest.raises(RankError, match=r"these of 2 ranks were not there: \[1\]"):
         join_ranks(0, 2, address, CPU, listener=listener, join_timeout_s=0.3)
     assert listener.fileno() == -1, "the store has it now"
+
+
+def test_a_process_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="this process has joined some already; leave them first"):
+        join_ranks(1, 2, "127.0.0.1:1", CPU)
+
+
+class FakeRanks:
+    """Rank 1 of three, whose collectives take small tensors."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return x.numel() < 5
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+
+def test_fast_collectives_have_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = object()
+    ranks = DistributedRanks(group, fast_all_reduce=FakeRanks(), fast_all_gather=FakeRanks())
+    small, large = torch.ones(2, 2), torch.arange(6.0).view(2, 3)
+    assert ranks.all_reduce(small).tolist() == ranks.all_gather_columns(small).tolist() == [[3, 3], [3, 3]]
+
+    def gathered(out: torch.Tensor, x: torch.Tensor, group: object) -> None:
+        out.view(3, *x.shape).copy_(torch.stack([rank * x for rank in range(3)]))
+
+    monkeypatch.setattr("kimi_backend.parallel._all_gather", gathered)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 3)
+    assert ranks.all_reduce(large).tolist() == (3 * large).tolist()
+    assert ranks.all_gather_columns(large).tolist() == torch.cat([0 * large, large, 2 * large], dim=1).tolist()

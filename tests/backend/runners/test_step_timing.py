@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kimi_backend.config.settings import ServingSettings
-from kimi_backend.runners.cost_file import CostFile, costs_folder
+from kimi_backend.runners.cost_file import CostFile, costs_folder, machine
 from kimi_backend.runners.plan_checks import RunnerLimits
 from kimi_backend.runners.step_timing import CPU_PASSES, Sequences, scheduled_seconds, shapes_of, time_steps
 from kimi_backend.spec_decode.step_times import StepTimes
@@ -221,3 +221,36 @@ def test_the_system_tells_how_long_threads_ran() -> None:
         pass
     ran_s, waited_s = (after - first for after, first in zip(scheduled_seconds(), before, strict=True))
     assert ran_s > 0.03 and waited_s >= 0
+
+
+def test_a_card_is_known_with_its_limits_where_they_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(command: list[str], **options: object) -> SimpleNamespace:
+        asked.append(command)
+        if len(asked) > 1:
+            raise FileNotFoundError("nvidia-smi")
+        return SimpleNamespace(stdout="A card, 1, 700 W\n")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    monkeypatch.setattr("kimi_backend.runners.cost_file.subprocess.run", run)
+    found = [machine(torch.device("cuda")) for _ in range(2)]
+    assert [about["device"] for about in found] == ["A card, 1, 700 W", "A card"]
+    assert asked[0][:2] == ["nvidia-smi", "--id=GPU-abc"]
+    assert "power.limit" in asked[0][2]
+    on_cpu = machine(torch.device("cpu"))
+    assert on_cpu["torch"] == found[0]["torch"] == torch.__version__
+    assert "cuda" not in on_cpu and on_cpu["device"].endswith(" cores")
+
+
+def test_the_shapes_that_a_cpu_times() -> None:
+    limits = RunnerLimits(max_num_batched_tokens=40, max_num_seqs=16, max_model_len=128, max_speculative_tokens=4)
+    shapes = shapes_of(limits, is_captured=False, is_draft=False)
+    assert [(shape.num_seqs, shape.num_rows) for shape in shapes if not shape.is_long] == [
+        *((16, rows) for rows in (2, 1)),
+        *((4, rows) for rows in (5, 4, 2, 1)),
+        *((1, rows) for rows in (5, 4, 2, 1)),
+    ]
+    longs = [(shape.num_seqs, shape.num_rows) for shape in shapes if shape.is_long]
+    assert longs == [(16, 1), (4, 4), (4, 1), (1, 5), (1, 1)]

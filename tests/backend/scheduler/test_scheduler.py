@@ -1,5 +1,7 @@
 """The scheduler decides who gets rows and blocks. Block size 4; sequences advance by hand."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -162,6 +164,24 @@ def test_those_who_leave_a_queue_in_which_nobody_comes_up_leave_no_memory_behind
     assert len(scheduler.waiting._heap) <= 2 * len(scheduler.waiting) + 16
     assert memory.num_bytes == sum(sequence.lookup.held_bytes for sequence in kept if sequence.lookup is not None)
     assert [sequence.uid for sequence in scheduler.waiting.snapshot()] == [0, *(sequence.uid for sequence in kept)]
+
+
+def test_who_is_left_comes_up_in_order_though_many_have_left() -> None:
+    scheduler, rng = make_scheduler(), random.Random(1)
+    queue, left = scheduler.waiting, []
+    sequences = [make_sequence(uid=uid, priority=rng.randrange(100)) for uid in range(100)]
+    for sequence in sequences:
+        queue.push(sequence)
+    for sequence in sequences:
+        if rng.random() < 0.8:
+            sequence.finish = Finish(FinishReason.CANCELLED)
+            scheduler.finish(sequence)
+        else:
+            left.append(sequence)
+    in_order = sorted(left, key=lambda sequence: sequence.order)
+    assert queue.snapshot() == in_order
+    assert [queue.pop() for _ in range(len(queue))] == in_order
+    assert queue.peek() is None
 
 
 def test_a_queue_is_gone_through_once_it_holds_sixteen_more_than_twice_who_waits() -> None:
