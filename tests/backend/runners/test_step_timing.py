@@ -13,7 +13,14 @@ import torch
 from kimi_backend.config.settings import ServingSettings
 from kimi_backend.runners.cost_file import CostFile, costs_folder, machine
 from kimi_backend.runners.plan_checks import RunnerLimits
-from kimi_backend.runners.step_timing import CPU_PASSES, Sequences, scheduled_seconds, shapes_of, time_steps
+from kimi_backend.runners.step_timing import (
+    CPU_PASSES,
+    Sequences,
+    scheduled_seconds,
+    shapes_of,
+    step_seconds,
+    time_steps,
+)
 from kimi_backend.spec_decode.step_times import StepTimes
 from kimi_backend.types.step_costs import StepCosts
 from kimi_kernels.kernel_set import KernelSet
@@ -254,3 +261,18 @@ def test_the_shapes_that_a_cpu_times() -> None:
     ]
     longs = [(shape.num_seqs, shape.num_rows) for shape in shapes if shape.is_long]
     assert longs == [(16, 1), (4, 4), (4, 1), (1, 5), (1, 1)]
+
+
+def test_a_step_on_a_cpu_lasts_from_its_launch_to_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+
+    class Step:
+        def wait(self) -> None:
+            now.append(now[-1] + 2)
+
+    def launch() -> Step:
+        now.append(now[-1] + 1)
+        return Step()
+
+    monkeypatch.setattr("kimi_backend.runners.step_timing.time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    assert step_seconds(launch, torch.device("cpu"), 1.0) == 3
