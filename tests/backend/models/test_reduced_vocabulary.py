@@ -77,7 +77,8 @@ def test_a_rank_holds_its_part_of_the_kept_rows() -> None:
     parts = [reduced.tensors.read("lm_head.weight", 0, start, start + KEPT // 2) for start in (0, KEPT // 2)]
     assert torch.equal(torch.cat(parts), reduced.tensors.read("lm_head.weight"))
     assert reduced.tensors.shape("lm_head.weight") == (KEPT, 64)
-    assert reduced.tensors.dtype("d2t") == torch.int64
+    assert (reduced.tensors.shape("d2t"), reduced.tensors.dtype("d2t")) == ((KEPT,), torch.int64)
+    assert reduced.tensors.dtype("norm.weight") == checkpoint("mla", 96).tensors.dtype("norm.weight")
 
 
 def test_uncounted_tokens_fill_up_by_id() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kimi_backend.errors import ConfigError, InvalidRequestError
-from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits
+from kimi_backend.runners.plan_checks import PlanChecker, RunnerLimits, _expect_within
 from kimi_backend.types.plan import AuxHandle, DraftPlan, RowPlan, SamplingPlan, TargetPlan
 from kimi_backend.types.scoring import ScoringPlan
 
@@ -191,3 +191,31 @@ def test_blocks_of_provisional_rows_are_checked_too() -> None:
 def test_a_model_shorter_than_max_model_len() -> None:
     with pytest.raises(ConfigError, match="max_model_len: 40 given, at most 39"):
         LIMITS.check_positions(39)
+
+
+@pytest.mark.parametrize("count", [5, 32, 33, 100])
+@pytest.mark.parametrize("has_bounds_of_its_own", [False, True])
+def test_a_number_out_of_bounds_is_found_in_few_and_in_many(count: int, has_bounds_of_its_own: bool) -> None:
+    values = np.arange(count, dtype=np.int64)
+    low, high = (values, values + 2) if has_bounds_of_its_own else (0, count - 1)
+    _expect_within("rows", values, low, high)
+    least, most = (count - 1, count + 1) if has_bounds_of_its_own else (0, count - 1)
+    for wrong in (least - 1, most + 1):
+        given = values.copy()
+        given[-1] = wrong
+        with pytest.raises(InvalidRequestError) as error:
+            _expect_within("rows", given, low, high, "of all")
+        assert str(error.value) == f"plan rows[{count - 1}]: {wrong} given, {least} to {most} (of all) allowed"
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("temperature", np.ones((1, 1), np.float32), "plan sampling.temperature: 2 dimensions given, 1 allowed"),
+        ("history_tail", np.ones(1, np.int32), "plan sampling.history_tail: 1 dimensions given, 2 allowed"),
+    ],
+)
+def test_sampling_arrays_have_their_dimensions(name: str, array: np.ndarray, message: str) -> None:
+    wrong = replace(DRAFT_PLAN, sampling=replace(DRAFT_PLAN.sampling, **{name: array}))
+    with pytest.raises(InvalidRequestError, match=message):
+        CHECKER.check_draft(wrong, NUM_AUX_ROWS)

@@ -10,7 +10,7 @@ import torch
 from kimi_backend.errors import ConfigError
 from kimi_backend.hosting.embedded_server import free_port
 from kimi_backend.parallel import DistributedRanks, SingleRank
-from kimi_backend.runners.ranks.process_group import RankError, join_ranks, leave
+from kimi_backend.runners.ranks.process_group import RankError, _who_is_missing, join_ranks, leave
 from support.forked_processes import run_ranks
 from support.ranks import run_on_a_cpu
 
@@ -98,3 +98,12 @@ def test_fast_collectives_have_what_they_take(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 3)
     assert ranks.all_reduce(large).tolist() == (3 * large).tolist()
     assert ranks.all_gather_columns(large).tolist() == torch.cat([0 * large, large, 2 * large], dim=1).tolist()
+
+
+def test_a_store_that_is_gone_is_told() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("closed")
+
+    gone: Any = Gone()
+    assert _who_is_missing(gone, 1, 3, "host:1", 5.0) == "rank 1 lost rank 0 at host:1"

@@ -1,6 +1,7 @@
 """Memory that ranks share: all of them or none. The driver is replaced; test_ranks_on_gpu.py has the real one."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -74,3 +75,25 @@ def test_the_first_sum_that_takes_a_tensor_has_it() -> None:
     taken = [either.takes(torch.ones(count)) for count in (2, 4, 5)]
     assert taken == [True, True, False]
     assert [either(torch.ones(count))[0].item() for count in (2, 3)] == [2, 4]
+
+
+def test_the_first_sum_with_a_norm_that_takes_a_tensor_has_it() -> None:
+    class UpTo:
+        def __init__(self, most: int) -> None:
+            self.most = most
+
+        def takes(self, x: torch.Tensor) -> bool:
+            return x.numel() <= self.most
+
+        def __call__(self, *given: object) -> tuple[object, ...]:
+            return (self.most, *given)
+
+    either: Any = receive_buffers.EitherAllReduceNorm(UpTo(2), UpTo(4))  # type: ignore[arg-type]
+    assert [either.takes(torch.ones(count)) for count in (2, 4, 5)] == [True, True, False]
+    for count, most in ((2, 2), (3, 4)):
+        x = torch.ones(count)
+        assert either(x, "residual", "weight", 1e-5, "second") == (most, x, "residual", "weight", 1e-5, "second")
+
+
+def test_numbers_of_ranks_that_no_limits_are_known_for_share_nothing() -> None:
+    assert receive_buffers.share_memory(HashStore(), 0, 3, CPU) is None

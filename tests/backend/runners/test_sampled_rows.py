@@ -1,7 +1,7 @@
 """The rows that draw a token: listed one by one for few sequences, by array operations for many, and both the same."""
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -40,3 +40,11 @@ def test_few_and_many_agree(seed: int) -> None:
         assert one.dtype == other.dtype, field.name
         assert one.shape == other.shape, field.name
         assert one.tolist() == other.tolist(), field.name
+
+
+@pytest.mark.parametrize("num_seqs", [16, 17])
+def test_either_way_is_taken(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(random_plan(random.Random(0)), num_sampled_rows=np.ones(num_seqs, np.int32))
+    for name in ("of_few", "of_many"):
+        monkeypatch.setattr(SampledRows, name, lambda plan, name=name: name)
+    assert SampledRows.of(plan) == ("of_few" if num_seqs == 16 else "of_many")  # type: ignore[comparison-overlap]

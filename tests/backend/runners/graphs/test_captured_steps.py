@@ -113,6 +113,7 @@ def test_a_draft_step_that_may_propose_and_then_has_no_room_proposes_nothing() -
 
 def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = runner_pair(SETTING, "mla31", PlainRecorder())
+    assert (target.depth, draft.depth) == (2, 1)
     loop = SpeculativeLoop(target, draft, prompts(3), 3)
     loop.step()
 
@@ -123,6 +124,22 @@ def test_steps_run_in_buckets_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft, "_launch_eagerly", refuse)
     for _ in range(3):
         loop.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_extension_that_no_bucket_holds_is_followed_by_proposals_in_one(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, loops = prompts(3), []
+    for recorder in (None, PlainRecorder()):
+        target, draft = runner_pair(SETTING, kind, recorder)
+        if recorder is not None:
+            assert draft._graphs is not None
+            monkeypatch.setattr(draft._graphs, "extension_bucket", lambda plan: None)
+            monkeypatch.setattr(draft, "_launch_eagerly", None)
+        loops.append(SpeculativeLoop(target, draft, texts, 3, temperature=1.0, seed=5))
+    for _ in range(4):
+        assert_equal_steps(*(loop.step() for loop in loops))
 
 
 @pytest.mark.parametrize("in_table", [False, True])
