@@ -1,4 +1,4 @@
-"""When a runner is asked again, and what is said of it meanwhile."""
+"""A runner that is away is asked again, sooner or later, and its link says why it is not there."""
 
 import logging
 from dataclasses import replace

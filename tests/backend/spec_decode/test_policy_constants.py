@@ -278,3 +278,11 @@ def test_beside_a_hidden_host_a_round_waits_for_the_longer_of_it_and_the_draft(h
     one = np.array([1])
     found = times.verifying(1, one, one, 64, is_drafting=True, overlaps_next=False)
     assert found == pytest.approx([0.001 + beside_s], rel=1e-3)
+
+
+@pytest.mark.parametrize(("depth", "target_us"), [(1, 1800), (2, 2600), (3, 2600), (4, 4200)])
+def test_a_round_has_the_rows_of_the_bucket_that_its_depth_needs(depth: int, target_us: float) -> None:
+    """One of four sequences drafts one token; a captured step takes as long as one with all rows of its bucket."""
+    times = RoundTimes(linear_costs(1000, 100, is_captured=True), linear_costs(0, 0, 1e-6, is_captured=True))
+    found = times.drafting(4, 1, depth, 1, np.float64(1), 4 * 64)
+    assert 1e6 * float(found) == pytest.approx(target_us, rel=1e-3)
