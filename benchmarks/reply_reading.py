@@ -14,6 +14,7 @@ replies, and streams of a chunk every millisecond, which is more than any server
 import argparse
 import asyncio
 import bisect
+import contextlib
 import http.client
 import itertools
 import json
@@ -191,18 +192,18 @@ def measure_beside(port: int, disturbance: str | None, is_streamed: bool, second
     is_over = threading.Event()
 
     def disturb() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        while not is_over.is_set():
-            ask(connection, disturbance or "", is_over if is_streamed else None)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            while not is_over.is_set():
+                ask(connection, disturbance or "", is_over if is_streamed else None)
 
     thread = threading.Thread(target=disturb)
     if disturbance is not None:
         thread.start()
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    times = [ask(connection, "short")]
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        times.append(ask(connection, "short"))
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        times = [ask(connection, "short")]
+        end = perf_counter() + seconds
+        while perf_counter() < end:
+            times.append(ask(connection, "short"))
     is_over.set()
     if disturbance is not None:
         thread.join()
