@@ -113,6 +113,7 @@ TEXTS = (
     ReplyText("a section of text, not ended", f"T. {SB}no call", content="T. no call"),
     ReplyText("a section's end alone", f"T.{SE}", content="T."),
     # A call's ends.
+    one("a section's beginning in place of a call's end", f'{SB}{B}functions.a:0{A}{{"x": 1{SB}', '{"x": 1'),
     one("no end of a call before the section's end", f"{SB}{B}functions.a:0{A}{X}{SE}"),
     ReplyText(
         "no end of a call before the next",
