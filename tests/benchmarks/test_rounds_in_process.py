@@ -64,14 +64,20 @@ def test_steps_on_a_cpu_are_recorded_and_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[ServingSettings] = []
+    asked: list[int] = []
+
+    def fastest_ms(target: Any, draft: Any, plans: list[Any], repeats: int) -> list[float]:
+        asked.append(repeats)
+        return [2.0 if isinstance(plan, TargetPlan) else 3.0 for plan in plans]
+
+    monkeypatch.setattr(cpu_steps, "fastest_ms", fastest_ms)
     monkeypatch.setattr(cpu_steps, "load_pair", lambda settings: (made.append(settings), instant_pair())[1])
     monkeypatch.setattr(sys, "argv", ["cpu_steps", "--k", "0", "2", "--max-tokens", "8", "--repeats", "2"])
     cpu_steps.main()
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [line[0] for line in lines] == ["| 0", "| 2"]
-    assert lines[0][2] == "- |"
-    assert 0 <= float(lines[1][2].removesuffix(" |")) < 1e3
-    assert all(0 <= float(line[1]) < 1e3 for line in lines)
+    assert [line[1:] for line in lines] == [["2.00", "- |"], ["2.00", "3.00 |"]]
+    assert asked == [2, 2]
     assert (made[0].speculation_policy, made[0].max_speculative_tokens, made[0].device) == ("fixed", 2, "cpu")
 
 

@@ -13,6 +13,7 @@ import kimi_nano.__main__ as kimi_nano_main
 ROOT = Path(__file__).parents[2]
 FILES = [path for folder in ("scripts", "demo/kimi_nano") for path in sorted((ROOT / folder).rglob("*.py"))]
 PROGRAMS = [path for path in FILES if "add_argument(" in path.read_text()]
+STARTED = 'if __name__ == "__main__":\n'
 NAMESPACE = set(dir(argparse.Namespace()))
 
 
@@ -63,6 +64,13 @@ def test_each_command_of_kimi_nano_reads_the_options_that_it_has(name: str) -> N
     if "_held_out_prompts(args)" in source:
         source += inspect.getsource(kimi_nano_main._held_out_prompts)
     assert set(re.findall(r"\bargs\.(\w+)", source)) == has
+
+
+def test_a_program_that_is_started_calls_its_main() -> None:
+    started = [path for path in [*FILES, *sorted((ROOT / "benchmarks").rglob("*.py"))] if STARTED in path.read_text()]
+    ends = {path.name: path.read_text().rpartition(STARTED)[2].strip() for path in started}
+    assert len(ends) > 40
+    assert {name for name, end in ends.items() if not re.search(r"\bmain\(.*\)$", end, re.DOTALL)} == set()
 
 
 def test_an_option_that_nobody_declares_is_found() -> None:
