@@ -1,5 +1,7 @@
 """The cases in which acceptance is called bad: next to nothing at the first position, or far less than before."""
 
+import pytest
+
 from kimi_backend.spec_decode.acceptance_watch import AcceptanceWatch
 from kimi_backend.types.request import SpeculationStats
 
@@ -74,3 +76,24 @@ def test_the_past_follows_within_some_ten_windows() -> None:
         assert not totals.add(1000, share)
     assert not totals.add(1000, 0.33), "more than half of 0.6"
     assert totals.add(1000, 0.28)
+
+
+@pytest.mark.parametrize(("num_windows", "is_named"), [(2, False), (3, True)])
+def test_three_windows_are_a_past(num_windows: int, is_named: bool) -> None:
+    totals = Totals()
+    for _ in range(num_windows):
+        assert not totals.add(1000, 0.5)
+    assert totals.add(1000, 0.24) is is_named
+
+
+def test_what_just_reaches_a_limit_is_not_below_it() -> None:
+    assert not Totals().add(1000, 0.1)
+    totals = Totals()
+    for share in (0.5, 0.5, 0.5, 0.25):
+        assert not totals.add(1000, share)
+
+
+def test_the_first_position_is_judged() -> None:
+    watch = AcceptanceWatch()
+    assert not watch.update(SpeculationStats(drafted_per_position=(100, 10), accepted_per_position=(60, 0)))
+    assert watch.update(SpeculationStats(drafted_per_position=(1100, 40), accepted_per_position=(61, 30)))

@@ -52,12 +52,11 @@ def test_who_came_back_is_not_judged_for_two_dozen_rounds() -> None:
     policy = policy_of(0.98)
     back = sequence(policy, uses_draft=False)
     choose(policy, back)
-    for _ in range(12):
+    for _ in range(24):
         back.record(1, 0)
     assert back.acceptance.tried == 0
-    for _ in range(36):
-        back.record(1, 0)
-    assert back.acceptance.tried > 10
+    back.record(1, 0)
+    assert back.acceptance.tried == 1
 
 
 DEAR_CALL = linear_costs(5000, 400), linear_costs(4000, 0)
@@ -77,7 +76,7 @@ def test_a_draft_is_found_out_with_as_many_tokens_as_cost_least(
         policy._pools[0].record(1, int(index < num_kept))
     asked = sequence(policy, uses_draft=True, limit=3)
     choose(policy, asked)
-    assert asked.num_chosen_tokens == num_chosen
+    assert asked.num_chosen_tokens == policy.num_chosen_tokens == num_chosen
     assert asked.uses_draft is (num_chosen > 0)
 
 
@@ -145,7 +144,7 @@ def test_who_is_never_taken_leaves_after_a_while() -> None:
         choose(policy, busy, idle)
         assert busy.num_chosen_tokens == 1
         num_choices += 1
-    assert 4 <= num_choices <= 16
+    assert num_choices == 8
 
 
 def test_what_is_known_of_a_kind_fades_with_requests_that_start_without_the_draft() -> None:
@@ -286,3 +285,31 @@ def test_a_round_has_the_rows_of_the_bucket_that_its_depth_needs(depth: int, tar
     times = RoundTimes(linear_costs(1000, 100, is_captured=True), linear_costs(0, 0, 1e-6, is_captured=True))
     found = times.drafting(4, 1, depth, 1, np.float64(1), 4 * 64)
     assert 1e6 * float(found) == pytest.approx(target_us, rel=1e-3)
+
+
+@pytest.mark.parametrize(("is_overlapped", "depth", "draft_us"), [(False, 1, 1100), (True, 1, 1400), (True, 3, 3400)])
+def test_a_draft_behind_a_verify_that_nobody_waits_for_has_the_rows_of_a_bucket(
+    is_overlapped: bool, depth: int, draft_us: float
+) -> None:
+    """The five rows of four sequences, or all of a bucket; each proposal but the first takes 0.6 ms."""
+    times = RoundTimes(linear_costs(0, 0, is_captured=True), linear_costs(600, 100, 1e-6, is_captured=True))
+    if is_overlapped:
+        times.assume_overlapped()
+    assert 1e6 * float(times.drafting(4, 4, depth, 1, np.float64(1), 4 * 64)) == pytest.approx(draft_us, rel=1e-3)
+
+
+def test_a_round_of_more_sequences_than_were_measured_teaches_too() -> None:
+    times = RoundTimes(*EVEN)
+    shape = StepShape(300, 300, 1, 64 * 300)
+    times.learn(
+        Round(
+            target=shape,
+            draft=None,
+            total_s=0.01,
+            target_s=0.01,
+            draft_s=0.0,
+            draft_wait_s=0.0,
+            is_overlapped=False,
+        )
+    )
+    assert times.factors[0] > 1
