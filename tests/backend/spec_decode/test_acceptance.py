@@ -119,3 +119,18 @@ def test_chances_fall_by_position_and_end_with_the_limit() -> None:
     assert found[0].tolist() == [0.5, 0.25, *[0.0] * 5]
     assert found[1].tolist() == [0.25, 0.0625, 0.015625, *[0.0] * 4]
     assert 0.9 < found[2, 0] < 1 and not found[2, 1:].any()
+
+
+def test_the_doubt_of_a_sequence_is_that_of_its_tokens_and_of_its_kinds_weight() -> None:
+    own = SequenceAcceptance()
+    own.record(4, 1)
+    rate = (1 + 48 * 0.9) / (2 + 48)
+    assert own.factor(0.9) == pytest.approx(rate / 0.9)
+    highest = rate + 1.5 * (rate * (1 - rate) / (2 + 48 + 1)) ** 0.5
+    assert own.factor(0.9, highest=True) == pytest.approx(min(highest, 0.9) / 0.9)
+    for _ in range(9):
+        own.record(1, 0)
+    rate = (own.kept + 48 * 0.9) / (own.tried + 48)
+    highest = rate + 1.5 * (rate * (1 - rate) / (11 + 48 + 1)) ** 0.5
+    assert highest < 0.9
+    assert own.factor(0.9, highest=True) == pytest.approx(highest / 0.9)
