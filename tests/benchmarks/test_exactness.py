@@ -83,3 +83,53 @@ def test_texts_are_compared_to_the_last_token(suite):
     assert free_running.num_identical([(1, 2), (3, 4)], [(1, 2), (3, 5)]) == 1
     assert free_running.first_difference((3, 4), (3, 5)) == 1
     assert free_running.first_difference((3, 4), (3, 4)) is None
+
+
+@pytest.fixture(scope="module")
+def script(suite):
+    """The script itself."""
+    import exactness
+
+    return exactness
+
+
+def given(**changed) -> SimpleNamespace:
+    values = {"token_ids": PROMPTS, "k": [0, 2, 3], "rotate": True, "num_tokens": 4, "device": "cpu", "batch": 2}
+    return SimpleNamespace(**values | {"checkpoint": ROOT / "demo/kimi-nano", "draft": None} | changed)
+
+
+def test_each_prompt_runs_with_one_k_of_each_temperature_where_they_rotate(script):
+    cases = script._cases(given())
+    assert [k for _, k in cases] == sorted((k for _, k in cases), reverse=True)
+    for number, temperature in enumerate(script.TEMPERATURES):
+        assert cases[temperature, 0] == [0, 1, 2]
+        shares = [cases[temperature, k] for k in (2, 3)]
+        assert shares == ([[0, 2], [1]] if number % 2 == 0 else [[1], [0, 2]])
+    assert set(map(tuple, script._cases(given(rotate=False)).values())) == {(0, 1, 2)}
+
+
+def test_texts_are_counted_up_to_their_first_difference(script):
+    row = script._free_row([(1, 2, 3, 4), (5, 6, 7, 8)], [(1, 2, 3, 4), (5, 6, 0, 8)])
+    assert row == {
+        "texts": 2,
+        "identical": 1,
+        "share": 0.5,
+        "share_of_tokens_before_the_first_difference": 0.75,
+    }
+
+
+def test_the_exactness_settings_have_room_for_the_longest_prompt(script):
+    settings = script.settings_of(given(), "auto", 2)
+    longest = 30 + 4 + script.MAX_SPECULATIVE_TOKENS + 1
+    assert (settings.max_model_len, settings.kv_tokens, settings.max_num_seqs) == (longest, 4 * longest, 2)
+    assert settings.draft == str(ROOT / "demo/kimi-nano/draft")
+    assert script.settings_of(given(draft=ROOT / "demo"), "auto", 2).draft == str(ROOT / "demo")
+
+
+def test_batches_of_a_pass_are_joined_in_order(script, suite, target, monkeypatch):
+    whole = target.run(PROMPTS, 0.0, 4, 1, None)
+    monkeypatch.setattr(script, "FORCED_BATCH", 2)
+    joined = script._in_batches(target, given(), 0.0, 1, None)
+    assert np.array_equal(joined.token_ids, whole.token_ids)
+    forced = script._in_batches(target, given(), 0.0, 4, joined)
+    assert np.array_equal(forced.token_ids, whole.token_ids)
