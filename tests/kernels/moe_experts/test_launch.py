@@ -34,6 +34,20 @@ def test_tiles_by_the_mean_that_was_measured() -> None:
     assert {(launch.columns, launch.stages) for launch in (*found[0], *found[1])} == {(8, 4), (16, 4), (32, 3), (64, 3)}
 
 
+@pytest.mark.parametrize(
+    ("persistent", "down_tall", "columns", "tall_rows"),
+    [(True, True, 192, 0), (False, True, 128, 256), (False, False, 64, 0)],
+)
+def test_tiles_beyond_the_means_that_were_measured(
+    persistent: bool, down_tall: bool, columns: int, tall_rows: int
+) -> None:
+    shapes = HopperShapes(gate_up_tall=True, down_tall=down_tall, persistent=persistent)
+    launch = sorted_launch(65 * 384, 384, 16, shapes)
+    assert (launch.columns, launch.down_tall_rows, launch.scale_weights) == (columns, tall_rows, True)
+    assert launch.gate_up_tall_rows == (tall_rows if down_tall else 128)
+    assert launch.stages == 3
+
+
 def hopper_shapes(down_steps: int) -> HopperShapes:
     return HopperShapes(gate_up_tall=True, down_tall=down_steps % 4 == 0, persistent=True)
 
