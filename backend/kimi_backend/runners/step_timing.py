@@ -5,6 +5,7 @@ are run in one pass after another, so that no shape has all its runs while other
 meanwhile: rounds in service do not either, and at its power limit its clock is another.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,11 +39,11 @@ from above and once from below. More of them tell nothing that longer bursts do 
 CPU_PASSES, MOST_CPU_PASSES = 4, 6
 CPU_BUDGET_S = 1.0
 """Passes go on until they took so long, if there were enough."""
-GPU_BUDGET_S = 6.0
-"""All bursts of steps together; the second half of each counts. The power limit acts 0.7 s after a rest and settles
-half a second later: no burst is as long, and what lasts is left to `spec_decode.round_times`."""
-FEWEST_STEPS = 4
-"""A burst of steps of one shape on a GPU."""
+GPU_BUDGET_S = 4.0
+"""All bursts of steps together, where steps are short. The power limit acts 0.7 s after a rest and settles half a
+second later: no burst is as long, and what lasts is left to `spec_decode.round_times`."""
+FEWEST_STEPS = 3
+"""A burst of steps of one shape on a GPU; the second half of it counts, so two of these."""
 CYCLES_A_SECOND = 2e9
 """The highest clock of any card."""
 
@@ -129,29 +130,37 @@ def _sampling(num_seqs: int) -> SamplingPlan:
 
 
 def step_seconds(launch: Callable[[], Pending[Any]], device: torch.device, burst_s: float) -> float:
-    """Seconds of a step: of one on a CPU, of those that a GPU runs in `burst_s`, one behind another."""
-    started_s = time.perf_counter()
-    pending = launch()
-    launched_s = time.perf_counter() - started_s
-    pending.wait()
+    """Seconds of a step: of one on a CPU; of those that a GPU runs in `burst_s`, the first few to know its length."""
     if device.type != "cuda":
+        started_s = time.perf_counter()
+        launch().wait()
         return time.perf_counter() - started_s
-    torch.cuda.synchronize(device)
-    step_s = time.perf_counter() - started_s - launched_s
-    # A step that takes less time than its launch waits on the device until it is launched.
-    pause_s = max(2 * launched_s - step_s, 0.0)
-    events = []
-    for _ in range(max(FEWEST_STEPS, round(burst_s / (step_s + pause_s)))):
-        if pause_s:
+    step_s, pause_s = run_burst(launch, device, FEWEST_STEPS)
+    num_left = round(burst_s / (step_s + pause_s)) - FEWEST_STEPS
+    return step_s if num_left < FEWEST_STEPS else run_burst(launch, device, num_left)[0]
+
+
+def run_burst(launch: Callable[[], Pending[Any]], device: torch.device, num_steps: int) -> tuple[float, float]:
+    """Run steps one behind another on a GPU. Returns the seconds of one, by the second half, and of the pause before.
+
+    A launch begins with a wait for the last upload of the step before, which for a draft is in its middle. The pause
+    lasts as long as a launch, so that the next step is there before its time begins. The first run of a captured step
+    takes longer, on the device and on the host: the shortest launch counts.
+    """
+    events, pause_s = [], math.inf
+    for number in range(num_steps):
+        if number:
             torch.cuda._sleep(round(pause_s * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
+        started_s = time.perf_counter()
         pending = launch()
+        pause_s = min(pause_s, time.perf_counter() - started_s)
         end.record()
         events.append((start, end))
     pending.wait()
     torch.cuda.synchronize(device)
-    return 1e-3 * median(float(start.elapsed_time(end)) for start, end in events[len(events) // 2 :])
+    return 1e-3 * median(float(start.elapsed_time(end)) for start, end in events[num_steps // 2 :]), pause_s
 
 
 def sizes_of(limits: RunnerLimits, *, is_captured: bool) -> tuple[int, ...]:
@@ -206,8 +215,9 @@ def time_steps(
     """
     shapes = shapes_of(sequences.limits, is_captured=is_captured, is_draft=sequences.is_draft)
     launches = {shape: partial(launch, sequences.rows(shape), shape.num_proposals) for shape in shapes}
-    for start in launches.values():  # the first run of a captured step takes longer
-        start().wait()
+    if not is_captured:
+        for start in launches.values():  # kernels may have to be compiled
+            start().wait()
     found: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     fewest, is_cpu = fewest_passes(device), device.type == "cpu"
     burst_s = GPU_BUDGET_S / (fewest * len(shapes))
