@@ -1,4 +1,4 @@
-"""What a recipe says of its models stands in their config.json."""
+"""A recipe's values stand in the config.json of its models."""
 
 import pytest
 
